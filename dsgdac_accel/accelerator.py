@@ -1,0 +1,295 @@
+"""`GossipAccelerator`: an `accelerate.Accelerator` whose workers gossip parameters instead of averaging gradients."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import nn
+
+from dsgdac_accel.averaging import deployed_model
+from dsgdac_accel.calibration import Forward
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.loaders import EqualSteps, differ_per_worker, known_length, share_sampler_seed
+from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
+from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
+from dsgdac_accel.step import GossipStep, seed_workers_differently
+
+
+class GossipOptimizer(AcceleratedOptimizer):
+    """The prepared optimizer: one mix around every local step. Used through `optimizer.step()` as ever."""
+
+    gossip: GossipStep | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Take one optimizer step: local update and one mix (nothing inside an accumulation window)."""
+        if closure is not None:
+            raise ValueError(
+                "optimizer.step(closure) evaluates the loss at several points, which one mix per step cannot serve. "
+                "Call accelerator.backward(loss) and then optimizer.step() without a closure."
+            )
+        if self.gossip is None or not self.gradient_state.sync_gradients:
+            super().step()
+            return
+        local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
+        if local_step or self.scaler is not None:  # after an overflow the scaler skips the update itself, and backs off
+            super().step()
+        self.gossip.after_local_step()
+
+    def _epoch(self) -> int | None:
+        loader = self.gradient_state.active_dataloader
+        return getattr(loader, "iteration", None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Always False: every step mixes and counts, so schedulers tick with it and rates stay equal on all workers."""
+        return False
+
+
+class GossipAccelerator(Accelerator):
+    """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
+
+    Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;
+    random streams then differ per worker while data order is shared; schedulers tick once per optimizer step on every
+    worker; passes over data of uneven length stop at the shortest.
+
+    Args:
+        gossip: topology, gamma schedule and policies. Default: DSGD-AC on the one-peer ring with p = 3.
+        *args, **kwargs: those of `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is set.
+
+    Raises:
+        ValueError, TypeError: a launch or a setting under which workers cannot gossip, with the way out.
+    """
+
+    def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
+        self.gossip_config = GossipConfig() if gossip is None else gossip
+        if not isinstance(self.gossip_config, GossipConfig):
+            raise TypeError(f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...).")
+        if len(args) < 5 and not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)
+        handlers = list(kwargs.pop("kwargs_handlers", None) or [])
+        if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
+            handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=self.gossip_config.timeout)))
+        super().__init__(*args, kwargs_handlers=handlers, **kwargs)
+        refuse_unsupported_launch(self)
+        self.group = WorkerGroup(self.device, self.gossip_config.timeout)
+        self.gossip_steps: list[GossipStep] = []
+        self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
+        self._equal: set[int] = set()  # ids of tensors that were made equal on all workers
+        self._seeded = False
+        self._deployed = False
+
+    # ---- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, as `Accelerator.prepare`. Collective."""
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                refuse_unsupported_model(obj)
+        first_scheduler = len(self._schedulers)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        self._make_equal()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
+                optimizer.gossip = self._gossip_step(optimizer.optimizer)
+        for scheduler in self._schedulers[first_scheduler:]:
+            for step in self.gossip_steps:
+                if getattr(scheduler.scheduler, "optimizer", None) is step.optimizer:
+                    step.plan(scheduler.scheduler)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Device placement, autocast and compilation as usual, but no DDP: gradients stay local."""
+        refuse_unsupported_model(model)
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that each of its steps also mixes."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        placement = self.device_placement if device_placement is None else device_placement
+        prepared = GossipOptimizer(optimizer, device_placement=placement, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler so that it ticks once per optimizer step, not once per process."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Shard a loader over the workers; where their numbers of batches differ, training passes stop at the shortest."""
+        share_sampler_seed(data_loader, self.group)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        differ_per_worker(prepared, self.group)
+        if known_length(prepared) == 0:
+            raise ValueError(
+                f"no worker would get a batch: the data set has {len(data_loader.dataset)} samples for "
+                f"{self.group.size} workers with batches of {data_loader.batch_size} (drop_last={data_loader.drop_last}). "
+                f"Use more data, smaller batches or fewer workers."
+            )
+        equal = EqualSteps(prepared, self.group, active=self._is_training)
+        return equal if equal.needed else prepared
+
+    def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
+        """Cut any iterable of this worker's own batches so that all workers take the same number of steps. Collective."""
+        return EqualSteps(loader, self.group, active=self._is_training)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As `Accelerator.skip_first_batches`, for resuming in mid-epoch."""
+        if isinstance(dataloader, EqualSteps):
+            return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
+        return super().skip_first_batches(dataloader, num_batches)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to join: prepared loaders stop at the shortest worker anyway. `even_batches` is left as prepared."""
+        yield
+
+    def _gossip_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for step in self.gossip_steps:
+            if any(id(p) in mine for group in step.optimizer.param_groups for p in group["params"]):
+                raise ValueError("a parameter is in two optimizers and would be mixed twice; give it to one of them.")
+        names = {id(p): name for model in self._models for name, p in model.named_parameters()}
+        step = GossipStep(optimizer, self.group, self.gossip_config, names)
+        self.gossip_steps.append(step)
+        if self.group.size > 1 and not self._seeded:
+            self._seeded = True
+            seed_workers_differently(self.group)
+        return step
+
+    def _make_equal(self) -> None:
+        """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with."""
+        if self.group.size == 1:
+            return
+        named = [item for model in self._models for item in (*model.named_parameters(), *model.named_buffers())]
+        named += [
+            (f"optimizer parameter {number}", p)
+            for optimizer in self._optimizers
+            for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        ]
+        new = {id(tensor): (name, tensor) for name, tensor in named if id(tensor) not in self._equal}
+        if not new:
+            return
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in new.values()]
+        self.group.require_equal(layout, "model (names, shapes, dtypes)")
+        for name, tensor in new.values():
+            self.group.broadcast_(tensor, f"starting from equal values of {name}")
+        self._equal.update(new)
+
+    # ---- training
+
+    def _is_training(self) -> bool:
+        return not self._deployed and torch.is_grad_enabled()
+
+    @contextmanager
+    def deployed_model(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> Iterator[nn.Module]:
+        """Inside, `model` is the average of the workers in eval mode; on exit training goes on as if nothing had been.
+
+        Collective. See `dsgdac_accel.averaging.deployed_model` for `calibrate`, a loader of training data from which
+        BatchNorm statistics are measured. Entered again inside, it changes nothing.
+        """
+        if self._deployed:
+            yield model
+            return
+        references = list(self.gradient_state.dataloader_references)
+        ends = [(loader, loader.end_of_dataloader, loader.remainder) for loader in references if loader is not None]
+        mixers = [step.mixer for step in self.gossip_steps]
+        self._deployed = True
+        try:
+            with deployed_model(
+                model, mixers, self.group, calibrate=calibrate, calibration_forward=calibration_forward
+            ) as deployed:
+                yield deployed
+        finally:
+            self._deployed = False
+            # A pass inside, broken off or over the training loader, must not look like the end of the training pass.
+            self.gradient_state.dataloader_references = references
+            for loader, end, remainder in ends:
+                loader.end_of_dataloader, loader.remainder = end, remainder
+
+    def measure_consensus(self) -> dict[str, float]:
+        """Measure the exact consensus radius now and return all consensus metrics. Collective."""
+        for step in self.gossip_steps:
+            step.mixer.measure_consensus()
+        return consensus_metrics(self.gossip_steps)
+
+    # ---- logging
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Log `values` together with the consensus metrics, to the trackers and every other sink of the logger."""
+        if self.is_main_process:
+            self._log_kwargs = log_kwargs
+            self.consensus_logger.log(values, self.gossip_steps[0].mixer.step if step is None and self.gossip_steps else step)
+
+    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
+        super().log(values, step=step, log_kwargs=self._log_kwargs)
+
+    _log_kwargs: dict | None = None
+
+    # ---- saving
+
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the deployed model, as `Accelerator.save_model` does for the model. Collective.
+
+        BatchNorm statistics are pooled; to save calibrated ones, call it inside `with deployed_model(model, calibrate=...)`.
+        """
+        with self.deployed_model(model) as deployed:
+            super().save_model(deployed, save_directory, *args, **kwargs)
+        self.wait_for_everyone()
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state dictionary; inside `with deployed_model(model)` it is that of the average, outside this worker's own."""
+        if not self._deployed and self.group.size > 1:
+            warnings.warn(
+                "get_state_dict outside `with accelerator.deployed_model(model)` gives this worker's weights, "
+                "not the average of the workers that is meant to be deployed.",
+                stacklevel=2,
+            )
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+        """Refused for several workers: Accelerate's format keeps the model and optimizer of worker 0 only."""
+        self._refuse_state("save_state")
+        return super().save_state(output_dir, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Refused for several workers, as `save_state`."""
+        self._refuse_state("load_state")
+        super().load_state(input_dir, *args, **kwargs)
+
+    def _refuse_state(self, what: str) -> None:
+        if self.group.size > 1:
+            raise NotImplementedError(
+                f"{what} would keep only worker 0's model and optimizer, and this run has {self.group.size} workers "
+                f"with weights of their own. Save the deployed model with `save_model`."
+            )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As `Accelerator.free_memory`; also lets go of the flat buffers."""
+        self.gossip_steps.clear()
+        self._equal.clear()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish what is in flight and close the trackers."""
+        for step in self.gossip_steps:
+            step.mixer.drain()
+        super().end_training()

@@ -1,0 +1,212 @@
+"""BatchNorm statistics of the deployed model.
+
+The average of the workers has activations of its own; averaged running statistics do not describe them (two workers
+with weights +1 and -1 average to 0, their running variances do not). One pass over training data, sharded over the
+workers, measures them exactly: every sample counts once, and the variance is that of all activations together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from dsgdac_accel.group import WorkerGroup
+
+Forward = Callable[[nn.Module, Any], Any]
+
+_SEED = 0  # of the fixed sample order of a calibration pass
+
+
+def calibrated_layers(model: nn.Module, training: bool = True) -> list[_BatchNorm]:
+    """BatchNorm layers with running statistics, in order.
+
+    While the model is in training mode, layers that the user put into eval mode (frozen statistics) are left out.
+    """
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and (layer.training or not training)
+    ]
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations of a layer's input per channel, merged batch by batch in float64."""
+
+    def __init__(self, channels: int) -> None:
+        self.count = torch.zeros((), dtype=torch.float64)
+        self.mean = torch.zeros(channels, dtype=torch.float64)
+        self.squares = torch.zeros(channels, dtype=torch.float64)
+
+    def add(self, activations: Tensor) -> None:
+        """Take in a batch of activations (N, C, ...)."""
+        values = activations.detach().transpose(0, 1).flatten(1)
+        values = values if values.dtype == torch.float64 else values.float()
+        variance, mean = torch.var_mean(values, dim=1, correction=0)
+        count = torch.tensor(float(values.shape[1]), dtype=torch.float64)
+        self.merge(count, mean.double().cpu(), variance.double().cpu() * count)
+
+    def merge(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
+        """Chan, Golub and LeVeque's update for two sets of samples."""
+        total = self.count + count
+        if total == 0:
+            return
+        delta = mean - self.mean
+        self.squares += squares + delta**2 * (self.count * count / total)
+        self.mean += delta * (count / total)
+        self.count = total
+
+
+@torch.no_grad()
+def calibrate_batch_norm(
+    model: nn.Module,
+    batches: Iterable[Any],
+    group: WorkerGroup,
+    *,
+    layers: Sequence[_BatchNorm] | None = None,
+    forward: Forward | None = None,
+) -> None:
+    """Set running means and (unbiased) variances of `layers` to those of all batches of all workers. Collective.
+
+    Each layer normalises with its batch's own statistics, as in training; everything else, dropout too, is in eval mode.
+
+    Args:
+        model: may be wrapped for autocast or compiled; modes are left changed, the caller restores them.
+        batches: this worker's share, tensors, tuples or mappings; see `sharded_batches`.
+        layers: default `calibrated_layers(model)`.
+        forward: called as `forward(model, batch)`; default `run_model`.
+
+    Raises:
+        ValueError: no worker had a batch, or an activation is not finite.
+    """
+    layers = calibrated_layers(model) if layers is None else list(layers)
+    if not layers:
+        return
+    forward = forward or run_model
+    moments = {layer: _Moments(layer.num_features) for layer in layers}
+    model.eval()
+    hooks = []
+    for layer in layers:
+        layer.train()
+        layer.track_running_stats = False  # normalise with the batch's statistics, write none of the buffers
+        hooks.append(layer.register_forward_pre_hook(lambda module, inputs: moments[module].add(inputs[0])))
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks added later
+            for batch in batches:
+                forward(model, batch)
+    finally:
+        for layer, hook in zip(layers, hooks, strict=True):
+            hook.remove()
+            layer.track_running_stats = True
+        model.eval()
+    for layer in layers:
+        _merge_over_workers(layer, moments[layer], group)
+
+
+def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -> None:
+    shares = group.gather((mine.count, mine.mean, mine.squares), "calibrating BatchNorm")
+    total = _Moments(layer.num_features)
+    for share in shares:  # in order of rank, so all workers get the same bits
+        total.merge(*share)
+    if total.count == 0:
+        raise ValueError(
+            "BatchNorm calibration saw no samples: the calibration loader was empty on every worker. "
+            "Pass a loader with data, or calibrate=None to pool the workers' own statistics."
+        )
+    if not bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()):
+        raise ValueError("BatchNorm calibration met activations that are not finite: the deployed model diverged.")
+    layer.running_mean.copy_(total.mean)  # type: ignore[union-attr]
+    layer.running_var.copy_(total.squares / (total.count - 1).clamp(min=1))  # type: ignore[union-attr,operator]
+
+
+@torch.no_grad()
+def pool_batch_norm(layers: Sequence[_BatchNorm], group: WorkerGroup) -> None:
+    """Without data: pool the workers' running statistics by the law of total variance. Collective."""
+    for layer in layers:
+        mean, variance = layer.running_mean.double(), layer.running_var.double()  # type: ignore[union-attr,operator]
+        shares = group.gather((mean.cpu(), variance.cpu()), "pooling BatchNorm statistics")
+        means = torch.stack([share[0] for share in shares])
+        variances = torch.stack([share[1] for share in shares])
+        layer.running_mean.copy_(means.mean(0))  # type: ignore[union-attr]
+        layer.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr,operator]
+
+
+# ---- batches of any form
+
+
+def run_model(model: nn.Module, batch: Any) -> Any:
+    """Call `model` on a batch as training loops do: `model(**mapping)`, `model(inputs)` of a tuple, or `model(tensor)`.
+
+    Of a mapping, only what the model's `forward` accepts is passed, so labels may be in it.
+    """
+    if isinstance(batch, Mapping):
+        return model(**_accepted(model, batch))
+    if isinstance(batch, (tuple, list)):
+        return model(batch[0])
+    return model(batch)
+
+
+def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    forward = inspect.unwrap(getattr(model, "_orig_mod", model).forward)
+    parameters = inspect.signature(forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(batch)
+    accepted = {name: value for name, value in batch.items() if name in parameters}
+    if not accepted:
+        raise ValueError(
+            f"none of the batch's keys {sorted(batch)} is an argument of the model's forward ({', '.join(parameters)}); "
+            f"pass calibration_forward=lambda model, batch: ..."
+        )
+    return accepted
+
+
+def sharded_batches(data: Iterable[Any], group: WorkerGroup, device: torch.device) -> Iterator[Any]:
+    """This worker's share of the batches of `data`, moved to `device`. Collective.
+
+    A loader that Accelerate prepared over a data set of the same length on all workers is shared out; any other loader
+    or iterable is taken to hold this worker's own data. Map-style data sets are read through a loader of our own:
+    sampler, epoch, generators and loader workers of the given one stay untouched, no sample is repeated or left out,
+    and the shared batches are the same for any number of workers.
+    """
+    from accelerate.utils import send_to_device
+
+    data = getattr(data, "loader", data)  # EqualSteps: all of the data, not only the steps that all workers can take
+    readable = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset) and _batch_size(data)
+    sizes = group.gather(len(data.dataset) if readable else None, "comparing the calibration data")  # type: ignore[attr-defined]
+    shared = len(set(sizes)) == 1 and hasattr(data, "base_dataloader")
+    source = _fresh_loader(data, group.rank if shared else 0, group.size if shared else 1) if readable else data
+    for batch in source:
+        yield send_to_device(batch, device)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples per batch of one worker, also where Accelerate wraps the batch sampler."""
+    sampler: Any = loader.batch_sampler
+    size = getattr(sampler, "batch_size", None)
+    if isinstance(size, int) and getattr(sampler, "split_batches", False):
+        return max(1, size // sampler.num_processes)
+    return size if isinstance(size, int) else None
+
+
+def _fresh_loader(loader: Any, share: int, shares: int) -> DataLoader:
+    size = _batch_size(loader)
+    assert size is not None
+    # A fixed shuffle: in file order, whole batches of one class would distort the statistics of deeper layers.
+    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(_SEED)).tolist()
+    batches = list(BatchSampler(order, size, drop_last=False))
+    if len(batches) > 1 and len(batches[-1]) == 1:  # BatchNorm over (1, C) is undefined
+        batches[-2:] = [batches[-2] + batches[-1]]
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches[share::shares],
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        pin_memory=loader.pin_memory,
+        generator=torch.Generator().manual_seed(_SEED + share),
+    )

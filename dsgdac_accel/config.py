@@ -1,0 +1,163 @@
+"""Settings of the algorithm, and how any configuration is read and written.
+
+The reading half lives in config_parsing.py and the writing half in config_output.py; both work for every tree of
+frozen dataclasses, so that tasks nest GossipConfig in configurations of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsgdac_accel.config_checks import check_choice, check_flag, check_integer, check_number, did_you_mean
+from dsgdac_accel.config_output import config_fingerprint, config_to_dict, dump_config, write_config
+from dsgdac_accel.config_parsing import config_from_command_line, load_config, parse_config
+from dsgdac_accel.config_yaml import ConfigError
+from dsgdac_accel.topology import TOPOLOGIES, Topology
+
+__all__ = [
+    "ConfigError",
+    "GossipConfig",
+    "config_fingerprint",
+    "config_from_command_line",
+    "config_to_dict",
+    "dump_config",
+    "load_config",
+    "parse_config",
+    "write_config",
+]
+
+_ORDERS = ("local_first", "mix_first")
+_RATE_WORDS = ("active", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipConfig:
+    """Who mixes with whom, how strongly and when (DSGD-AC, Algorithm 1).
+
+    The defaults are the paper's: a one-peer ring and gamma = (rate / max_rate)^3 from the first step. Values are
+    checked on construction; TypeError and ValueError name the rule, the value and the way out.
+
+    >>> GossipConfig(power=2, start_epoch=10).power
+    2.0
+    >>> GossipConfig(power=-1)
+    Traceback (most recent call last):
+    ValueError: power must be a finite number >= 0; got -1. Use 0 for plain DSGD (gamma 1 throughout).
+    """
+
+    topology: str | Topology = "one_peer_ring"
+    """Who mixes with whom: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential, grid or
+    base_graph (any number of workers); in Python also a Topology of your own."""
+
+    power: float = 3.0
+    """Exponent p >= 0 of gamma = (rate / max_rate)^p; 0 is plain DSGD (or DAdam), whose gamma is 1 throughout."""
+
+    start_step: int | None = None
+    """Optimizer step (0-based) at which adaptive consensus begins: steps 0 to start_step - 1 mix with gamma 1.
+    null begins at the first step, unless start_epoch is given."""
+
+    start_epoch: int | None = None
+    """Epoch (0-based) at which adaptive consensus begins: epochs 0 to start_epoch - 1 mix with gamma 1.
+    Give this or start_step, not both."""
+
+    max_rate: Literal["active", "run"] | float = "active"
+    """The rate at which gamma is 1: the largest rate among the steps since adaptive consensus began (active, the
+    paper's appendix), the largest of the whole run (run, Algorithm 1), or a number > 0."""
+
+    floor: float = 0.0
+    """Smallest gamma in [0, 1]; above 0 the workers keep mixing where the learning rate is 0, as at the start of a
+    warm-up."""
+
+    constant: float | None = None
+    """A fixed gamma in [0, 1] in place of the power law once adaptive consensus has begun: a control experiment."""
+
+    order: Literal["local_first", "mix_first"] = "local_first"
+    """local_first takes the local step at x and adds the mixing update of the same x (Algorithm 1 to the letter);
+    mix_first mixes before the local step: fewer passes over memory, but weight decay sees the mixed point."""
+
+    overlap: bool = True
+    """Start the next exchange right after the step, hidden behind the next forward and backward; false posts it
+    inside the step."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, if known: lets max_rate look ahead along the learning-rate scheduler."""
+
+    log_every: int = 50
+    """Steps between measurements of the exact consensus radius, each a reduction of the size of the model; 0 measures
+    at evaluations only."""
+
+    timeout: float = 600.0
+    """Seconds (> 0) within which a lost or silent worker ends the run on every other worker."""
+
+    max_consecutive_nonfinite: int = 10
+    """Steps in a row (>= 1) with a gradient that is not finite on one worker before the run stops and names it."""
+
+    def __post_init__(self) -> None:
+        self._set("topology", _checked_topology(self.topology))
+        self._set("max_rate", _checked_max_rate(self.max_rate))
+        self._check_gamma()
+        self._check_start()
+        self._check_running()
+
+    def _check_gamma(self) -> None:
+        advice = "Use 0 for plain DSGD (gamma 1 throughout)."
+        self._set("power", check_number("power", self.power, minimum=0, advice=advice))
+        self._set(
+            "floor", check_number("floor", self.floor, minimum=0, maximum=1, advice="It bounds gamma from below.")
+        )
+        if self.constant is not None:
+            advice = "Leave it out for the power law."
+            self._set("constant", check_number("constant", self.constant, minimum=0, maximum=1, advice=advice))
+
+    def _check_start(self) -> None:
+        for name in ("start_step", "start_epoch"):
+            value = getattr(self, name)
+            if value is not None:
+                advice = "Counting starts at 0; leave it out to begin at the first step."
+                self._set(name, check_integer(name, value, minimum=0, advice=advice))
+        if self.start_step is not None and self.start_epoch is not None:
+            got = f"start_step={self.start_step} and start_epoch={self.start_epoch}"
+            raise ValueError(f"start_step and start_epoch exclude each other; got {got}. Keep one.")
+        if self.total_steps is not None:
+            self._set("total_steps", check_integer("total_steps", self.total_steps, minimum=1))
+            _check_within(self.start_step, self.total_steps)
+
+    def _check_running(self) -> None:
+        check_choice("order", self.order, _ORDERS)
+        check_flag("overlap", self.overlap)
+        advice = "Use 0 to measure at evaluations only."
+        self._set("log_every", check_integer("log_every", self.log_every, minimum=0, advice=advice))
+        self._set("timeout", check_number("timeout", self.timeout, above=0, advice="It is in seconds."))
+        advice = "Use 1 to stop at the first."
+        limit = check_integer("max_consecutive_nonfinite", self.max_consecutive_nonfinite, minimum=1, advice=advice)
+        self._set("max_consecutive_nonfinite", limit)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the way a frozen dataclass normalises its own fields
+
+
+def _checked_topology(topology: object) -> str | Topology:
+    if isinstance(topology, Topology):
+        return topology
+    if not isinstance(topology, str):
+        got = f"{topology!r} ({type(topology).__name__})"
+        raise TypeError(f"topology must be a name or a Topology; got {got}. Names: {', '.join(TOPOLOGIES)}.")
+    return check_choice("topology", topology, TOPOLOGIES)
+
+
+def _checked_max_rate(max_rate: Any) -> Any:
+    if not isinstance(max_rate, str):
+        advice = "Or use 'active' or 'run'."
+        return check_number("max_rate", max_rate, above=0, advice=advice)
+    if max_rate not in _RATE_WORDS:
+        suggestion = did_you_mean(max_rate, _RATE_WORDS)
+        raise ValueError(f"max_rate must be 'active', 'run' or a number > 0; got {max_rate!r}.{suggestion}")
+    return max_rate
+
+
+def _check_within(start_step: int | None, total_steps: int) -> None:
+    if start_step is not None and start_step > total_steps:
+        raise ValueError(
+            f"start_step must be <= total_steps = {total_steps}, or adaptive consensus never begins; got {start_step}. "
+            "Use power 0 for plain DSGD."
+        )

@@ -1,0 +1,113 @@
+"""Checks that a configuration class makes of its own values.
+
+Each check returns the value in its plain Python type, so that equal settings compare and print alike, or raises an
+error that names the rule, the value and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Collection
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """The known word nearest to a misspelt one as a sentence, or "" when none is near.
+
+    Upper case and dashes are no differences: both are common slips for the lower_case names used here.
+
+    >>> did_you_mean("one-peer-rng", ["one_peer_ring", "complete"])
+    " Did you mean 'one_peer_ring'?"
+    >>> did_you_mean("zebra", ["one_peer_ring", "complete"])
+    ''
+    """
+    plain = {_plain(candidate): candidate for candidate in known}
+    nearest = difflib.get_close_matches(_plain(word), plain, n=1)
+    return f" Did you mean {plain[nearest[0]]!r}?" if nearest else ""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    above: float = -math.inf,
+    advice: str = "",
+) -> float:
+    """A finite number in [minimum, maximum] and greater than `above`, as a float.
+
+    Raises TypeError for what is no number (True and False are none), ValueError outside the range.
+
+    >>> check_number("power", 3, minimum=0)
+    3.0
+    >>> check_number("floor", 1.5, minimum=0, maximum=1)
+    Traceback (most recent call last):
+    ValueError: floor must be a number in [0, 1]; got 1.5.
+    """
+    rule = f"{name} must be {_range_text(minimum, maximum, above)}; got {value!r}."
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(_with_advice(rule, advice))
+    number = float(value)
+    if not (math.isfinite(number) and minimum <= number <= maximum and number > above):
+        raise ValueError(_with_advice(rule, advice))
+    return number
+
+
+def check_integer(name: str, value: object, *, minimum: int, advice: str = "") -> int:
+    """An integer >= minimum, as an int; True, False and 3.0 are no integers.
+
+    >>> check_integer("log_every", 50, minimum=0)
+    50
+    >>> check_integer("log_every", -1, minimum=0, advice="Use 0 to measure at evaluations only.")
+    Traceback (most recent call last):
+    ValueError: log_every must be an integer >= 0; got -1. Use 0 to measure at evaluations only.
+    """
+    rule = f"{name} must be an integer >= {minimum}; got {value!r}."
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(_with_advice(rule, advice))
+    if value < minimum:
+        raise ValueError(_with_advice(rule, advice))
+    return int(value)
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> str:
+    """One of a few words.
+
+    >>> check_choice("order", "mix_frist", ["local_first", "mix_first"])
+    Traceback (most recent call last):
+    ValueError: order must be one of local_first, mix_first; got 'mix_frist'. Did you mean 'mix_first'?
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    suggestion = did_you_mean(value, choices) if isinstance(value, str) else ""
+    raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{suggestion}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False; 0, 1 and words are neither.
+
+    >>> check_flag("overlap", 1)
+    Traceback (most recent call last):
+    TypeError: overlap must be True or False; got 1.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}.")
+    return value
+
+
+def _range_text(minimum: float, maximum: float, above: float) -> str:
+    if math.isfinite(maximum):
+        return f"a number in [{minimum:g}, {maximum:g}]"
+    if math.isfinite(above):
+        return f"a finite number > {above:g}"
+    return f"a finite number >= {minimum:g}" if math.isfinite(minimum) else "a finite number"
+
+
+def _with_advice(rule: str, advice: str) -> str:
+    return f"{rule} {advice}".rstrip()

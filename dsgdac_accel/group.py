@@ -1,0 +1,169 @@
+"""The workers that train together: their process groups, their collectives, and what happens when one is lost.
+
+Everything the library says to other workers goes through a `WorkerGroup`. The groups are its own, so a user's
+collectives never interleave with ours, and every wait ends within `timeout` with an error that names the worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_FAILURE_KEY = "dsgdac_accel/first_failure"
+_STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
+
+
+class WorkerGroup:
+    """All workers of a run, numbered 0 to `size` - 1; `rank` is this one.
+
+    Without a process group, or with a single process, it is a group of one and every method is local.
+    Construction is collective: every worker must build its groups in the same order.
+
+    Args:
+        device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA).
+        timeout: seconds after which a silent worker counts as lost.
+    """
+
+    def __init__(self, device: torch.device, timeout: float = 600.0) -> None:
+        self.device = device
+        self.timeout = timeout
+        launched = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if launched else 0
+        self.size = dist.get_world_size() if launched else 1
+        self.backend = "gloo"
+        if self.size == 1:
+            return
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got device '{device}'. "
+                f"Launch one process, or train on CPU or CUDA."
+            )
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        # Every rank creates every group, in the same order: new_group is itself collective.
+        self._control = self._new_group("gloo")
+        self.exchange_group = self._new_group(self.backend)
+        self._reduction = self._control if self.backend == "gloo" else self._new_group(self.backend)
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+
+    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        options: dict[str, Any] = {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
+        return dist.new_group(
+            list(ranks) if ranks is not None else None,
+            backend=backend,
+            timeout=timedelta(seconds=self.timeout),
+            **options,
+        )
+
+    def subgroup(self, members: tuple[int, ...]) -> Any:
+        """Handle of the group of `members`; collective over ALL workers at its first call for these members."""
+        if len(members) == self.size:
+            return self.exchange_group
+        if members not in self._subgroups:
+            self._subgroups[members] = self._new_group(self.backend, members)
+        return self._subgroups[members]
+
+    # ---- collectives: synchronous, on groups of their own, each with a name for the error message
+
+    def meet(self, what: str) -> None:
+        """Wait until every worker is here; otherwise the error names those that are missing."""
+        if self.size > 1:
+            self.guarded(
+                lambda: dist.monitored_barrier(
+                    group=self._control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
+                ),
+                what,
+            )
+
+    def mean_(self, tensor: Tensor, what: str) -> Tensor:
+        """Replace contiguous `tensor` by its mean over the workers, the same bits on all of them."""
+        if self.size > 1:
+            self.guarded(lambda: dist.all_reduce(tensor, group=self._reduction), what)
+            tensor.div_(self.size)
+        return tensor
+
+    def max_(self, tensor: Tensor, what: str) -> Tensor:
+        """Replace `tensor` by its maximum over the workers."""
+        if self.size > 1:
+            self.guarded(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._reduction), what)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
+        """Overwrite `tensor` on every worker by worker 0's, bit by bit, whatever its dtype and strides."""
+        if self.size > 1 and tensor.numel():
+            # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
+            values = tensor.detach().contiguous()
+            payload = values.reshape(-1).view(torch.uint8)
+            self.guarded(lambda: dist.broadcast(payload, 0, group=self._reduction), what)
+            if self.rank != 0:
+                tensor.detach().copy_(values)
+        return tensor
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """The small picklable `value` of every worker, in order of rank, on every worker."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.guarded(lambda: dist.all_gather_object(values, value, group=self._control), what)
+        return values
+
+    def require_equal(self, value: T, what: str) -> None:
+        """Raise on every worker unless all hold the same `value`."""
+        values = self.gather(value, f"comparing the {what} of all workers")
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"all workers must have the same {what}; worker 0 has {values[0]!r} and worker {rank} has {other!r}."
+                )
+
+    # ---- failures
+
+    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None) -> T:
+        """Run `communicate`; turn the transport's error into one that names the lost worker and what was going on."""
+        try:
+            return communicate()
+        except RuntimeError as error:
+            raise self.lost(what, error, peer) from error
+
+    def lost(self, what: str, error: BaseException, peer: int | None = None) -> WorkerLostError:
+        """The error to raise when `what` failed, after telling the other workers through the store."""
+        cause = str(error).split("\n")[0]
+        silent = "timed out" in cause.lower()
+        who = f"worker {peer}" if peer is not None else "another worker"
+        mine = f"{who} {'did not answer' if silent else 'was lost'} in {what}, as worker {self.rank} saw it"
+        first = self.report(mine)
+        news = "" if first == mine else f" First report of this run: {first}."
+        return WorkerLostError(
+            f"worker {self.rank}: {who} {f'did not answer within {self.timeout:g} s' if silent else 'was lost'} in {what}."
+            f"{news} Look at that worker's own output for its error. If it only was slow (a long evaluation, a long save), "
+            f"raise `timeout`; if it ran out of data, pass its loader through `prepare` or `equal_steps`. ({cause})"
+        )
+
+    def report(self, message: str) -> str:
+        """Tell the other workers why this run ends; returns the first message that any worker wrote."""
+        answer = [message]
+
+        def ask() -> None:
+            try:
+                store = dist.distributed_c10d._get_default_store()
+                # compare_set answers with the value that is there now: ours, or an earlier worker's.
+                answer[0] = store.compare_set(_FAILURE_KEY, "", message).decode() or message
+            except Exception:
+                return  # the store is gone with the worker that kept it; our own message has to do
+
+        if self.size > 1:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(_STORE_PATIENCE)
+        return answer[0]

@@ -1,0 +1,220 @@
+"""One gossip step around any torch optimizer: what every adapter calls before and after the local step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.flat import as_parameter_list
+from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.mixing import Mixer, NonFiniteError
+from dsgdac_accel.schedule import AdaptiveConsensus, planned_rates
+from dsgdac_accel.topology import Topology, build_topology
+
+logger = logging.getLogger(__name__)
+
+
+class GossipStep:
+    """Drives one optimizer: `before_local_step`, then the optimizer's own step, then `after_local_step`.
+
+    Exactly one mix happens per optimizer step, whatever happened locally: the step count alone decides the partner,
+    and a worker that skips its local update still mixes, so nobody waits for it.
+
+    Args:
+        optimizer: any torch optimizer; its state stays local and is never mixed.
+        group: the workers. Construction is collective.
+        config: topology, gamma schedule and policies.
+        names: what to call a parameter in messages, by `id`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: WorkerGroup,
+        config: GossipConfig,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.group = group
+        self.config = config
+        topology = config.topology
+        if not isinstance(topology, Topology):
+            topology = build_topology(topology, group.size)
+        group.require_equal(topology.fingerprint, "topology")
+        self.mixer = Mixer(lambda: optimizer.param_groups, topology, group, order=config.order, names=names)
+        self.schedule = adaptive_consensus(config)
+        self.gamma = 1.0
+        self.rate = main_rate(optimizer)
+        self.nonfinite_steps = 0
+        """Local updates that this worker has skipped because a gradient was not finite."""
+        self._consecutive_nonfinite = 0
+        self._first_step_checked = False
+
+    def plan(self, scheduler: Any) -> None:
+        """Look ahead along a fresh scheduler, so that `max_rate` is the true maximum where it can be computed."""
+        rates = planned_rates(scheduler, self.config.total_steps)
+        if rates is not None and self.mixer.step == 0:
+            self.schedule = adaptive_consensus(self.config, rates)
+
+    # ---- the step
+
+    def before_local_step(self, epoch: int | None = None, scaler: Any = None) -> bool:
+        """Read the rate, finish the exchange, form the consensus update.
+
+        Args:
+            epoch: the current epoch, 0-based; only `start_epoch` needs it.
+            scaler: the GradScaler of fp16 training; an overflow on any worker then skips the local update of all.
+
+        Returns:
+            Whether the local step may be taken. False: this worker's gradient is not finite and must be left out.
+
+        Raises:
+            NonFiniteError: too many skipped updates in a row, or parameters that are not finite.
+            WorkerLostError: a neighbour did not answer.
+        """
+        if not self._first_step_checked:
+            self._check_workers_once()
+        self.rate = main_rate(self.optimizer)
+        self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
+        finite = self._agree_on_overflow(scaler) if scaler is not None else gradients_are_finite(self.optimizer)
+        self._count_nonfinite(finite)
+        self.mixer.finish(self.gamma)
+        return finite
+
+    def after_local_step(self) -> None:
+        """Add the consensus update, count the step, and send the new parameters on their way."""
+        self.mixer.apply()
+        every = self.config.log_every
+        if every and self.mixer.step % every == 0:
+            self.group.require_equal(self.rate, f"learning rate at step {self.mixer.step}")
+            self.mixer.measure_consensus()  # between two exchanges the receive buffer is free to use
+        if self.config.overlap:
+            self.mixer.start()
+
+    def _agree_on_overflow(self, scaler: Any) -> bool:
+        """Let an overflow anywhere count everywhere, so that loss scales stay equal; the scaler itself then skips."""
+        from torch.amp.grad_scaler import OptState
+
+        if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
+            scaler.unscale_(self.optimizer)
+        found = list(scaler._found_inf_per_device(self.optimizer).values())
+        for flag in found:
+            self.group.max_(flag, f"comparing fp16 overflows at step {self.mixer.step}")
+        return not any(bool(flag) for flag in found)
+
+    def _count_nonfinite(self, finite: bool) -> None:
+        if finite:
+            self._consecutive_nonfinite = 0
+            return
+        self.nonfinite_steps += 1
+        self._consecutive_nonfinite += 1
+        where = f"worker {self.group.rank}, step {self.mixer.step}"
+        logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
+        if self._consecutive_nonfinite >= self.config.max_consecutive_nonfinite:
+            message = f"{where}: {self._consecutive_nonfinite} steps in a row had a gradient that is not finite"
+            self.group.report(message)
+            raise NonFiniteError(
+                f"{message} (max_consecutive_nonfinite={self.config.max_consecutive_nonfinite}). "
+                f"Look at this worker's data, lower the learning rate, or clip the gradients."
+            )
+
+    def _check_workers_once(self) -> None:
+        """What must agree, and what must differ, when training begins."""
+        self._first_step_checked = True
+        self.group.require_equal(self.rate, "learning rate at the first step")
+        streams = self.group.gather(hashlib.sha256(torch.get_rng_state().numpy()).hexdigest(), "comparing random states")
+        if len(set(streams)) < len(streams):
+            seed_workers_differently(self.group)
+
+    # ---- for logs and checkpoints
+
+    def metrics(self) -> dict[str, float]:
+        """Latest figures of this worker; no communication. The radius is as of its last measurement."""
+        consensus = self.mixer.last_consensus
+        return {
+            "rate": self.rate,
+            "gamma": self.gamma,
+            "radius": consensus.radius,
+            "frobenius": consensus.frobenius,
+            "neighbor_disagreement": float(self.mixer.neighbor_disagreement),
+            "wait_seconds": self.mixer.exchange.waited_seconds,
+            "bytes_sent": float(self.mixer.exchange.bytes_sent),
+            "nonfinite_steps": float(self.nonfinite_steps),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: position in the topology and in the gamma schedule, and the counters."""
+        return {
+            "mixer": self.mixer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "nonfinite_steps": self.nonfinite_steps,
+            "consecutive_nonfinite": self._consecutive_nonfinite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as if never stopped; the parameters themselves are loaded by the caller."""
+        self.mixer.load_state_dict(state["mixer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.nonfinite_steps = state["nonfinite_steps"]
+        self._consecutive_nonfinite = state["consecutive_nonfinite"]
+
+
+def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -> AdaptiveConsensus:
+    """The gamma schedule that a configuration asks for."""
+    return AdaptiveConsensus(
+        power=config.power,
+        start_step=config.start_step,
+        start_epoch=config.start_epoch,
+        max_rate=config.max_rate,
+        floor=config.floor,
+        constant=config.constant,
+        planned_rates=rates,
+    )
+
+
+def main_rate(optimizer: torch.optim.Optimizer) -> float:
+    """a(t): the present rate of the parameter group with the largest base rate.
+
+    >>> w, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    >>> main_rate(torch.optim.SGD([{"params": [w], "lr": 0.1}, {"params": [b], "lr": 0.5}]))
+    0.5
+    """
+    group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"])))
+    return float(group["lr"])
+
+
+def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every gradient that the next local step would use is finite. One pass, dense or sparse."""
+    gradients = [_values(p.grad) for p in as_parameter_list(optimizer.param_groups) if p.grad is not None]
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return True
+    norms = torch._foreach_norm(gradients)
+    if bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all()):
+        return True
+    # A norm can overflow where every element is finite: look again before calling it a fault.
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+
+
+def seed_workers_differently(group: WorkerGroup) -> None:
+    """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed.
+
+    Repeats when the run is repeated with the same seed. Samplers keep the order that all workers share, see `loaders`.
+    """
+    base = group.gather(torch.initial_seed(), "agreeing on a seed")[0]
+    words = numpy.random.SeedSequence([base, group.rank]).generate_state(4)
+    random.seed(int(words[0]))
+    numpy.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]) << 32 | int(words[3]))

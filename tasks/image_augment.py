@@ -1,0 +1,91 @@
+"""Normalisation and random augmentation of whole batches, on the device that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Turn uint8 images (B, C, H, W) into float32 ones, (images / 255 - mean) / std per channel.
+
+    mean and std, shape (C,), are in the [0, 1] scale. Device and memory format are those of the images.
+
+    >>> images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
+    >>> normalise(images, torch.tensor([0.5]), torch.tensor([0.25])).flatten().tolist()
+    [-2.0, 2.0]
+
+    Raises ValueError for images that are not uint8: they may be scaled or normalised already.
+    """
+    if images.dtype != torch.uint8:
+        raise ValueError(f"Images to normalise must be uint8, in 0..255; got {images.dtype}.")
+    # In the scale of 0..255 throughout, which saves one pass over the images.
+    mean_C11 = (255 * mean.float()).view(-1, 1, 1).to(images.device)
+    std_C11 = (255 * std.float()).view(-1, 1, 1).to(images.device)
+    return images.float().sub_(mean_C11).div_(std_C11)
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """Random crop of the zero-padded image and random horizontal flip, a whole batch at once.
+
+    Maps a float batch (B, C, H, W) to another of the same shape, device, dtype and memory format (contiguous or
+    channels_last). Every image draws its own offset and flip from `generator`, or from torch's global generator
+    of the images' device: seeded per worker, workers differ; seeded alike, they repeat.
+
+    Apply it after `normalise`: the zeros of the padding are then the mean colour, as usual for wide ResNets.
+
+    Raises ValueError for a negative padding, a batch without four dimensions, and uint8 images.
+    """
+
+    padding: int = 4
+    """Pixels added on each side, so offsets are uniform in 0..2 * padding; 0 switches the crop off."""
+
+    flip: bool = True
+    """Mirror each image with probability one half. Switch it off where mirroring changes the class, as for digits."""
+
+    generator: torch.Generator | None = None
+    """Source of randomness, on the images' device; None is the device's global generator."""
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ValueError(f"padding must be >= 0; got {self.padding}.")
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.ndim != 4 or not images.is_floating_point():
+            raise ValueError(
+                "CropAndFlip needs a float batch (B, C, H, W); "
+                f"got {images.dtype} of shape {tuple(images.shape)}. Call normalise first."
+            )
+        top_B, left_B, flipped_B = self.draw(len(images), images.device)
+        height, width = images.shape[2:]
+        rows_BH = top_B[:, None] + torch.arange(height, device=images.device)
+        columns_W = torch.arange(width, device=images.device)
+        columns_BW = left_B[:, None] + torch.where(flipped_B[:, None], width - 1 - columns_W, columns_W)
+        return _take_pixels(F.pad(images, [self.padding] * 4), rows_BH, columns_BW, _memory_format(images))
+
+    def draw(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Offsets from the top and the left of the padded image, and who is flipped; each of shape (B,)."""
+        offsets = torch.randint(2 * self.padding + 1, (2, batch_size), device=device, generator=self.generator)
+        if not self.flip:
+            return offsets[0], offsets[1], torch.zeros(batch_size, dtype=torch.bool, device=device)
+        flipped = torch.rand(batch_size, device=device, generator=self.generator) < 0.5
+        return offsets[0], offsets[1], flipped
+
+
+def _take_pixels(padded: Tensor, rows_BH: Tensor, columns_BW: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """out[b, c, i, j] = padded[b, c, rows[b, i], columns[b, j]]."""
+    images_B = torch.arange(len(padded), device=padded.device)[:, None, None]
+    # Channels last, so that one index fetches all channels of a pixel.
+    pixels_BHWC = padded.permute(0, 2, 3, 1)[images_B, rows_BH[:, :, None], columns_BW[:, None, :]]
+    return pixels_BHWC.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+
+
+def _memory_format(images: Tensor) -> torch.memory_format:
+    # A batch with one channel is both; it stays contiguous.
+    if images.is_contiguous() or not images.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last

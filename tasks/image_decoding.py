@@ -1,0 +1,121 @@
+"""Encoded images of any pixel mode to uint8 tensors, one size and one number of channels for all of them."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageOps
+from torch import Tensor
+
+Pixels = np.ndarray
+"""One decoded image, uint8: (H, W) if grey, (H, W, 3) if colour."""
+
+
+def decode_images(cells: Iterable[Any], split: str, image_size: int | None = None) -> list[Pixels]:
+    """Decode every cell of an image column; with `image_size`, resize to that square (PIL, bilinear).
+
+    A cell is the bytes of an image file, a path, a mapping {"bytes": ..., "path": ...} as `datasets` stores, or a
+    Pillow image.
+
+    Raises ValueError naming split and row (from 0) of the first image that is missing or cannot be decoded.
+    """
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"image_size must be at least 1 pixel; got {image_size}.")
+    decoded = []
+    for row, cell in enumerate(cells):
+        try:
+            decoded.append(decode_image(cell, image_size))
+        # Pillow reports a broken file by errors of many types, SyntaxError and struct.error among them.
+        except Exception as error:
+            raise ValueError(
+                f"Every image must be readable; row {row} of split '{split}' is not ({error}). "
+                "Repair or remove that row."
+            ) from error
+    return decoded
+
+
+def decode_image(cell: Any, image_size: int | None = None) -> Pixels:
+    """Decode one image to 8-bit grey or RGB, upright (EXIF orientation applied).
+
+    Modes 1, L, LA and 16-bit grey give grey; palette, RGB, RGBA, CMYK and others give RGB. Transparent pixels are
+    composited on white. 16-bit values keep their high byte. An animation gives its first frame.
+    """
+    image = _open(cell)
+    if image.getexif().get(ExifTags.Base.Orientation) is not None:
+        image = ImageOps.exif_transpose(image)
+    image = to_grey_or_rgb(image)
+    if image_size is not None:
+        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
+    return np.asarray(image)
+
+
+def to_grey_or_rgb(image: Image.Image) -> Image.Image:
+    """Convert any 8- or 16-bit mode to L or RGB.
+
+    >>> to_grey_or_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
+    (255, 255, 255)
+
+    Raises ValueError for 32-bit integers and floats, whose range is unknown.
+    """
+    # Pillow before 11 opens a 16-bit PNG as 32-bit integers, mode I.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixel mode '{image.mode}' has no fixed range; save it with 8 or 16 bits per channel")
+    grey = image.mode in ("1", "L", "LA", "La")
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        image = _on_white(image)
+    return image.convert("L" if grey else "RGB")
+
+
+def stack_splits(splits: Sequence[list[Pixels]]) -> list[Tensor]:
+    """Stack each split to uint8 (N, C, H, W): C = 1 if all images of all splits are grey, else 3.
+
+    Raises ValueError, counting the sizes, unless all images are of one size.
+    """
+    images = [image for split in splits for image in split]
+    _check_one_size(images)
+    colour = any(image.ndim == 3 for image in images)
+    return [_stack(split, colour) for split in splits]
+
+
+def _open(cell: Any) -> Image.Image:
+    if isinstance(cell, Image.Image):
+        return cell
+    if isinstance(cell, dict):
+        cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
+    if not isinstance(cell, bytes | str | Path):
+        raise ValueError(f"it is missing: neither bytes nor a path, but {cell!r}")
+    image: Image.Image = Image.open(io.BytesIO(cell) if isinstance(cell, bytes) else cell)
+    image.load()  # decodes now, and closes the file that a path opened
+    return image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    opaque = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(opaque, image.convert("RGBA")).convert("RGB")
+
+
+def _stack(images: list[Pixels], colour: bool) -> Tensor:
+    if not colour:
+        return torch.from_numpy(np.stack(images)).unsqueeze(1)
+    in_colour = [image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2) for image in images]
+    return torch.from_numpy(np.stack(in_colour)).permute(0, 3, 1, 2).contiguous()
+
+
+def _check_one_size(images: list[Pixels]) -> None:
+    sizes = Counter(image.shape[:2] for image in images)
+    if len(sizes) <= 1:
+        return
+    commonest = ", ".join(f"{height}x{width}: {count}" for (height, width), count in sizes.most_common(5))
+    more = f" and {len(sizes) - 5} more sizes" if len(sizes) > 5 else ""
+    raise ValueError(
+        f"All images must have one size; got (height x width: images) {commonest}{more}. "
+        "Set image_size to resize them all to a square."
+    )

@@ -1,0 +1,94 @@
+"""Image classifiers by name: wide ResNets, and two small networks for quick runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+from wide_resnet import WideResNet
+
+WIDE_RESNET_NAME = re.compile(r"wrn-?(\d+)-(\d+)")
+
+
+def build_image_model(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    image_size: tuple[int, int] | None = None,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Build a classifier of images (B, in_channels, H, W), returning logits (B, num_classes).
+
+    `name`, in any case, is "wrn-<depth>-<width>" (as "wrn-28-10"), "mlp" or "cnn". Only the MLP needs
+    `image_size`, (height, width); only wide ResNets use `dropout`.
+
+    Raises ValueError for an unknown name, a depth no wide ResNet has, an MLP without an image size, and dropout
+    where the model has none.
+
+    >>> sum(p.numel() for p in build_image_model("WRN-16-1", num_classes=10).parameters())
+    175066
+    """
+    key = name.strip().lower().replace("_", "-")
+    if match := WIDE_RESNET_NAME.fullmatch(key):
+        depth, width = (int(number) for number in match.groups())
+        return WideResNet(depth, width, num_classes, in_channels, dropout)
+    if key not in ("mlp", "cnn"):
+        raise ValueError(f"Unknown model {name!r}; there are 'wrn-<depth>-<width>' (as 'wrn-28-10'), 'mlp' and 'cnn'.")
+    if dropout:
+        raise ValueError(f"Model {name!r} has no dropout; got dropout={dropout}. Set it to 0 or use a wide ResNet.")
+    if key == "cnn":
+        return SmallCNN(num_classes, in_channels)
+    if image_size is None:
+        raise ValueError("Model 'mlp' needs image_size=(height, width), from which its input width follows.")
+    return MLP(in_channels * image_size[0] * image_size[1], num_classes)
+
+
+class MLP(nn.Sequential):
+    """Flatten, then Linear-BatchNorm-ReLU for each hidden size, then a linear classifier.
+
+    Maps (B, ...) with `in_features` values per image to logits (B, num_classes). On 8x8 digits the default is
+    64-64-64-10. Hidden layers carry no bias, since BatchNorm subtracts it; He normal (fan in), zero biases.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, hidden_sizes: Sequence[int] = (64, 64)) -> None:
+        layers: list[nn.Module] = [nn.Flatten()]
+        for wide_in, wide_out in pairwise([in_features, *hidden_sizes]):
+            layers += [nn.Linear(wide_in, wide_out, bias=False), nn.BatchNorm1d(wide_out), nn.ReLU()]
+        layers.append(nn.Linear([in_features, *hidden_sizes][-1], num_classes))
+        super().__init__(*layers)
+        self.in_features = in_features
+        self.apply(_initialise)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = images[0].numel() if len(images) else self.in_features
+        if values != self.in_features:
+            shape = tuple(images.shape[1:])
+            raise ValueError(
+                f"This MLP reads {self.in_features} values per image; got {values}, shape {shape}. "
+                "Build it with the in_channels and image_size of the data."
+            )
+        return super().forward(images)
+
+
+class SmallCNN(nn.Sequential):
+    """Three 3x3 Conv-BatchNorm-ReLU layers at strides 1, 2, 2 (32, 64, 128 channels), global pooling, linear.
+
+    Maps (B, in_channels, H, W) of any size to logits (B, num_classes) with about 95,000 parameters.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int = 3) -> None:
+        layers: list[nn.Module] = []
+        for channels_in, channels_out, stride in ((in_channels, 32, 1), (32, 64, 2), (64, 128, 2)):
+            layers.append(nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False))
+            layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes))
+        self.apply(_initialise)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

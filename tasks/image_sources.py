@@ -1,0 +1,272 @@
+"""Where image data comes from: the Hub, parquet files, folders of images; which split and column is which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import datasets
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from datasets import ClassLabel, Dataset, Features, Value
+
+HUB_NAMES = {
+    "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "mnist": "ylecun/mnist",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+}
+"""Short names of data sets that live under an owner's name on the Hub."""
+
+TRAIN_NAMES = ("train", "training")
+EVALUATION_NAMES = ("test", "testing", "validation", "valid", "val", "dev", "eval")
+"""Names of the evaluation split, the preferred one first."""
+
+IMAGE_NAMES = ("image", "img", "pixel_values")
+LABEL_NAMES = ("label", "fine_label", "labels", "target", "class")
+"""Names of the columns, in lower case, the preferred one first."""
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm")
+INDEX_NAMES = ("id", "idx", "index", "image_id", "__index_level_0__")
+
+EXPECTED_FILES = (
+    "Expected train*.parquet and test*.parquet (or validation*, valid*, val*), "
+    "or folders train/<class>/ and test/<class>/ with image files."
+)
+
+
+def open_splits(name: str | None, path: Path | None) -> tuple[dict[str, Dataset], str]:
+    """Open every split of a local `path` if given, else of `name` on the Hub, with a description of the source."""
+    if path is not None:
+        return open_local(Path(path).expanduser())
+    if name is not None:
+        return open_hub(name)
+    raise ValueError("Image data needs a name ('digits', 'cifar10', a Hub name) or a path; got neither.")
+
+
+def open_hub(name: str) -> tuple[dict[str, Dataset], str]:
+    """Download (or find in the cache) a data set of the Hub.
+
+    Raises RuntimeError, with the way round, if the Hub cannot be reached or has no such data set.
+    """
+    hub_name = HUB_NAMES.get(name.lower(), name)
+    try:
+        loaded = datasets.load_dataset(hub_name)
+    # Network, naming and format errors reach us as many types, depending on the versions of the Hub's clients.
+    except Exception as error:
+        raise RuntimeError(
+            f"Data set '{hub_name}' could not be loaded from the Hugging Face Hub "
+            f"({type(error).__name__}: {error}). Check the name; without network, pass data.path with local parquet "
+            "files or image folders, or use 'digits', which needs no download."
+        ) from error
+    return dict(loaded), f"{hub_name} from the Hugging Face Hub"
+
+
+def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
+    """Open parquet files, or folders of images, below a local path (a single file counts as training data).
+
+    Raises FileNotFoundError for a path that does not exist, and ValueError, listing what was found, for a folder
+    without recognisable splits, a missing shard, or splits in several folders.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"data.path must exist; got {path}. {EXPECTED_FILES}")
+    if path.is_file():
+        if path.suffix != ".parquet":
+            raise ValueError(f"A file as data.path must be *.parquet; got {path}. {EXPECTED_FILES}")
+        return {"train": read_parquet([path])}, f"parquet file {path}"
+    if files := find_parquet_splits(path):
+        return {split: read_parquet(shards) for split, shards in files.items()}, f"parquet files in {path}"
+    if folders := find_image_folders(path):
+        return {split: read_image_folder(folder) for split, folder in folders.items()}, f"image folders in {path}"
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    raise ValueError(f"No splits in {path}; found {found}. {EXPECTED_FILES}")
+
+
+def find_parquet_splits(path: Path) -> dict[str, list[Path]]:
+    """Parquet files below `path` by split, shards in order: train-00000-of-00002.parquet or train/0000.parquet.
+
+    Empty where no file names a split.
+
+    Raises ValueError if splits lie in several folders (several configurations) or a shard is missing.
+    """
+    splits: dict[Path, dict[str, list[Path]]] = {}
+    for file in sorted(path.rglob("*.parquet")):
+        if split := split_of(file.stem):
+            splits.setdefault(file.parent, {}).setdefault(split, []).append(file)
+        elif file.parent != path and (split := split_of(file.parent.name)):
+            splits.setdefault(file.parent.parent, {}).setdefault(split, []).append(file)
+    if len(splits) > 1:
+        folders = ", ".join(str(folder) for folder in splits)
+        raise ValueError(f"data.path must hold one data set; {path} has several: {folders}. Pass one of them.")
+    found = next(iter(splits.values()), {})
+    for shards in found.values():
+        _check_shards(shards)
+    return found
+
+
+def split_of(name: str) -> str | None:
+    """Name of the split that a file or folder holds, or None.
+
+    >>> split_of("train-00000-of-00001"), split_of("Val"), split_of("training_images"), split_of("trainers")
+    ('train', 'val', 'training', None)
+    """
+    match = re.match(rf"({'|'.join(TRAIN_NAMES + EVALUATION_NAMES)})(?![a-z])", name.lower())
+    return match.group(1) if match else None
+
+
+def read_parquet(files: Collection[Path]) -> Dataset:
+    """Read and concatenate parquet files, with the features that `datasets` noted in them, if any."""
+    return datasets.concatenate_datasets([_read_parquet_file(file) for file in files])
+
+
+def find_image_folders(path: Path) -> dict[str, Path]:
+    """Folders directly below `path` that are named after a split, by that name."""
+    folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    return {entry.name.lower(): entry for entry in folders if entry.name.lower() in TRAIN_NAMES + EVALUATION_NAMES}
+
+
+def read_image_folder(folder: Path) -> Dataset:
+    """List the images of <folder>/<class>/, at any depth, labelled by class. Hidden and other files are ignored.
+
+    Raises ValueError if there are none.
+    """
+    files = {entry.name: _image_files(entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
+    names = [name for name, images in files.items() if images]
+    if not names:
+        raise ValueError(
+            f"Image folders must be {folder}/<class>/<image files>; found no image there. {EXPECTED_FILES}"
+        )
+    rows = [(str(file), label) for label, name in enumerate(names) for file in files[name]]
+    columns = {"image": [file for file, _ in rows], "label": [label for _, label in rows]}
+    return Dataset.from_dict(columns, features=Features(image=datasets.Image(), label=ClassLabel(names=names)))
+
+
+def choose_splits(
+    available: Collection[str], test_split: str | None = None, test_fraction: float | None = None
+) -> tuple[str, str | None]:
+    """Names of the training and the evaluation split; None for the latter where a part of train is held out.
+
+    >>> choose_splits(["train", "validation", "test"])
+    ('train', 'test')
+
+    Raises ValueError if there is no training split, or no evaluation split and no `test_fraction` to hold out:
+    the training data is never evaluated upon unasked.
+    """
+    found = ", ".join(repr(name) for name in available)
+    if test_split is not None and test_fraction is not None:
+        raise ValueError(f"Give test_split or test_fraction, not both; got {test_split!r} and {test_fraction}.")
+    train = next((name for name in TRAIN_NAMES if name in available), None)
+    if train is None:
+        raise ValueError(f"Training needs a split named 'train'; found {found}.")
+    if test_fraction is not None:
+        return train, None
+    if test_split is not None:
+        if test_split not in available or test_split == train:
+            raise ValueError(f"test_split must be a split other than '{train}'; got {test_split!r}, found {found}.")
+        return train, test_split
+    test = next((name for name in EVALUATION_NAMES if name in available), None)
+    if test is None:
+        raise ValueError(
+            f"Evaluation needs a split named 'test', 'validation', 'valid' or 'val'; found only {found}. "
+            "Add one, or set test_fraction (as 0.1) to hold out a part of the training split."
+        )
+    return train, test
+
+
+def find_image_column(features: Features, wanted: str | None = None) -> str:
+    """Name of the column of images: `wanted`, else one of the usual names, else the only one.
+
+    Columns of images have the Image feature or, in plain parquet, are {"bytes": ...} structs or binary.
+    """
+    candidates = [name for name, feature in features.items() if _holds_images(feature)]
+    return _choose_column("image", candidates, [candidates], IMAGE_NAMES, features, wanted)
+
+
+def find_label_column(features: Features, wanted: str | None = None) -> str:
+    """Name of the column of labels: `wanted`, else one of the usual names, else the only ClassLabel or integer.
+
+    Under the usual names, strings and booleans are labels, too.
+    """
+    class_labels = _columns(features, lambda feature: isinstance(feature, ClassLabel))
+    integers = [name for name in _columns(features, _is_integer) if name.lower() not in INDEX_NAMES]
+    candidates = _columns(features, lambda feature: isinstance(feature, ClassLabel) or _is_plain_label(feature))
+    return _choose_column("label", candidates, [class_labels, integers], LABEL_NAMES, features, wanted)
+
+
+def _choose_column(
+    kind: str,
+    candidates: list[str],
+    alone: list[list[str]],
+    preferred: tuple[str, ...],
+    features: Features,
+    wanted: str | None,
+) -> str:
+    if wanted in candidates:
+        return str(wanted)
+    if wanted is None:
+        by_lower_name = {name.lower(): name for name in reversed(candidates)}
+        named = [by_lower_name[name] for name in preferred if name in by_lower_name]
+        only = [group[0] for group in alone if len(group) == 1]
+        if named or only:
+            return (named + only)[0]
+    columns = ", ".join(f"{name}: {_describe(feature)}" for name, feature in features.items())
+    problem = f"{kind}_column={wanted!r} is not one" if wanted else f"{len(candidates)} may be one, none by its name"
+    raise ValueError(
+        f"The data needs a column of {kind}s; {problem}. Set {kind}_column to one of the columns: {columns}."
+    )
+
+
+def _columns(features: Features, test: Callable[[object], bool]) -> list[str]:
+    return [name for name, feature in features.items() if test(feature)]
+
+
+def _holds_images(feature: object) -> bool:
+    if isinstance(feature, Mapping):
+        return "bytes" in feature
+    is_binary = isinstance(feature, Value) and "binary" in feature.dtype
+    return isinstance(feature, datasets.Image) or is_binary
+
+
+def _is_integer(feature: object) -> bool:
+    return isinstance(feature, Value) and re.fullmatch(r"u?int\d+", feature.dtype) is not None
+
+
+def _is_plain_label(feature: object) -> bool:
+    return _is_integer(feature) or (isinstance(feature, Value) and feature.dtype in ("string", "large_string", "bool"))
+
+
+def _describe(feature: object) -> str:
+    return feature.dtype if isinstance(feature, Value) else type(feature).__name__
+
+
+def _read_parquet_file(file: Path) -> Dataset:
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{file} must be a readable parquet file: {error}. Write or download it again.") from error
+    return Dataset(_without_dictionaries(table))
+
+
+def _without_dictionaries(table: pa.Table) -> pa.Table:
+    # Pandas writes categorical columns dictionary-encoded, which `datasets` does not read.
+    plain = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(plain, metadata=table.schema.metadata))
+
+
+def _check_shards(shards: list[Path]) -> None:
+    for shard in shards:
+        match = re.search(r"-of-(\d+)$", shard.stem)
+        if match and int(match.group(1)) != len(shards):
+            raise ValueError(
+                f"{shard.name} is one of {int(match.group(1))} shards; found {len(shards)} in {shard.parent}. "
+                "Download the others: a part of the split would be missing."
+            )
+
+
+def _image_files(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*"))
+    return [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")]

@@ -1,0 +1,637 @@
+"""Configurations: every value means what a person means by it, and every mistake is refused by name.
+
+Evidence: hypothesis round trips (what is dumped loads back equal), values typed by hand, and one row per refusal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import string
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsgdac_accel.config import (
+    ConfigError,
+    GossipConfig,
+    config_fingerprint,
+    config_from_command_line,
+    config_to_dict,
+    dump_config,
+    load_config,
+    parse_config,
+    write_config,
+)
+from dsgdac_accel.config_schema import keys_of
+from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where the samples come from."""
+
+    path: Path = Path("data")
+    files: tuple[str, ...] = ()
+    cache: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    lr: float = 0.1
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    milestones: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Train a small model."""
+
+    seed: int = 0
+    """Seeds everything."""
+    name: str = "run"
+    mixed_precision: Literal["no", "bf16"] = "no"
+    tracker: str | None = None
+    resume: bool = False
+    limit: int | float | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    extra: Any = None
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=0.05))
+    gossip: GossipConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needy:
+    path: Path
+    data: Data
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write run.yaml into a folder that is also the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text: str | bytes) -> str:
+        Path("run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return "run.yaml"
+
+    return write_file
+
+
+def from_yaml(text: str, folder: Path) -> Run:
+    file = folder / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_config(Run, file)
+
+
+def at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+# GossipConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"topology": "one_peer_rng"}, ["topology", "one_peer_rng", "base_graph", "Did you mean 'one_peer_ring'?"]),
+        ({"topology": 3}, ["topology must be a name or a Topology", "3 (int)"]),
+        ({"power": -1.0}, ["power must be a finite number >= 0; got -1.0", "plain DSGD"]),
+        ({"power": float("nan")}, ["power", "finite", "nan"]),
+        ({"power": True}, ["power", "True"]),
+        ({"power": "3"}, ["power", "'3'"]),
+        ({"start_step": -1}, ["start_step must be an integer >= 0; got -1"]),
+        ({"start_step": 2.0}, ["start_step", "2.0"]),
+        ({"start_epoch": True}, ["start_epoch", "True"]),
+        ({"start_step": 1, "start_epoch": 1}, ["start_step=1 and start_epoch=1", "Keep one"]),
+        ({"start_step": 11, "total_steps": 10}, ["start_step must be <= total_steps = 10", "11"]),
+        ({"max_rate": "actve"}, ["max_rate", "'actve'", "Did you mean 'active'?"]),
+        ({"max_rate": 0}, ["max_rate must be a finite number > 0; got 0"]),
+        ({"max_rate": float("inf")}, ["max_rate", "inf"]),
+        ({"floor": 1.5}, ["floor must be a number in [0, 1]; got 1.5"]),
+        ({"constant": -0.1}, ["constant must be a number in [0, 1]; got -0.1"]),
+        ({"order": "mix"}, ["order must be one of local_first, mix_first; got 'mix'"]),
+        ({"overlap": 1}, ["overlap must be True or False; got 1"]),
+        ({"total_steps": 0}, ["total_steps must be an integer >= 1; got 0"]),
+        ({"log_every": -1}, ["log_every must be an integer >= 0; got -1", "evaluations"]),
+        ({"timeout": 0}, ["timeout must be a finite number > 0; got 0", "seconds"]),
+        ({"max_consecutive_nonfinite": 0}, ["max_consecutive_nonfinite must be an integer >= 1; got 0"]),
+    ],
+)
+def test_gossip_config_refuses_nonsense(values, words):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        GossipConfig(**values)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_gossip_config_takes_every_registered_topology_and_one_of_your_own():
+    assert [GossipConfig(topology=name).topology for name in TOPOLOGIES] == list(TOPOLOGIES)
+    mine = Topology.from_matrices([[[0.5, 0.5], [0.5, 0.5]]])
+    assert GossipConfig(topology=mine).topology is mine
+
+
+def test_gossip_config_is_frozen_and_stores_plain_floats():
+    gossip = GossipConfig(power=3, floor=1, max_rate=1, start_step=0, total_steps=1)
+    assert repr((gossip.power, gossip.floor, gossip.max_rate)) == "(3.0, 1.0, 1.0)"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gossip.power = 2.0  # type: ignore[misc]
+
+
+def test_every_field_of_gossip_config_explains_itself():
+    assert [path for path, key in keys_of(GossipConfig).items() if not key.doc] == []
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("optimizer: {lr: 1e-3}", "optimizer.lr", 0.001),
+        ("optimizer: {lr: 5e-4}", "optimizer.lr", 0.0005),
+        ("optimizer: {lr: 1E-3}", "optimizer.lr", 0.001),
+        ("optimizer: {lr: 1e5}", "optimizer.lr", 100000.0),
+        ("optimizer: {lr: .5}", "optimizer.lr", 0.5),
+        ("optimizer: {lr: +1.e-2}", "optimizer.lr", 0.01),
+        ("optimizer: {lr: 3}", "optimizer.lr", 3.0),
+        ("optimizer: {lr: 1_000.5}", "optimizer.lr", 1000.5),
+        ("seed: 1_000", "seed", 1000),
+        ("seed: 1e5", "seed", 100000),
+        ("seed: 1.5e3", "seed", 1500),
+        ("seed: -7", "seed", -7),
+        ("mixed_precision: no", "mixed_precision", "no"),
+        ("name: no", "name", "no"),
+        ("name: 1:30", "name", "1:30"),
+        ("name: 2024-01-01", "name", "2024-01-01"),
+        ("name: '3'", "name", "3"),
+        ("name: !!str 3", "name", "3"),
+        ("tracker: none", "tracker", None),
+        ("tracker: ~", "tracker", None),
+        ("tracker: 'none'", "tracker", "none"),
+        ("resume: true", "resume", True),
+        ("resume: False", "resume", False),
+        ("limit: 3", "limit", 3),
+        ("limit: 0.5", "limit", 0.5),
+        ("limit: 1e5", "limit", 1e5),
+        ("limit:", "limit", None),
+        ("weights: {a: 1, no: 2e-1}", "weights", {"a": 1.0, "no": 0.2}),
+        ("extra: {a: [1, no, null]}", "extra", {"a": [1, "no", None]}),
+        ("optimizer: {betas: [0.9, 98e-2]}", "optimizer.betas", (0.9, 0.98)),
+        ("optimizer: {milestones: [60, 120]}", "optimizer.milestones", [60, 120]),
+        ("data: {files: [a, b]}", "data.files", ("a", "b")),
+        ("gossip: {max_rate: run}", "gossip.max_rate", "run"),
+        ("gossip: {max_rate: 1e-1}", "gossip.max_rate", 0.1),
+        ("gossip: {topology: ring}", "gossip.topology", "ring"),
+        ("gossip: {}", "gossip", GossipConfig()),
+        ("gossip: null", "gossip", None),
+        ("gossip:", "gossip", None),
+        ("", "optimizer.lr", 0.05),
+        ("# nothing\n---\n", "optimizer.lr", 0.05),
+        ("optimizer:\n", "optimizer.lr", 0.05),
+        ("\ufeffseed: 1", "seed", 1),
+        ("extra: &base {lr: 1.0}\noptimizer: {<<: *base, betas: [0, 0]}", "optimizer.lr", 1.0),
+        ("extra: &lr 1e-3\noptimizer: {lr: *lr}", "optimizer.lr", 0.001),
+    ],
+)
+def test_yaml_values_read_as_a_person_means_them(text, path, value, tmp_path):
+    read = at(from_yaml(text, tmp_path), path)
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "path", "value"),
+    [
+        (["--optimizer.lr", "1e-3"], "optimizer.lr", 0.001),
+        (["--optimizer.lr=-1"], "optimizer.lr", -1.0),
+        (["--optimizer.lr", "-1"], "optimizer.lr", -1.0),
+        (["--name", "3"], "name", "3"),
+        (["--name=--weird=x"], "name", "--weird=x"),
+        (["--name="], "name", ""),
+        (["--tracker", "none"], "tracker", None),
+        (["--mixed_precision", "no"], "mixed_precision", "no"),
+        (["--resume", "true"], "resume", True),
+        (["--optimizer.betas", "0.9,0.98"], "optimizer.betas", (0.9, 0.98)),
+        (["--optimizer.milestones", "[60, 120]"], "optimizer.milestones", [60, 120]),
+        (["--data.files="], "data.files", ()),
+        (["--weights", "a=1,b=2"], "weights", {"a": 1.0, "b": 2.0}),
+        (["--gossip.power", "2"], "gossip", GossipConfig(power=2)),
+        (["--gossip", "null"], "gossip", None),
+    ],
+)
+def test_command_line_values(argument, path, value):
+    read = at(parse_config(Run, argument), path)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_the_command_line_beats_the_file_and_the_file_the_defaults(write):
+    file = write("seed: 1\noptimizer: {lr: 0.3}\ngossip: {power: 2, floor: 0.1}\n")
+    run = parse_config(Run, ["--gossip.power", "1", f"--config={file}", "--seed", "5"])
+    assert (run.seed, run.optimizer.lr, run.name) == (5, 0.3, "run")
+    assert run.gossip == GossipConfig(power=1, floor=0.1)
+
+
+def test_a_section_can_be_switched_off_and_on_from_the_command_line(write):
+    assert parse_config(Run, ["--config", write("gossip: {power: 2}"), "--gossip", "null"]).gossip is None
+    assert parse_config(Run, ["--config", write("gossip: null"), "--gossip.power", "2"]).gossip == GossipConfig(power=2)
+
+
+def test_the_default_file_serves_until_another_is_named(write, tmp_path):
+    (tmp_path / "default.yaml").write_text("seed: 1\nname: default\n")
+    default = tmp_path / "default.yaml"
+    assert parse_config(Run, [], default_file=default).name == "default"
+    other = parse_config(Run, ["--config", write("seed: 2")], default_file=default)
+    assert (other.seed, other.name) == (2, "run")
+
+
+def test_relative_paths_start_from_the_file_or_from_the_working_directory(tmp_path, monkeypatch):
+    project, elsewhere, home = (tmp_path / name for name in ("project", "elsewhere", "home"))
+    for folder in (project, elsewhere, home):
+        folder.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(home))
+    (project / "run.yaml").write_text("data: {path: ../shards, cache: ~/cache}\n")
+    for file in (str(project / "run.yaml"), "../project/run.yaml"):
+        data = parse_config(Run, ["--config", file]).data
+        assert data == Data(path=tmp_path / "shards", cache=home / "cache")
+    overridden = parse_config(Run, ["--config", "../project/run.yaml", "--data.path", "shards"]).data
+    assert overridden.path == elsewhere / "shards"
+    assert parse_config(Run, []).data.path == elsewhere / "data"
+
+
+def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
+    real = tmp_path / "disk" / "project"
+    real.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    assert from_yaml("data: {path: link/../shards}", tmp_path).data.path == tmp_path / "disk" / "shards"
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gossip: {gama_power: 3}", ["run.yaml:1: gossip.gama_power: unknown key", "Did you mean gossip.power?"]),
+        ("\ngama_power: 3", ["run.yaml:2: gama_power", "gossip.power"]),
+        ("Seed: 3", ["Seed", "Did you mean seed?"]),
+        ("gosip: {power: 3}", ["gosip", "Did you mean gossip?"]),
+        ("power: 3", ["run.yaml:1: power: unknown key", "It belongs at gossip.power."]),
+        ("gossip: {seed: 3}", ["gossip.seed", "It belongs at seed."]),
+        ("gossip.power: 3", ["gossip.power", "Write power: under gossip: instead of the dots."]),
+        ("data: {zzz: 3}", ["data.zzz", "The keys of data are path, files, cache."]),
+        ("seed: 1\nname: a\nseed: 2", ["run.yaml: seed: given twice, in lines 1 and 3"]),
+        ("gossip:\n  power: 1\n  'power': 2", ["gossip.power: given twice, in lines 2 and 3"]),
+        ("extra: [{a: 1, a: 2}]", ["extra[0].a: given twice, in lines 1 and 1"]),
+        ("gossip: 3", ["gossip: expected a section (keys topology, power, start_step, start_epoch, ...)", "3 (int)"]),
+        ("optimizer: null", ["optimizer: expected a section (keys lr, betas, milestones), got nothing (null)"]),
+        ("optimizer: [lr]", ["optimizer: expected a section", "a list of 1"]),
+        ("seed: {a: 1}", ["seed: expected an integer, got a section (a)"]),
+        ("seed: [1]", ["seed: expected an integer, got a list of 1"]),
+        ("- seed", ["run.yaml: expected keys", "got a list"]),
+        ("seed", ["run.yaml: expected keys", "'seed'"]),
+        ("1: 2", ["run.yaml:1", "'1'", "not text"]),
+        ("gossip: {null: 2}", ["run.yaml:1", "'null' in gossip is not text"]),
+        ("weights: {true: 2}", ["run.yaml:1", "'true' in weights is not text"]),
+        ("? [a]\n: 2", ["run.yaml:1", "not text"]),
+        ("seed:\n\t- 1", ["run.yaml:2: invalid YAML", "spaces, not tabs"]),
+        ("seed: [1", ["run.yaml:1: invalid YAML"]),
+        ("seed: 1\nname: a: b", ["run.yaml:2: invalid YAML: mapping values are not allowed here"]),
+        ("seed: 1\n---\nseed: 2", ["run.yaml:2: invalid YAML"]),
+        ("seed: 1\nname: \x01", ["run.yaml:2: invalid YAML", "#x0001"]),
+        ("seed: *missing", ["run.yaml:1: invalid YAML", "missing"]),
+        ("extra: &me [*me]", ["run.yaml:1: extra[0]: contains itself"]),
+        ("seed: !!python/name:os.system", ["run.yaml:1: seed: the tag", "python/name"]),
+        ("seed: !!float 3", ["run.yaml:1: seed: the tag"]),
+        ("optimizer: {<<: 3}", ["run.yaml:1: optimizer.<<: merges sections only"]),
+        ("extra: " + "[" * 1500, ["run.yaml: the sections or lists are nested too deeply"]),
+        ("extra: " + "[" * 350 + "]" * 350, ["run.yaml: the sections or lists are nested too deeply"]),
+        ("gossip: {power: abc}", ["run.yaml:1: gossip.power: expected a number, got 'abc' (str)."]),
+        ("gossip: {power: '3'}", ["gossip.power: expected a number, got '3' (str). Remove the quotes."]),
+        ("gossip: {power: true}", ["gossip.power: expected a number, got True (bool)"]),
+        ("gossip: {power: }", ["gossip.power: expected a number, got nothing (null)"]),
+        ("gossip: {power: .nan}", ["gossip.power: expected a number", "finite"]),
+        ("gossip: {power: 1e999}", ["gossip.power: expected a number", "finite"]),
+        ("gossip: {power: -1}", ["gossip: power must be a finite number >= 0; got -1.0"]),
+        ("gossip: {topology: one_peer_rng}", ["gossip: topology", "Did you mean 'one_peer_ring'?"]),
+        ("gossip: {max_rate: actve}", ["'active', 'run' or a number, got 'actve' (str). Did you mean 'active'?"]),
+        ("seed: 3.5", ["seed: expected an integer, got 3.5 (float)"]),
+        ("seed: 3.0", ["seed: expected an integer, got 3.0 (float). Write it without a decimal point."]),
+        ("seed: true", ["seed: expected an integer, got True (bool)"]),
+        ("seed: 012", ["seed: expected an integer, got '012' (str). Leading zeros are ambiguous"]),
+        ("seed: 1:30", ["seed: expected an integer, got '1:30' (str)"]),
+        ("seed: 0x1F", ["seed: expected an integer, got '0x1F' (str)"]),
+        ("seed: 1__0", ["seed: expected an integer, got '1__0' (str)"]),
+        ("resume: yes", ["resume: expected true or false, got 'yes' (str). Write true or false."]),
+        ("resume: 1", ["resume: expected true or false, got 1 (int). Write true or false."]),
+        ("resume: off", ["Write true or false."]),
+        ("name: 3", ["name: expected text, got 3 (int)", 'put it in quotes: "3"']),
+        ("name: true", ["name: expected text, got True (bool)", 'put it in quotes: "true"']),
+        ("name: null", ["name: expected text, got nothing (null)"]),
+        ("mixed_precision: bf61", ["one of 'no', 'bf16', got 'bf61' (str). Did you mean 'bf16'?"]),
+        ("limit: abc", ["limit: expected an integer, a number or null, got 'abc'"]),
+        ("optimizer: {betas: [0.9]}", ["optimizer.betas: expected a list of 2 (a number, a number), got a list of 1"]),
+        ("optimizer: {betas: [0.9, x]}", ["optimizer.betas[1]: expected a number, got 'x' (str)"]),
+        ("data: {files: a}", ["data.files: expected a list (each text), got 'a' (str). Write it as [a, b]."]),
+        ("data: {path: ''}", ["data.path: expected a path, got ''"]),
+        ("data: {path: ~nobody-at-all/x}", ["data.path: expected a path", "home folder"]),
+        ("weights: {a: x}", ["weights.a: expected a number, got 'x' (str)"]),
+        ("weights: [1]", ["weights: expected named values (each a number), got a list of 1"]),
+    ],
+)
+def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(Run, ["--config", write(text)])
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gossip.gama_power", "3"], ["command line: gossip.gama_power: unknown key", "Did you mean gossip.power?"]),
+        (["--gossip.log-every", "3"], ["Did you mean gossip.log_every?"]),
+        (["--power", "3"], ["It belongs at gossip.power."]),
+        (["--gosip.power", "3"], ["It belongs at gossip.power."]),
+        (["--gosip.pwer", "3"], ["Did you mean gossip.power?"]),
+        (["--gossip.power", "abc"], ["command line: gossip.power: expected a number, got 'abc' (str)"]),
+        (["--gossip.power", "-1"], ["gossip: power must be", "-1.0"]),
+        (["--seed", "1", "--seed=1"], ["seed: given twice ('1' and again)"]),
+        (["--config", "a.yaml", "--config", "b.yaml"], ["config: given twice ('a.yaml' and again)"]),
+        (["--seed"], ["seed: no value given. Write --seed VALUE"]),
+        (["--resume", "--seed", "1"], ["resume: no value given"]),
+        (["--seed="], ["seed: expected an integer, got '' (str)"]),
+        (["--config="], ["--config needs the name of a YAML file"]),
+        (["run.yaml"], ["'run.yaml' is not understood. Name the file with --config run.yaml."]),
+        (["--seed", "1", "2"], ["'2' is not understood"]),
+        (["-s", "1"], ["'-s' is not understood"]),
+        (["--"], ["'--' is not understood"]),
+        (["--gossip", "3"], ["gossip: expected a section (keys topology, power"]),
+        (["--gossip", "null", "--gossip.power", "3"], ["gossip.power: contradicts --gossip. Keep one."]),
+        (["--resume", "yes"], ["resume: expected true or false, got 'yes' (str). Write true or false."]),
+        (["--weights", "a=1,a=2"], ["weights: expected name=value,name=value; got 'a=1,a=2'"]),
+        (["--weights", "a"], ["weights: expected name=value,name=value; got 'a'"]),
+        (["--optimizer.betas", "0.9,x"], ["optimizer.betas[1]: expected a number, got 'x' (str)"]),
+    ],
+)
+def test_mistakes_on_the_command_line_are_refused_by_name(argv, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(Run, argv)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_unreadable_files_are_refused_with_their_absolute_path(write, tmp_path, monkeypatch):
+    def refusal(name: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parse_config(Run, ["--config", name])
+        return str(caught.value)
+
+    write(b"name: \xff")
+    (tmp_path / "folder").mkdir()
+    assert refusal("absent.yaml") == f"config file {tmp_path / 'absent.yaml'} does not exist."
+    assert refusal("~nobody-at-all/run.yaml").endswith("does not exist.")
+    assert f"{tmp_path / 'folder'} is a folder" in refusal("folder")
+    assert f"{tmp_path / 'run.yaml'} is not UTF-8 text (byte 6)" in refusal("run.yaml")
+
+    def denied(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    assert refusal("run.yaml") == f"config file {tmp_path / 'run.yaml'} cannot be read: Permission denied."
+
+
+def test_values_without_a_default_are_required(tmp_path):
+    with pytest.raises(ConfigError, match=r"path: a value is required\. Set it in the file or with --path VALUE\."):
+        parse_config(Needy, [])
+    assert parse_config(Needy, ["--path", str(tmp_path)]).path == tmp_path
+
+
+def test_an_alias_bomb_is_refused_quickly(write):
+    levels = [f"  - &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 30)]
+    with pytest.raises(ConfigError, match="seed: expected an integer, got a list of 30"):
+        parse_config(Run, ["--config", write("\n".join(["seed:", "  - &a0 [x]", *levels]))])
+
+
+NAMES = [path for path in keys_of(Run) if len(path.rpartition(".")[2]) >= 4]
+
+
+@settings(deadline=None)
+@given(path=st.sampled_from(NAMES), position=st.integers(0, 30), is_doubled=st.booleans())
+def test_misspelt_keys_are_refused_with_the_right_suggestion(path, position, is_doubled):
+    section, dot, name = path.rpartition(".")
+    place = position % len(name)
+    misspelt = f"{section}{dot}{name[:place]}{name[place] * 2 if is_doubled else ''}{name[place + 1 :]}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(Run, [f"--{misspelt}", "1"])
+    assert str(caught.value) == f"command line: {misspelt}: unknown key. Did you mean {path}?"
+
+
+# Help and exit codes
+
+
+def test_help_lists_every_key_with_type_default_and_meaning(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(Run, ["--seed", "abc", "--help"], prog="train.py", description="Train it.")
+    page = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert [path for path, key in keys_of(Run).items() if not key.section and f"--{path} " not in page] == []
+    for text in (
+        "usage: train.py [--config FILE.yaml]",
+        "Train it.",
+        "--optimizer.lr  a number (default: 0.05)\n      Peak learning rate.",
+        "data:\n  Where the samples come from.",
+        "--optimizer.betas  a list of 2 (a number, a number) (default: 0.9,0.999)",
+    ):
+        assert text in page
+    for text in ("steps 0 to start_step - 1 mix with gamma 1", "starts from the folder of that file"):
+        assert text in " ".join(page.split())
+
+
+def test_help_does_without_source_text(capsys):
+    made = dataclasses.make_dataclass("Made", [("size", int), ("name", str, "x")], frozen=True)
+    with pytest.raises(SystemExit):
+        parse_config(made, ["-h"])
+    assert "--size  an integer (required)" in capsys.readouterr().out
+
+
+def test_scripts_exit_with_status_2_and_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        config_from_command_line(Run, ["--seed", "a\nb"])
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == "error: command line: seed: expected an integer, got 'a\\nb' (str).\n"
+
+
+def test_the_command_line_of_the_process_is_the_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "4"])
+    assert config_from_command_line(Run).seed == 4
+
+
+def test_classes_that_no_text_can_fill_are_refused():
+    def made(name: str, hint: Any) -> type:
+        return dataclasses.make_dataclass("Made", [(name, hint)], frozen=True)
+
+    with pytest.raises(TypeError, match="complex"):
+        keys_of(made("value", complex))
+    with pytest.raises(TypeError, match=r"Made\.config would hide the option --config"):
+        keys_of(made("config", int))
+    with pytest.raises(TypeError, match="must be a dataclass"):
+        keys_of(int)
+
+
+# Writing
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+unit = st.floats(0, 1)
+words = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
+    [
+        "none",
+        "null",
+        "~",
+        "true",
+        "no",
+        "off",
+        "1e-3",
+        "012",
+        "1:30",
+        ".nan",
+        "<<",
+        "=",
+        "a: b",
+        "#x",
+        "- a",
+        "'",
+        '"',
+        " ",
+    ]
+)
+paths = st.text(string.ascii_letters + " #:'~é", min_size=1, max_size=8).map(lambda name: Path("/data") / name)
+gossips = st.builds(
+    GossipConfig,
+    topology=st.sampled_from(sorted(TOPOLOGIES)),
+    power=st.floats(0, 1e300),
+    start_step=st.none() | st.integers(0, 10**9),
+    max_rate=st.sampled_from(["active", "run"]) | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    floor=unit,
+    constant=st.none() | unit,
+    order=st.sampled_from(["local_first", "mix_first"]),
+    overlap=st.booleans(),
+    log_every=st.integers(0, 10**9),
+    timeout=st.floats(1e-300, 1e300),
+)
+runs = st.builds(
+    Run,
+    seed=st.integers(-(10**30), 10**30),
+    name=words,
+    mixed_precision=st.sampled_from(["no", "bf16"]),
+    tracker=st.none() | words,
+    resume=st.booleans(),
+    limit=st.none() | st.integers() | finite,
+    weights=st.dictionaries(words, finite, max_size=3),
+    data=st.builds(Data, path=paths, files=st.lists(words, max_size=3).map(tuple), cache=st.none() | paths),
+    optimizer=st.builds(
+        Optimizer, lr=finite, betas=st.tuples(unit, unit), milestones=st.lists(st.integers(), max_size=3)
+    ),
+    gossip=st.none() | gossips,
+)
+
+
+@settings(deadline=None)
+@given(run=runs)
+def test_a_dumped_config_loads_back_equal(run, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    loaded = from_yaml(dump_config(run), folder)
+    assert loaded == run
+    assert repr(loaded) == repr(run)  # 3 and 3.0, 0.0 and -0.0 are told apart
+    assert config_fingerprint(loaded) == config_fingerprint(run)
+
+
+@settings(deadline=None)
+@given(run=runs)
+def test_other_yaml_readers_see_the_same_text(run):
+    assert yaml.safe_load(dump_config(run))["name"] == run.name
+
+
+@settings(deadline=None)
+@given(value=finite, count=st.integers(), word=words.filter(bool))
+def test_command_line_values_keep_every_digit_and_letter(value, count, word):
+    run = parse_config(Run, [f"--optimizer.lr={value!r}", f"--seed={count}", f"--name={word}"])
+    assert (repr(run.optimizer.lr), run.seed, run.name) == (repr(value), count, word)
+
+
+def test_a_topology_is_written_as_its_name_and_told_apart_by_its_rounds():
+    named = GossipConfig(topology=build_topology("ring", 4))
+    assert config_to_dict(named)["topology"] == "ring"
+    other = GossipConfig(topology=build_topology("ring", 5))
+    assert config_fingerprint(named) != config_fingerprint(other)
+
+
+def test_a_section_with_a_name_is_written_in_full():
+    assert config_to_dict(Outer()) == {"model": {"name": "wrn", "depth": 16}}
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "wrn"
+    depth: int = 16
+
+
+@dataclass(frozen=True)
+class Outer:
+    model: Model = Model()
+
+
+def test_what_yaml_cannot_hold_is_refused_by_path():
+    with pytest.raises(TypeError, match=r"optimizer\.milestones: .*cannot be written to YAML"):
+        dump_config(Run(optimizer=Optimizer(milestones=[1j])))  # type: ignore[list-item]
+
+
+def test_write_config_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    folder = tmp_path / "runs" / "one"
+    first = write_config(Run(seed=1, data=Data(path=tmp_path)), folder)
+    second = write_config(Run(seed=2, data=Data(path=tmp_path)), str(folder))
+    assert first == second == folder / "config.yaml"
+    assert [file.name for file in folder.iterdir()] == ["config.yaml"]
+    assert load_config(Run, second) == Run(seed=2, data=Data(path=tmp_path))
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    write_config(Run(seed=1), tmp_path)
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_config(Run(seed=2), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    assert load_config(Run, tmp_path / "config.yaml").seed == 1
+
+
+def test_the_fingerprint_is_the_hash_of_the_sorted_values():
+    by_hand = hashlib.sha256(b'{"betas": [0.9, 0.999], "lr": 0.001, "milestones": []}').hexdigest()
+    assert config_fingerprint(Optimizer(lr=1e-3)) == by_hand
+    assert config_fingerprint(GossipConfig(power=3)) == config_fingerprint(GossipConfig(power=3.0))
+    assert config_fingerprint(GossipConfig(power=3)) != config_fingerprint(GossipConfig(power=2))
+
+
+def test_fingerprints_can_ignore_keys_and_sections():
+    ignore = ["seed", "data", "gossip.log_every", "gossip"]
+    assert config_fingerprint(Run(seed=1), ignore) == config_fingerprint(Run(gossip=GossipConfig()), ignore)
+    with pytest.raises(ValueError, match=r"ignore must name keys of Run; got 'sed'\. Did you mean seed\?"):
+        config_fingerprint(Run(), ["sed"])

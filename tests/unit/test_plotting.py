@@ -1,0 +1,156 @@
+"""Plots: which files appear, what their lines show, and what is refused."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from dsgdac_accel import plotting
+from dsgdac_accel.plotting import compare_runs, plot_run, read_metrics, run_labels, series
+
+RECORDS = [
+    {"step": 1, "epoch": 0.1, "gossip/rate": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
+    {"step": 2, "gossip/radius": 0.0, "gossip/neighbor_disagreement": 0.5, "train/loss": None},
+    {"step": 3, "gossip/radius": 0.7, "test/loss": 1.5, "test/accuracy": 0.25},
+]
+
+
+def write_run(folder, records=RECORDS, algorithm=None, tail=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines + tail)
+    if algorithm is not None:
+        (folder / "summary.json").write_text(json.dumps({"algorithm": algorithm}))
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that a test draws, in order."""
+    figures, create = [], plotting._new_figure
+
+    def remember(rows, columns):
+        figures.append(create(rows, columns)[0])
+        return figures[-1], list(figures[-1].axes)
+
+    monkeypatch.setattr(plotting, "_new_figure", remember)
+    return figures
+
+
+def lines_of(figure):
+    return {line.get_label(): list(line.get_ydata()) for axes in figure.axes for line in axes.lines}
+
+
+def test_a_run_gives_the_plots_of_what_it_logged(tmp_path):
+    written = plot_run(write_run(tmp_path))
+    assert [path.name for path in written] == ["rate_gamma.png", "consensus.png", "loss.png", "accuracy.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(path.name for path in written)
+    for path in written:
+        width, height = Image.open(path).size
+        assert width > height > 500
+
+
+def test_translation_runs_show_bleu(tmp_path):
+    assert [path.name for path in plot_run(write_run(tmp_path, [{"step": 5, "test/bleu": 27.3}]))] == ["bleu.png"]
+
+
+def test_a_run_that_logged_nothing_gives_no_plot(tmp_path):
+    assert plot_run(write_run(tmp_path, [])) == []
+    assert plot_run(write_run(tmp_path, [{"step": 1, "other": 1.0}])) == []
+
+
+def test_lines_show_the_logged_values(tmp_path, drawn):
+    plot_run(write_run(tmp_path))
+    rate_gamma, consensus, loss, accuracy = (lines_of(figure) for figure in drawn)
+    assert rate_gamma == {"learning rate": [0.1], "gamma": [1.0]}
+    # A radius of 0 cannot be shown on a logarithmic axis.
+    assert math.isnan(consensus["consensus radius"][0])
+    assert consensus["consensus radius"][1] == 0.7
+    assert math.isnan(loss["train (workers)"][1])
+    assert loss["test (deployed model)"] == [1.5]
+    assert accuracy == {"test accuracy": [25.0]}
+    assert drawn[1].axes[0].get_yscale() == "log"
+    assert all(axes.get_ylabel() for figure in drawn for axes in figure.axes)
+
+
+@pytest.mark.parametrize("radii", [[0.0, 0.0], [None, None]])
+def test_without_a_positive_distance_the_axis_stays_linear(tmp_path, drawn, radii):
+    plot_run(write_run(tmp_path, [{"step": step, "gossip/radius": radius} for step, radius in enumerate(radii)]))
+    assert drawn[0].axes[0].get_yscale() == "linear"
+
+
+def test_accuracy_in_per_cent_is_not_scaled_again(tmp_path, drawn):
+    plot_run(write_run(tmp_path, [{"step": 1, "test/accuracy": 0.5}, {"step": 2, "test/accuracy": 93.0}]))
+    assert lines_of(drawn[0]) == {"test accuracy": [0.5, 93.0]}
+
+
+def test_diverged_runs_can_be_plotted(tmp_path):
+    keys = ("gossip/rate", "gossip/gamma", "gossip/radius", "train/loss", "test/accuracy")
+    records = [{"step": step} | dict.fromkeys(keys, value) for step, value in enumerate([None, math.nan, math.inf])]
+    assert len(plot_run(write_run(tmp_path, records))) == 4
+
+
+def test_a_step_logged_again_counts_once_and_steps_are_ordered():
+    records = [{"step": 3, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 3, "x": 4.0}, {"x": 9.0}]
+    assert series(records, "x") == ([1, 3], [2.0, 4.0])
+
+
+@pytest.mark.parametrize("tail", ['{"step": 4, "train/lo', '{"step": 4, "tr{"step": 4}\n', "17\n"])
+def test_a_truncated_line_is_skipped_with_a_warning(tmp_path, tail):
+    folder = write_run(tmp_path, tail=tail)
+    with pytest.warns(UserWarning, match="line 4 is truncated"):
+        assert read_metrics(folder / "metrics.jsonl") == RECORDS
+
+
+def test_blank_lines_are_no_records(tmp_path):
+    assert read_metrics(write_run(tmp_path, tail="\n\n") / "metrics.jsonl") == RECORDS
+
+
+def test_runs_side_by_side(tmp_path, drawn):
+    folders = [write_run(tmp_path / name, algorithm=name) for name in ("sgd", "dsgd", "dsgd_ac")]
+    output = compare_runs(folders, tmp_path / "plots" / "compare.png")
+    assert Image.open(output).size[0] > 1000
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["sgd", "dsgd", "dsgd_ac"]
+    # Rates left and gammas right, then three more panels.
+    assert [len(axes.lines) for axes in figure.axes] == [3, 6, 6, 3, 3]
+    assert len({line.get_color() for line in figure.axes[0].lines}) == 3
+
+
+def test_a_panel_that_no_run_logged_says_so(tmp_path, drawn):
+    compare_runs([write_run(tmp_path / "a", [{"step": 1, "train/loss": 1.0}])], tmp_path / "compare.png")
+    texts = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
+    assert texts.count(["not logged"]) == 3
+
+
+def test_labels_tell_runs_apart(tmp_path):
+    folders = [write_run(tmp_path / name, algorithm="dsgd") for name in ("seed0", "seed1")]
+    folders += [write_run(tmp_path / "first", algorithm="sgd"), write_run(tmp_path / "unfinished")]
+    assert run_labels(folders) == ["dsgd (seed0)", "dsgd (seed1)", "sgd", "unfinished"]
+
+
+def test_what_cannot_be_plotted_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl must exist"):
+        plot_run(tmp_path)
+    with pytest.raises(ValueError, match="at least one output_dir"):
+        compare_runs([], tmp_path / "compare.png")
+    with pytest.raises(ValueError, match=r"found none of gossip/rate, "):
+        compare_runs([write_run(tmp_path / "empty", [])], tmp_path / "compare.png")
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install dsgdac-accel\[tasks\]"):
+        plot_run(write_run(tmp_path))
+
+
+def test_neither_import_nor_plot_touches_pyplot(tmp_path):
+    code = (
+        "import sys; from dsgdac_accel.plotting import plot_run; assert 'matplotlib' not in sys.modules; "
+        f"plot_run({str(write_run(tmp_path))!r}); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,90 @@
+"""Real gloo workers for tests: fresh processes, a file to meet at, no ports, a deadline for everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Forked from a server that has imported everything once: 50 ms a worker instead of several seconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "accelerate", "dsgdac_accel", "tests.workers"])
+
+
+@dataclass
+class Outcome:
+    """How one worker ended."""
+
+    rank: int
+    exit_code: int | None
+    value: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+def run_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+    """What `function(rank, *args)` returned on each worker, in order of rank; any failure is raised here."""
+    outcomes = try_workers(function, num_workers, *args, timeout=timeout)
+    broken = [f"worker {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in outcomes if o.error or o.exit_code != 0]
+    if broken:
+        raise AssertionError("\n".join(broken))
+    return [outcome.value for outcome in outcomes]
+
+
+def try_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Outcome]:
+    """Like `run_workers`, but reports failures instead of raising. A worker past the deadline is killed: exit code None."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        processes = [
+            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, folder, args)) for rank in range(num_workers)
+        ]
+        for process in processes:
+            process.start()
+        outcomes = []
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, timeout - (time.monotonic() - started)))
+            hung = process.is_alive()
+            if hung:
+                process.kill()
+                process.join()
+            outcomes.append(_outcome(rank, None if hung else process.exitcode, Path(folder)))
+        return outcomes
+
+
+def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
+    saved = folder / f"result_{rank}.pt"
+    result = torch.load(saved, weights_only=False) if saved.exists() else {}
+    if exit_code is None:
+        result.setdefault("error", "still running at the deadline")
+    return Outcome(rank, exit_code, **result)
+
+
+def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str, args: tuple) -> None:
+    started = time.monotonic()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    code = 0
+    try:
+        if num_workers > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers)
+        result["value"] = function(rank, *args)
+        if num_workers > 1:
+            dist.barrier()  # nobody's sockets close while another one still reads
+    except BaseException:
+        result["error"], code = traceback.format_exc(), 1
+    result["seconds"] = time.monotonic() - started
+    torch.save(result, f"{folder}/result_{rank}.pt")
+    os._exit(code)  # a failed worker must look dead to its peers at once
