@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from dsgdac_accel.averaging import deployed_model
@@ -73,7 +72,9 @@ class GossipAccelerator(Accelerator):
     def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
         self.gossip_config = GossipConfig() if gossip is None else gossip
         if not isinstance(self.gossip_config, GossipConfig):
-            raise TypeError(f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...).")
+            raise TypeError(
+                f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...)."
+            )
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
@@ -132,21 +133,22 @@ class GossipAccelerator(Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Shard a loader over the workers; where their numbers of batches differ, training passes stop at the shortest."""
+        """Shard a loader over the workers; where they get unequally many batches, training stops at the shortest."""
         share_sampler_seed(data_loader, self.group)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         differ_per_worker(prepared, self.group)
         if known_length(prepared) == 0:
             raise ValueError(
                 f"no worker would get a batch: the data set has {len(data_loader.dataset)} samples for "
-                f"{self.group.size} workers with batches of {data_loader.batch_size} (drop_last={data_loader.drop_last}). "
+                f"{self.group.size} workers with batches of {data_loader.batch_size} "
+                f"(drop_last={data_loader.drop_last}). "
                 f"Use more data, smaller batches or fewer workers."
             )
         equal = EqualSteps(prepared, self.group, active=self._is_training)
         return equal if equal.needed else prepared
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
-        """Cut any iterable of this worker's own batches so that all workers take the same number of steps. Collective."""
+        """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
         return EqualSteps(loader, self.group, active=self._is_training)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -237,7 +239,9 @@ class GossipAccelerator(Accelerator):
         """Log `values` together with the consensus metrics, to the trackers and every other sink of the logger."""
         if self.is_main_process:
             self._log_kwargs = log_kwargs
-            self.consensus_logger.log(values, self.gossip_steps[0].mixer.step if step is None and self.gossip_steps else step)
+            self.consensus_logger.log(
+                values, self.gossip_steps[0].mixer.step if step is None and self.gossip_steps else step
+            )
 
     def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
         super().log(values, step=step, log_kwargs=self._log_kwargs)
@@ -249,14 +253,14 @@ class GossipAccelerator(Accelerator):
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the deployed model, as `Accelerator.save_model` does for the model. Collective.
 
-        BatchNorm statistics are pooled; to save calibrated ones, call it inside `with deployed_model(model, calibrate=...)`.
+        BatchNorm statistics are pooled; for calibrated ones call it inside `with deployed_model(model, calibrate=...)`.
         """
         with self.deployed_model(model) as deployed:
             super().save_model(deployed, save_directory, *args, **kwargs)
         self.wait_for_everyone()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dictionary; inside `with deployed_model(model)` it is that of the average, outside this worker's own."""
+        """The state dictionary: inside `with deployed_model(model)` of the average, outside of this worker alone."""
         if not self._deployed and self.group.size > 1:
             warnings.warn(
                 "get_state_dict outside `with accelerator.deployed_model(model)` gives this worker's weights, "
@@ -265,7 +269,7 @@ class GossipAccelerator(Accelerator):
             )
         return super().get_state_dict(model, unwrap)
 
-    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
         """Refused for several workers: Accelerate's format keeps the model and optimizer of worker 0 only."""
         self._refuse_state("save_state")
         return super().save_state(output_dir, **kwargs)

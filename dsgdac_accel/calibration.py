@@ -73,7 +73,7 @@ def calibrate_batch_norm(
 ) -> None:
     """Set running means and (unbiased) variances of `layers` to those of all batches of all workers. Collective.
 
-    Each layer normalises with its batch's own statistics, as in training; everything else, dropout too, is in eval mode.
+    Each layer normalises with its batch's own statistics, as in training; all else, dropout too, is in eval mode.
 
     Args:
         model: may be wrapped for autocast or compiled; modes are left changed, the caller restores them.
@@ -121,19 +121,19 @@ def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -
     if not bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()):
         raise ValueError("BatchNorm calibration met activations that are not finite: the deployed model diverged.")
     layer.running_mean.copy_(total.mean)  # type: ignore[union-attr]
-    layer.running_var.copy_(total.squares / (total.count - 1).clamp(min=1))  # type: ignore[union-attr,operator]
+    layer.running_var.copy_(total.squares / (total.count - 1).clamp(min=1))  # type: ignore[union-attr]
 
 
 @torch.no_grad()
 def pool_batch_norm(layers: Sequence[_BatchNorm], group: WorkerGroup) -> None:
     """Without data: pool the workers' running statistics by the law of total variance. Collective."""
     for layer in layers:
-        mean, variance = layer.running_mean.double(), layer.running_var.double()  # type: ignore[union-attr,operator]
+        mean, variance = layer.running_mean.double(), layer.running_var.double()  # type: ignore[union-attr]
         shares = group.gather((mean.cpu(), variance.cpu()), "pooling BatchNorm statistics")
         means = torch.stack([share[0] for share in shares])
         variances = torch.stack([share[1] for share in shares])
         layer.running_mean.copy_(means.mean(0))  # type: ignore[union-attr]
-        layer.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr,operator]
+        layer.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr]
 
 
 # ---- batches of any form
@@ -159,7 +159,7 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     accepted = {name: value for name, value in batch.items() if name in parameters}
     if not accepted:
         raise ValueError(
-            f"none of the batch's keys {sorted(batch)} is an argument of the model's forward ({', '.join(parameters)}); "
+            f"none of the batch's keys {sorted(batch)} is an argument of forward ({', '.join(parameters)}); "
             f"pass calibration_forward=lambda model, batch: ..."
         )
     return accepted
@@ -175,11 +175,16 @@ def sharded_batches(data: Iterable[Any], group: WorkerGroup, device: torch.devic
     """
     from accelerate.utils import send_to_device
 
-    data = getattr(data, "loader", data)  # EqualSteps: all of the data, not only the steps that all workers can take
-    readable = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset) and _batch_size(data)
-    sizes = group.gather(len(data.dataset) if readable else None, "comparing the calibration data")  # type: ignore[attr-defined]
-    shared = len(set(sizes)) == 1 and hasattr(data, "base_dataloader")
-    source = _fresh_loader(data, group.rank if shared else 0, group.size if shared else 1) if readable else data
+    source: Any = getattr(
+        data, "loader", data
+    )  # EqualSteps: all of the data, not only the steps that all workers can take
+    readable = (
+        isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset) and _batch_size(source)
+    )
+    sizes = group.gather(len(source.dataset) if readable else None, "comparing the calibration data")
+    shared = len(set(sizes)) == 1 and hasattr(source, "base_dataloader")
+    if readable:
+        source = _fresh_loader(source, group.rank if shared else 0, group.size if shared else 1)
     for batch in source:
         yield send_to_device(batch, device)
 

@@ -123,7 +123,7 @@ class Exchange:
 
     def _average(self, plan: RoundPlan) -> list[tuple[Any, int | None]]:
         handle = self.group.subgroup(plan.averaging_group)  # type: ignore[arg-type]
-        works = []
+        works: list[tuple[Any, int | None]] = []
         for tensor, total in zip(self.sent, self.received[0], strict=True):
             total.copy_(tensor)
             works.append((dist.all_reduce(total, group=handle, async_op=True), None))

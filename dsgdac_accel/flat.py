@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
 
 ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
 MIXED_DTYPES = (torch.float32, torch.float64)
@@ -27,7 +28,9 @@ def as_parameter_list(parameters: object) -> list[Parameter]:
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     if not isinstance(parameters, Iterable):
-        raise TypeError(f"expected parameters, an iterable of them, or parameter groups; got {type(parameters).__name__}.")
+        raise TypeError(
+            f"expected parameters, an iterable of them, or parameter groups; got {type(parameters).__name__}."
+        )
     found: dict[int, Parameter] = {}
     for item in parameters:
         if isinstance(item, Tensor):
@@ -96,8 +99,10 @@ class FlatParameters:
 
     def _refuse_unmixable(self, parameter: Parameter) -> None:
         name = self.name_of(parameter)
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
-            raise ValueError(f"{name} of a lazy module has no values yet; run one batch through the model before `prepare`.")
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{name} of a lazy module has no values yet; run one batch through the model before `prepare`."
+            )
         if type(parameter.data) is not Tensor:
             raise ValueError(
                 f"{name} is a {type(parameter.data).__name__}; every worker must hold whole, ordinary tensors. "
@@ -107,16 +112,18 @@ class FlatParameters:
             raise ValueError(f"{name} is on the meta device and has no values; load the model before `prepare`.")
         if parameter.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(
-                f"{name} is {parameter.dtype}: small consensus updates would be rounded away. Keep parameters in float32 "
-                f"(`model.float()`) and compute in low precision with mixed_precision='bf16' or 'fp16'."
+                f"{name} is {parameter.dtype}: small consensus updates would be rounded away. Keep parameters in "
+                f"float32 (`model.float()`) and compute in low precision with mixed_precision='bf16' or 'fp16'."
             )
         if parameter.dtype not in MIXED_DTYPES or parameter.layout != torch.strided:
             raise ValueError(
-                f"{name} is {parameter.dtype} ({parameter.layout}); trainable parameters must be dense float32 or float64. "
-                f"Freeze it (`requires_grad_(False)`) or convert it."
+                f"{name} is {parameter.dtype} ({parameter.layout}); trainable parameters must be dense float32 or "
+                f"float64. Freeze it (`requires_grad_(False)`) or convert it."
             )
         if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
-            raise ValueError(f"{name} is expanded: several of its elements are one value in memory. Store a `.clone()`.")
+            raise ValueError(
+                f"{name} is expanded: several of its elements are one value in memory. Store a `.clone()`."
+            )
 
     def _by_dtype_and_device(self) -> list[list[Parameter]]:
         groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
@@ -150,7 +157,7 @@ class FlatParameters:
         return buffer
 
     def _refuse_overlap(self, parameters: Sequence[Parameter]) -> None:
-        """Distinct slices of one tensor may interleave; two parameters that share only SOME memory cannot be mixed once."""
+        """Slices of one tensor may interleave; parameters that share only SOME memory cannot each be mixed once."""
         by_storage: dict[int, list[Parameter]] = {}
         for parameter in parameters:
             if parameter.numel():

@@ -6,7 +6,10 @@ collectives never interleave with ours, and every wait ends within `timeout` wit
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,8 +20,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-_FAILURE_KEY = "dsgdac_accel/first_failure"
+_FIRST_FAILURE = "dsgdac_accel/first_failure"  # key in the rendezvous store
 _STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
+_ROLL_CALL_SECONDS = 4.0  # survivors notice a loss at different moments; longer than they are apart
 
 
 class WorkerLostError(RuntimeError):
@@ -58,7 +62,9 @@ class WorkerGroup:
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        options: dict[str, Any] = {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
+        options: dict[str, Any] = (
+            {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
+        )
         return dist.new_group(
             list(ranks) if ranks is not None else None,
             backend=backend,
@@ -124,46 +130,95 @@ class WorkerGroup:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"all workers must have the same {what}; worker 0 has {values[0]!r} and worker {rank} has {other!r}."
+                    f"all workers must have the same {what}; worker 0 has {_short(values[0])} and worker {rank} "
+                    f"has {_short(other)}."
                 )
 
     # ---- failures
 
     def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None) -> T:
-        """Run `communicate`; turn the transport's error into one that names the lost worker and what was going on."""
+        """Run `communicate`; turn the transport's error into one that names the lost worker and what was going on.
+
+        Args:
+            communicate: posts or waits for something that needs other workers.
+            what: names it in the error, with the step.
+            peer: the only other worker involved, where there is but one.
+        """
         try:
             return communicate()
         except RuntimeError as error:
-            raise self.lost(what, error, peer) from error
+            raise self._lost(what, str(error).split("\n")[0], peer) from error
 
-    def lost(self, what: str, error: BaseException, peer: int | None = None) -> WorkerLostError:
-        """The error to raise when `what` failed, after telling the other workers through the store."""
-        cause = str(error).split("\n")[0]
-        silent = "timed out" in cause.lower()
-        who = f"worker {peer}" if peer is not None else "another worker"
-        mine = f"{who} {'did not answer' if silent else 'was lost'} in {what}, as worker {self.rank} saw it"
+    def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:
+        named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
+        if named:
+            who = f"worker {named[1].strip(' ,')}"
+        elif peer is not None:
+            who = f"worker {peer}"
+        else:
+            who = "a worker" if self._first_report() else self._roll_call(what)
+        silent = "timed out" in cause.lower() or "failed to pass" in cause
+        happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
+        mine = f"{who} {happened} in {what}, as worker {self.rank} saw it"
         first = self.report(mine)
         news = "" if first == mine else f" First report of this run: {first}."
         return WorkerLostError(
-            f"worker {self.rank}: {who} {f'did not answer within {self.timeout:g} s' if silent else 'was lost'} in {what}."
-            f"{news} Look at that worker's own output for its error. If it only was slow (a long evaluation, a long save), "
-            f"raise `timeout`; if it ran out of data, pass its loader through `prepare` or `equal_steps`. ({cause})"
+            f"worker {self.rank}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
+            f"If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass its "
+            f"loader through `prepare` or `equal_steps`. ({cause})"
         )
+
+    def _roll_call(self, what: str) -> str:
+        """Who is missing, where everybody takes part: those that do not sign within a few seconds."""
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+
+        def call(store: Any) -> None:
+            prefix = f"dsgdac_accel/roll_call/{what}"
+            store.set(f"{prefix}/{self.rank}", "present")
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            while missing and time.monotonic() < deadline:
+                missing[:] = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+                time.sleep(0.05)
+
+        self._ask_store(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
+        return f"worker {', '.join(map(str, missing))}" if missing else "a worker"
+
+    def _first_report(self) -> str:
+        """What the first worker that noticed a failure wrote; empty if none did yet."""
+        found = [""]
+
+        def read(store: Any) -> None:
+            if store.check([_FIRST_FAILURE]):
+                found[0] = store.get(_FIRST_FAILURE).decode()
+
+        self._ask_store(read, _STORE_PATIENCE)
+        return found[0]
 
     def report(self, message: str) -> str:
         """Tell the other workers why this run ends; returns the first message that any worker wrote."""
-        answer = [message]
+        first = [message]
 
-        def ask() -> None:
-            try:
-                store = dist.distributed_c10d._get_default_store()
-                # compare_set answers with the value that is there now: ours, or an earlier worker's.
-                answer[0] = store.compare_set(_FAILURE_KEY, "", message).decode() or message
-            except Exception:
-                return  # the store is gone with the worker that kept it; our own message has to do
+        def write(store: Any) -> None:
+            # compare_set answers with the value that is there now: ours, or an earlier worker's.
+            first[0] = store.compare_set(_FIRST_FAILURE, "", message).decode() or message
 
-        if self.size > 1:
-            asking = threading.Thread(target=ask, daemon=True)
-            asking.start()
-            asking.join(_STORE_PATIENCE)
-        return answer[0]
+        self._ask_store(write, _STORE_PATIENCE)
+        return first[0]
+
+    def _ask_store(self, ask: Callable[[Any], None], patience: float) -> None:
+        """Use the rendezvous store, unless it is gone with the worker that kept it."""
+        if self.size == 1:
+            return
+
+        def attempt() -> None:
+            with contextlib.suppress(Exception):
+                ask(dist.distributed_c10d._get_default_store())
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(patience)
+
+
+def _short(value: object, limit: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -23,7 +23,7 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
     """
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    for candidate in {id(s): s for s in (sampler, inner)}.values():
+    for candidate in (s for s in (sampler, inner) if s is not None):
         if isinstance(candidate, RandomSampler) or getattr(candidate, "generator", 0) is not None:
             continue
         seed = group.gather(torch.initial_seed(), "agreeing on the order of the data")[0]
@@ -77,9 +77,9 @@ class EqualSteps:
         self.loader = loader
         self.group = group
         self.active = active
-        lengths = group.gather(known_length(loader), "comparing the lengths of data loaders")
-        self.lengths = lengths
-        self.steps = min(lengths) if all(length is not None for length in lengths) else None
+        self.lengths = group.gather(known_length(loader), "comparing the lengths of data loaders")
+        known = [length for length in self.lengths if length is not None]
+        self.steps = min(known) if len(known) == group.size else None
         self._said = False
 
     @property
@@ -117,14 +117,14 @@ class EqualSteps:
             if taken == self.steps:
                 self._mark_end()
             yield batch
-            if taken == self.steps and self.steps < self.lengths[self.group.rank]:
+            if taken == self.steps and taken < (self.lengths[self.group.rank] or 0):
                 break
         else:
             return
         self._end_early(batches)
 
     def _asking(self) -> Iterator[Any]:
-        """A length is unknown: fetch one batch ahead, so that the last step of all is known as such when it is taken."""
+        """A length is unknown: fetch one batch ahead, so that the last step is known as such when it is taken."""
         batches = iter(self.loader)
         nothing = object()
         batch = next(batches, nothing)

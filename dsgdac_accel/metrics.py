@@ -16,7 +16,7 @@ from dsgdac_accel.step import GossipStep
 
 PREFIX = "gossip/"
 
-Sink = Callable[[dict[str, Any], int], None]
+Sink = Callable[[dict[str, Any], int | None], None]
 """Takes the values of one step and the step."""
 
 
@@ -33,14 +33,14 @@ def consensus_metrics(steps: Iterable[GossipStep]) -> dict[str, float]:
 
 
 class JsonlSink:
-    """Appends one JSON object per line, flushed at once, so that a killed run keeps its log. NaN and inf become null."""
+    """Appends a JSON object per line, flushed at once: a killed run keeps its log. NaN and inf become null."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
-    def __call__(self, values: dict[str, Any], step: int) -> None:
+    def __call__(self, values: dict[str, Any], step: int | None) -> None:
         self._file.write(json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}) + "\n")
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class ConsensusLogger:
         """Send later records to `sink` as well."""
         self.sinks.append(sink)
 
-    def log(self, values: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def log(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         """Write `values` and the consensus metrics of `step` (a given value wins over a metric of the same name)."""
         merged = {**self.metrics(), **values}
         for sink in self.sinks:

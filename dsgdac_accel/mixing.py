@@ -32,6 +32,8 @@ class Consensus:
     """mean_i ||x_i - x_bar||."""
     frobenius: float
     """||Delta||_F = sqrt(sum_i ||x_i - x_bar||^2)."""
+    step: int = 0
+    """Mixes done when it was measured."""
 
 
 class Mixer:
@@ -187,7 +189,13 @@ class Mixer:
     def _raise_non_finite(self) -> None:
         mine = any(not bool(torch.isfinite(buffer.data).all()) for buffer in self.flat.buffers)
         peers = sorted(self.exchange.plan(self.step).weights)
-        who = f"worker {self.group.rank}" if mine else f"worker {peers[0]}" if len(peers) == 1 else f"one of workers {peers}"
+        who = (
+            f"worker {self.group.rank}"
+            if mine
+            else f"worker {peers[0]}"
+            if len(peers) == 1
+            else f"one of workers {peers}"
+        )
         message = f"the parameters of {who} are not finite at step {self.step}"
         self.group.report(message)
         raise NonFiniteError(
@@ -209,8 +217,8 @@ class Mixer:
                 continue
             if parameter.shape != view.shape:
                 raise RuntimeError(
-                    f"{self.flat.name_of(parameter)} became {tuple(parameter.shape)} after {tuple(view.shape)} between two "
-                    f"steps; give the resized parameter to the optimizer as a new one, on all workers."
+                    f"{self.flat.name_of(parameter)} became {tuple(parameter.shape)} after {tuple(view.shape)} between "
+                    f"two steps; give the resized parameter to the optimizer as a new one, on all workers."
                 )
             update = difference.as_strided(view.shape, view.stride(), view.storage_offset())
             parameter.data.add_(update.to(parameter), alpha=self._update_scale)
@@ -220,8 +228,9 @@ class Mixer:
         if edited and not self._warned_of_edits:
             self._warned_of_edits = True
             warnings.warn(
-                f"{self.flat.name_of(edited[0])} was changed in place while its exchange was in flight: its neighbour may "
-                f"have received the old or the new values. Set GossipConfig(overlap=False) to change weights between steps.",
+                f"{self.flat.name_of(edited[0])} was changed in place while its exchange was in flight: its neighbour "
+                f"may have received the old or the new values. To change weights between steps, set "
+                f"GossipConfig(overlap=False).",
                 stacklevel=2,
             )
 
@@ -244,7 +253,8 @@ class Mixer:
 
     def _consensus_from(self, squared_distance: float) -> Consensus:
         squares = self.group.gather(squared_distance, f"measuring the consensus radius at step {self.step}")
-        self.last_consensus = Consensus(sum(square**0.5 for square in squares) / len(squares), sum(squares) ** 0.5)
+        radius = sum(square**0.5 for square in squares) / len(squares)
+        self.last_consensus = Consensus(radius, sum(squares) ** 0.5, self.step)
         return self.last_consensus
 
     @torch.no_grad()

@@ -105,11 +105,16 @@ def read_metrics(path: Path | str) -> Records:
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> Series:
     """Steps and values of one metric, by step; null is NaN. Of a step logged twice (a resumed run) the last counts.
+    A record that repeats an earlier measurement says when that was, under "<key>_step".
 
     >>> series([{"step": 2, "train/loss": 0.5}, {"step": 1, "train/loss": None}, {"step": 3}], "train/loss")
     ([1, 2], [nan, 0.5])
     """
-    values = {record["step"]: record[key] for record in records if key in record and record.get("step") is not None}
+    values = {
+        record.get(f"{key}_step", record["step"]): record[key]
+        for record in records
+        if key in record and record.get("step") is not None
+    }
     steps = sorted(values)
     return steps, [math.nan if values[step] is None else float(values[step]) for step in steps]
 

@@ -36,7 +36,10 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
 def refuse_unsupported_model(model: nn.Module) -> None:
     """Raise ValueError for a model whose gradients or statistics would be shared by other means."""
     for module in model.modules():
-        if isinstance(module, (DistributedDataParallel, DataParallel)) or "FullyShardedDataParallel" in type(module).__name__:
+        if (
+            isinstance(module, (DistributedDataParallel, DataParallel))
+            or "FullyShardedDataParallel" in type(module).__name__
+        ):
             raise ValueError(
                 f"the model is already wrapped in {type(module).__name__}, which shares gradients; "
                 f"pass the bare module to `prepare`."

@@ -207,9 +207,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": [torch.zeros(1)]}
         for group in optimizer.param_groups
     ]
-    stand_in = torch.optim.SGD(groups, lr=0.0)
-    stand_in.defaults = dict(optimizer.defaults)  # OneCycleLR and CyclicLR look here for betas or momentum
-    return stand_in
+    return torch.optim.SGD(groups, lr=0.0)
 
 
 def _checked(name: str, value: Any, at_least: float = 0.0, at_most: float = math.inf, way_out: str = "") -> float:

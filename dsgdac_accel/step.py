@@ -16,7 +16,7 @@ from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Mixer, NonFiniteError
-from dsgdac_accel.schedule import AdaptiveConsensus, planned_rates
+from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.topology import Topology, build_topology
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class GossipStep:
         self.mixer = Mixer(lambda: optimizer.param_groups, topology, group, order=config.order, names=names)
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
-        self.rate = main_rate(optimizer)
+        self.rate = current_rate(optimizer)
         self.nonfinite_steps = 0
         """Local updates that this worker has skipped because a gradient was not finite."""
         self._consecutive_nonfinite = 0
@@ -82,7 +82,7 @@ class GossipStep:
         """
         if not self._first_step_checked:
             self._check_workers_once()
-        self.rate = main_rate(self.optimizer)
+        self.rate = current_rate(self.optimizer)
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
         finite = self._agree_on_overflow(scaler) if scaler is not None else gradients_are_finite(self.optimizer)
         self._count_nonfinite(finite)
@@ -130,7 +130,9 @@ class GossipStep:
         """What must agree, and what must differ, when training begins."""
         self._first_step_checked = True
         self.group.require_equal(self.rate, "learning rate at the first step")
-        streams = self.group.gather(hashlib.sha256(torch.get_rng_state().numpy()).hexdigest(), "comparing random states")
+        streams = self.group.gather(
+            hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), "comparing random states"
+        )
         if len(set(streams)) < len(streams):
             seed_workers_differently(self.group)
 
@@ -143,6 +145,7 @@ class GossipStep:
             "rate": self.rate,
             "gamma": self.gamma,
             "radius": consensus.radius,
+            "radius_step": float(consensus.step),
             "frobenius": consensus.frobenius,
             "neighbor_disagreement": float(self.mixer.neighbor_disagreement),
             "wait_seconds": self.mixer.exchange.waited_seconds,
@@ -178,17 +181,6 @@ def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -
         constant=config.constant,
         planned_rates=rates,
     )
-
-
-def main_rate(optimizer: torch.optim.Optimizer) -> float:
-    """a(t): the present rate of the parameter group with the largest base rate.
-
-    >>> w, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    >>> main_rate(torch.optim.SGD([{"params": [w], "lr": 0.1}, {"params": [b], "lr": 0.5}]))
-    0.5
-    """
-    group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"])))
-    return float(group["lr"])
 
 
 def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:

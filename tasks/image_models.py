@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+from image_data import ImageData
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from wide_resnet import WideResNet
 
@@ -92,3 +97,32 @@ def _initialise(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def save_image_model(model: nn.Module, folder: Path, name: str, dropout: float, data: ImageData) -> None:
+    """Write a model with all that is needed to use it alone: weights, architecture, classes and normalisation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    card = {
+        "model": name,
+        "dropout": dropout,
+        "num_classes": data.num_classes,
+        "in_channels": data.in_channels,
+        "image_size": list(data.image_size),
+        "class_names": list(data.class_names),
+        "mean": data.mean.tolist(),
+        "std": data.std.tolist(),
+    }
+    (folder / "config.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def load_image_model(folder: Path | str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that `save_image_model` wrote, in eval mode, and its card (classes, mean and std for `normalise`)."""
+    folder = Path(folder)
+    card = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = build_image_model(
+        card["model"], card["num_classes"], card["in_channels"], tuple(card["image_size"]), card["dropout"]
+    )
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval(), card

@@ -41,11 +41,12 @@ def run_workers(function: Callable[..., Any], num_workers: int, *args: Any, time
 
 
 def try_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Outcome]:
-    """Like `run_workers`, but reports failures instead of raising. A worker past the deadline is killed: exit code None."""
+    """Like `run_workers`, but reports failures. A worker past the deadline is killed and has exit code None."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         processes = [
-            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, folder, args)) for rank in range(num_workers)
+            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, folder, args))
+            for rank in range(num_workers)
         ]
         for process in processes:
             process.start()
@@ -72,7 +73,8 @@ def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str
     started = time.monotonic()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="true",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+        ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     torch.set_num_threads(1)
     result: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from dsgdac_accel.config import (
     parse_config,
     write_config,
 )
-from dsgdac_accel.config_schema import keys_of
+from dsgdac_accel.config.schema import keys_of
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
 
@@ -120,6 +120,7 @@ def at(config: Any, path: str) -> Any:
         ({"max_rate": float("inf")}, ["max_rate", "inf"]),
         ({"floor": 1.5}, ["floor must be a number in [0, 1]; got 1.5"]),
         ({"constant": -0.1}, ["constant must be a number in [0, 1]; got -0.1"]),
+        ({"constant": 0.1, "floor": 0.5}, ["constant must be a number in [0.5, 1]; got 0.1", "floor = 0.5"]),
         ({"order": "mix"}, ["order must be one of local_first, mix_first; got 'mix'"]),
         ({"overlap": 1}, ["overlap must be True or False; got 1"]),
         ({"total_steps": 0}, ["total_steps must be an integer >= 1; got 0"]),
@@ -129,7 +130,7 @@ def at(config: Any, path: str) -> Any:
     ],
 )
 def test_gossip_config_refuses_nonsense(values, words):
-    with pytest.raises((TypeError, ValueError)) as caught:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         GossipConfig(**values)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
@@ -315,7 +316,7 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("seed: !!python/name:os.system", ["run.yaml:1: seed: the tag", "python/name"]),
         ("seed: !!float 3", ["run.yaml:1: seed: the tag"]),
         ("optimizer: {<<: 3}", ["run.yaml:1: optimizer.<<: merges sections only"]),
-        ("extra: " + "[" * 1500, ["run.yaml: the sections or lists are nested too deeply"]),
+        ("extra: " + "[" * 700, ["run.yaml: the sections or lists are nested too deeply"]),
         ("extra: " + "[" * 350 + "]" * 350, ["run.yaml: the sections or lists are nested too deeply"]),
         ("gossip: {power: abc}", ["run.yaml:1: gossip.power: expected a number, got 'abc' (str)."]),
         ("gossip: {power: '3'}", ["gossip.power: expected a number, got '3' (str). Remove the quotes."]),
@@ -526,8 +527,8 @@ gossips = st.builds(
     power=st.floats(0, 1e300),
     start_step=st.none() | st.integers(0, 10**9),
     max_rate=st.sampled_from(["active", "run"]) | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    floor=unit,
-    constant=st.none() | unit,
+    floor=st.floats(0, 0.5),
+    constant=st.none() | st.floats(0.5, 1),
     order=st.sampled_from(["local_first", "mix_first"]),
     overlap=st.booleans(),
     log_every=st.integers(0, 10**9),

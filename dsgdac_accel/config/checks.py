@@ -42,7 +42,7 @@ def check_number(
 ) -> float:
     """A finite number in [minimum, maximum] and greater than `above`, as a float.
 
-    Raises TypeError for what is no number (True and False are none), ValueError outside the range.
+    Raises ValueError for anything else; True and False are no numbers.
 
     >>> check_number("power", 3, minimum=0)
     3.0
@@ -51,9 +51,8 @@ def check_number(
     ValueError: floor must be a number in [0, 1]; got 1.5.
     """
     rule = f"{name} must be {_range_text(minimum, maximum, above)}; got {value!r}."
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(_with_advice(rule, advice))
-    number = float(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
     if not (math.isfinite(number) and minimum <= number <= maximum and number > above):
         raise ValueError(_with_advice(rule, advice))
     return number
@@ -69,9 +68,7 @@ def check_integer(name: str, value: object, *, minimum: int, advice: str = "") -
     ValueError: log_every must be an integer >= 0; got -1. Use 0 to measure at evaluations only.
     """
     rule = f"{name} must be an integer >= {minimum}; got {value!r}."
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(_with_advice(rule, advice))
-    if value < minimum:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         raise ValueError(_with_advice(rule, advice))
     return int(value)
 
@@ -94,10 +91,10 @@ def check_flag(name: str, value: object) -> bool:
 
     >>> check_flag("overlap", 1)
     Traceback (most recent call last):
-    TypeError: overlap must be True or False; got 1.
+    ValueError: overlap must be True or False; got 1.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {value!r}.")
+        raise ValueError(f"{name} must be True or False; got {value!r}.")
     return value
 
 

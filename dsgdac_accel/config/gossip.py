@@ -1,31 +1,12 @@
-"""Settings of the algorithm, and how any configuration is read and written.
-
-The reading half lives in config_parsing.py and the writing half in config_output.py; both work for every tree of
-frozen dataclasses, so that tasks nest GossipConfig in configurations of their own.
-"""
+"""`GossipConfig`: the settings of the algorithm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsgdac_accel.config_checks import check_choice, check_flag, check_integer, check_number, did_you_mean
-from dsgdac_accel.config_output import config_fingerprint, config_to_dict, dump_config, write_config
-from dsgdac_accel.config_parsing import config_from_command_line, load_config, parse_config
-from dsgdac_accel.config_yaml import ConfigError
+from dsgdac_accel.config.checks import check_choice, check_flag, check_integer, check_number, did_you_mean
 from dsgdac_accel.topology import TOPOLOGIES, Topology
-
-__all__ = [
-    "ConfigError",
-    "GossipConfig",
-    "config_fingerprint",
-    "config_from_command_line",
-    "config_to_dict",
-    "dump_config",
-    "load_config",
-    "parse_config",
-    "write_config",
-]
 
 _ORDERS = ("local_first", "mix_first")
 _RATE_WORDS = ("active", "run")
@@ -36,7 +17,7 @@ class GossipConfig:
     """Who mixes with whom, how strongly and when (DSGD-AC, Algorithm 1).
 
     The defaults are the paper's: a one-peer ring and gamma = (rate / max_rate)^3 from the first step. Values are
-    checked on construction; TypeError and ValueError name the rule, the value and the way out.
+    checked on construction: a ValueError names the rule, the value and the way out.
 
     >>> GossipConfig(power=2, start_epoch=10).power
     2.0
@@ -69,7 +50,7 @@ class GossipConfig:
     warm-up."""
 
     constant: float | None = None
-    """A fixed gamma in [0, 1] in place of the power law once adaptive consensus has begun: a control experiment."""
+    """A fixed gamma in [floor, 1] in place of the power law once adaptive consensus has begun: a control experiment."""
 
     order: Literal["local_first", "mix_first"] = "local_first"
     """local_first takes the local step at x and adds the mixing update of the same x (Algorithm 1 to the letter);
@@ -106,8 +87,9 @@ class GossipConfig:
             "floor", check_number("floor", self.floor, minimum=0, maximum=1, advice="It bounds gamma from below.")
         )
         if self.constant is not None:
-            advice = "Leave it out for the power law."
-            self._set("constant", check_number("constant", self.constant, minimum=0, maximum=1, advice=advice))
+            advice = f"It is a gamma, and floor = {self.floor:g} bounds every gamma; leave it out for the power law."
+            constant = check_number("constant", self.constant, minimum=self.floor, maximum=1, advice=advice)
+            self._set("constant", constant)
 
     def _check_start(self) -> None:
         for name in ("start_step", "start_epoch"):
@@ -141,7 +123,7 @@ def _checked_topology(topology: object) -> str | Topology:
         return topology
     if not isinstance(topology, str):
         got = f"{topology!r} ({type(topology).__name__})"
-        raise TypeError(f"topology must be a name or a Topology; got {got}. Names: {', '.join(TOPOLOGIES)}.")
+        raise ValueError(f"topology must be a name or a Topology; got {got}. Names: {', '.join(TOPOLOGIES)}.")
     return check_choice("topology", topology, TOPOLOGIES)
 
 

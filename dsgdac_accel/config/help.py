@@ -10,8 +10,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.config_schema import Key
-from dsgdac_accel.config_types import describe
+from dsgdac_accel.config.conversion import describe
+from dsgdac_accel.config.schema import Key
 
 _WIDEST = 100
 _EPILOGUE = """

@@ -14,8 +14,8 @@ from dataclasses import MISSING, dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from dsgdac_accel.config_types import is_supported
-from dsgdac_accel.config_yaml import join_path
+from dsgdac_accel.config.conversion import is_supported
+from dsgdac_accel.config.strict_yaml import join_path
 
 _RESERVED = frozenset({"config", "help"})
 

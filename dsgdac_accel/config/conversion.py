@@ -13,8 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from dsgdac_accel.config_checks import did_you_mean
-from dsgdac_accel.config_yaml import ConfigError, Items, Node, Scalar, Section
+from dsgdac_accel.config.checks import did_you_mean
+from dsgdac_accel.config.strict_yaml import ConfigError, Items, Node, Scalar, Section
 
 # Most particular first: `Literal["none"] | None` keeps its word, and text takes only what nothing else wants.
 _UNION_ORDER = (Literal, NoneType, bool, int, float, dict, list, tuple, Path, str, Any)
@@ -70,13 +70,13 @@ def convert(node: Node, hint: Any, path: str) -> Any:
 
     Raises ConfigError when what was written is of another type.
 
-    >>> from dsgdac_accel.config_yaml import Origin
+    >>> from dsgdac_accel.config.strict_yaml import Origin
     >>> here = Origin("run.yaml:3", Path("/runs"))
     >>> convert(Scalar("1e-3", "plain", here), float, "lr")
     0.001
     >>> convert(Scalar("abc", "plain", here), float, "gossip.power")
     Traceback (most recent call last):
-    dsgdac_accel.config_yaml.ConfigError: run.yaml:3: gossip.power: expected a number, got 'abc' (str).
+    dsgdac_accel.config.strict_yaml.ConfigError: run.yaml:3: gossip.power: expected a number, got 'abc' (str).
     """
     if _is_union(hint):
         return _convert_union(node, hint, path)
@@ -97,7 +97,7 @@ def convert(node: Node, hint: Any, path: str) -> Any:
 def shown(node: Node) -> str:
     """What was written, for "got ...".
 
-    >>> from dsgdac_accel.config_yaml import Origin
+    >>> from dsgdac_accel.config.strict_yaml import Origin
     >>> shown(Scalar("012", "plain", Origin("run.yaml:3", Path("/runs"))))
     "'012' (str)"
     """

@@ -14,9 +14,9 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from dsgdac_accel.config_schema import keys_of, section_of, suggestion
-from dsgdac_accel.config_types import absolute_path
-from dsgdac_accel.config_yaml import join_path, plain_value
+from dsgdac_accel.config.conversion import absolute_path
+from dsgdac_accel.config.schema import keys_of, section_of, suggestion
+from dsgdac_accel.config.strict_yaml import join_path, plain_value
 
 _FILE_NAME = "config.yaml"
 _SAFE_TEXT = re.compile(r"[A-Za-z/][\w/.+-]*", re.ASCII)

@@ -14,10 +14,10 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dsgdac_accel.config_help import help_text
-from dsgdac_accel.config_schema import Key, keys_of, suggestion
-from dsgdac_accel.config_types import absolute_path, convert, shown
-from dsgdac_accel.config_yaml import ConfigError, Node, Origin, Scalar, Section, join_path, read_yaml
+from dsgdac_accel.config.conversion import absolute_path, convert, shown
+from dsgdac_accel.config.help import help_text
+from dsgdac_accel.config.schema import Key, keys_of, suggestion
+from dsgdac_accel.config.strict_yaml import ConfigError, Node, Origin, Scalar, Section, join_path, read_yaml
 
 Config = TypeVar("Config")
 Settings = dict[str, Node]  # what was written, by dotted path
@@ -50,7 +50,7 @@ def parse_config(
     Run(lr=0.001, epochs=5)
     >>> parse_config(Run, ["--epoch", "5"])
     Traceback (most recent call last):
-    dsgdac_accel.config_yaml.ConfigError: command line: epoch: unknown key. Did you mean epochs?
+    dsgdac_accel.config.strict_yaml.ConfigError: command line: epoch: unknown key. Did you mean epochs?
     """
     words = list(sys.argv[1:] if argv is None else argv)
     keys = keys_of(cls)

@@ -1,0 +1,76 @@
+"""One key chooses the algorithm: the Accelerator behind `sgd`, `dsgd`, `dsgd_ac` (and `adam`, `dadam`, `dadam_ac`).
+
+A task's loop is the same for all of them. Only this file knows that some workers average gradients and others gossip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, WorkerGroup
+from dsgdac_accel.averaging import deployed_model
+from dsgdac_accel.calibration import Forward
+from dsgdac_accel.step import seed_workers_differently
+
+SYNCHRONOUS = ("sgd", "adam")
+WITHOUT_CONTROL = ("dsgd", "dadam")
+"""Plain gossip: gamma is 1 throughout."""
+
+
+def make_accelerator(algorithm: str, gossip: GossipConfig, **kwargs: Any) -> SynchronousAccelerator | GossipAccelerator:
+    """The Accelerator that trains by `algorithm`; `kwargs` are those of `accelerate.Accelerator`."""
+    if algorithm in SYNCHRONOUS:
+        return SynchronousAccelerator(timeout=gossip.timeout, cpu=not torch.accelerator.is_available(), **kwargs)
+    if algorithm in WITHOUT_CONTROL:
+        gossip = replace(gossip, power=0.0, constant=None, floor=0.0)
+    return GossipAccelerator(gossip=gossip, **kwargs)
+
+
+class SynchronousAccelerator(Accelerator):
+    """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use."""
+
+    def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = WorkerGroup(self.device, timeout)
+        self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, then make sure that gradients are averaged and that random streams differ between workers."""
+        prepared = super().prepare(*args, **kwargs)
+        for model in prepared if isinstance(prepared, tuple) else (prepared,):
+            bare = getattr(model, "_orig_mod", model)
+            if self.num_processes > 1 and isinstance(bare, nn.Module) and not isinstance(bare, DistributedDataParallel):
+                raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
+        seed_workers_differently(self.group)
+        return prepared
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Log through the one ConsensusLogger, as the gossip accelerator does."""
+        if self.is_main_process:
+            self.consensus_logger.log(values, step)
+
+    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
+        super().log(values, step=step)
+
+    @contextmanager
+    def deployed_model(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> Iterator[nn.Module]:
+        """The model in eval mode with calibrated BatchNorm; the workers' parameters are equal already."""
+        with deployed_model(
+            model, (), self.group, calibrate=calibrate, calibration_forward=calibration_forward
+        ) as deployed:
+            yield deployed
+
+    @property
+    def gossip_steps(self) -> tuple[()]:
+        """None: nobody gossips."""
+        return ()

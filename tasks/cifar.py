@@ -1,0 +1,415 @@
+"""Image classification by sgd, dsgd or dsgd_ac: `accelerate launch tasks/cifar.py --config configs/digits.yaml`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from algorithms import make_accelerator
+from image_augment import CropAndFlip, normalise
+from image_data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
+from image_models import build_image_model, save_image_model
+from run_folder import RunFolder
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from dsgdac_accel import GossipConfig
+from dsgdac_accel.config import ConfigError, config_from_command_line
+from dsgdac_accel.config.checks import check_integer, check_number
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "configs" / "digits.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images."""
+
+    name: str | None = "digits"
+    """digits (embedded in scikit-learn, no network), cifar10, cifar100, or a data set's name on the Hub."""
+
+    path: Path | None = None
+    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/ images."""
+
+    image_column: str | None = None
+    """Column of the images; null finds it by type and name."""
+
+    label_column: str | None = None
+    """Column of the labels; null finds it by type and name."""
+
+    test_split: str | None = None
+    """Split to evaluate on; null takes test, else validation."""
+
+    test_fraction: float | None = None
+    """Hold out this part of the training split as the test split."""
+
+    image_size: int | None = None
+    """Resize all images to this square."""
+
+    train_limit: int | None = None
+    """Train on the first so many images of the training split only; null uses all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarConfig:
+    """A run of the image task. The defaults are the paper's CIFAR settings for 8 workers."""
+
+    algorithm: Literal["sgd", "dsgd", "dsgd_ac"] = "dsgd_ac"
+    """sgd averages gradients (stock DDP), dsgd gossips with gamma 1, dsgd_ac with controlled disagreement."""
+
+    gossip: GossipConfig = field(default_factory=GossipConfig)
+    """Topology and gamma schedule of dsgd and dsgd_ac."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Images and labels."""
+
+    model: str = "wrn-28-10"
+    """wrn-<depth>-<width> (Zagoruyko and Komodakis), cnn or mlp."""
+
+    dropout: float = 0.0
+    """Dropout inside the blocks of a wide ResNet."""
+
+    epochs: int = 200
+    """Passes over the training data."""
+
+    batch_size: int = 128
+    """GLOBAL batch: images per optimizer step over all workers and accumulation steps."""
+
+    accumulation_steps: int = 1
+    """Micro-batches that make up one optimizer step on each worker."""
+
+    rate: float = 0.1
+    """Peak learning rate at this batch_size (the paper: 0.1 at 128, scaled linearly)."""
+
+    warmup_epochs: float = 10.0
+    """Epochs of linear warm-up, per step, before the cosine to 0."""
+
+    momentum: float = 0.9
+    """Momentum of SGD; local to each worker."""
+
+    weight_decay: float = 5e-4
+    """L2 penalty on all parameters."""
+
+    label_noise: float = 0.0
+    """Fraction of the training labels drawn anew, uniformly over all classes; test labels stay clean."""
+
+    crop_padding: int = 4
+    """Pixels of zero padding for the random crop; 0 switches it off."""
+
+    flip: bool = True
+    """Random horizontal flips; switch off where mirror images are another class (digits)."""
+
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast for forward and backward; parameters stay float32."""
+
+    channels_last: bool = False
+    """Memory format of model and images; faster convolutions on GPUs and often on CPUs."""
+
+    compile: bool = False
+    """torch.compile the model."""
+
+    eval_every: int = 1
+    """Epochs between evaluations of the deployed model; the last epoch is always evaluated."""
+
+    eval_batch_size: int = 500
+    """Images per worker and batch in evaluation."""
+
+    calibrate: bool = True
+    """Measure the deployed model's BatchNorm statistics on the training data before each evaluation."""
+
+    log_every: int = 10
+    """Optimizer steps between records in metrics.jsonl and the trackers."""
+
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Accelerate trackers to log to; an empty list for none."""
+
+    loader_workers: int = 0
+    """Processes per worker that read batches; the data is in memory, so 0 is fastest."""
+
+    seed: int = 0
+    """Of initialisation, data order, label noise and, per worker, augmentation."""
+
+    output_dir: Path = Path("runs/cifar")
+    """Where config, metrics, summary, plots and the deployed model go."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulation_steps", "eval_every", "eval_batch_size", "log_every"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in ("crop_padding", "loader_workers", "seed"):
+            check_integer(name, getattr(self, name), minimum=0)
+        check_number("rate", self.rate, above=0)
+        for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
+            check_number(name, getattr(self, name), minimum=0)
+        check_number("label_noise", self.label_noise, minimum=0, maximum=1)
+        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.epochs:
+            raise ValueError(
+                f"gossip.start_epoch must be at most epochs = {self.epochs}, or adaptive consensus never begins; "
+                f"got {self.gossip.start_epoch}. Use algorithm: dsgd for none."
+            )
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
+    """Factor on the peak rate at 0-based `step`: linear to 1 over the warm-up (never 0), then cosine towards 0.
+
+    >>> [round(warmup_cosine(step, 2, 6), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+
+
+class ImageRun:
+    """One training run: builds everything, trains, evaluates the deployed model, writes the run folder."""
+
+    def __init__(self, config: CifarConfig) -> None:
+        self.config = config
+        set_seed(config.seed)
+        self.data = _training_part(load_image_data(**_data_arguments(config.data)), config)
+        self.steps_per_epoch = len(self.data.train_images) // config.batch_size
+        if self.steps_per_epoch == 0:
+            raise ConfigError(
+                f"batch_size: one step needs {config.batch_size} images, but the training split has "
+                f"{len(self.data.train_images)}. Use a smaller batch_size."
+            )
+        self.total_steps = config.epochs * self.steps_per_epoch
+        self.accelerator = make_accelerator(
+            config.algorithm,
+            self._gossip(),
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.accumulation_steps,
+            dataloader_config=DataLoaderConfiguration(
+                split_batches=True, use_seedable_sampler=True, data_seed=config.seed
+            ),
+            dynamo_backend="inductor" if config.compile else "no",
+            log_with=list(config.trackers) or None,
+            project_dir=str(config.output_dir),
+        )
+        self._check_batch()
+        self.folder = RunFolder(config.output_dir, config, self.accelerator, trackers=bool(config.trackers))
+        self._build()
+        self.step = 0
+        self.worker_loss = math.nan
+        self.data_seconds = self.train_seconds = 0.0
+
+    def _gossip(self) -> GossipConfig:
+        """With epochs turned into steps, and the length of the run, which this task knows."""
+        gossip = replace(self.config.gossip, total_steps=self.total_steps)
+        if gossip.start_epoch is None:
+            return gossip
+        return replace(gossip, start_epoch=None, start_step=gossip.start_epoch * self.steps_per_epoch)
+
+    def _check_batch(self) -> None:
+        shares = self.accelerator.num_processes * self.config.accumulation_steps
+        if self.config.batch_size % shares:
+            raise ConfigError(
+                f"batch_size is global and must divide evenly: {self.config.batch_size} images over "
+                f"{self.accelerator.num_processes} workers x {self.config.accumulation_steps} accumulation steps. "
+                f"Use a multiple of {shares}."
+            )
+
+    def _build(self) -> None:
+        config, data = self.config, self.data
+        model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out of the stub
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        warmup_steps = round(config.warmup_epochs * self.steps_per_epoch)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_cosine(step, warmup_steps, self.total_steps)
+        )
+        loader = DataLoader(
+            ImageTensors(data.train_images, data.train_labels),
+            batch_size=config.batch_size // config.accumulation_steps,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=collate,
+            num_workers=config.loader_workers,
+        )
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.augment = CropAndFlip(config.crop_padding, config.flip)
+
+    # ---- training
+
+    def train(self) -> None:
+        """All epochs, with an evaluation of the deployed model every `eval_every` and after the last."""
+        bar = tqdm(total=self.total_steps, disable=None if self.accelerator.is_main_process else True, unit="step")
+        started = time.perf_counter()
+        for epoch in range(self.config.epochs):
+            begun = time.perf_counter()
+            self._train_epoch(epoch, bar)
+            self.train_seconds += time.perf_counter() - begun
+            last = epoch + 1 == self.config.epochs
+            if last or (epoch + 1) % self.config.eval_every == 0:
+                self._evaluate(epoch, last, started)
+        bar.close()
+
+    def _train_epoch(self, epoch: int, bar: Any) -> None:
+        self.model.train()
+        losses: list[Tensor] = []
+        for batch in self._timed(self.loader):
+            with self.accelerator.accumulate(self.model):
+                logits = self.model(self._inputs(batch["images"], train=True))
+                loss = F.cross_entropy(logits, batch["labels"])
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.detach())
+            if not self.accelerator.sync_gradients:
+                continue
+            self.step += 1
+            bar.update()
+            if self.step % self.config.log_every == 0 or self.step % self.steps_per_epoch == 0:
+                self._log_training(losses, epoch, bar)
+                losses.clear()
+
+    def _timed(self, loader: Any) -> Any:
+        """Batches, counting the time that training waits for them."""
+        batches = iter(loader)
+        while True:
+            begun = time.perf_counter()
+            batch = next(batches, None)
+            self.data_seconds += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch
+
+    def _inputs(self, images: Tensor, train: bool) -> Tensor:
+        images = images.to(self.accelerator.device, non_blocking=True)
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        images = normalise(images, self.data.mean, self.data.std)
+        return self.augment(images) if train else images
+
+    def _log_training(self, losses: list[Tensor], epoch: int, bar: Any) -> None:
+        mine = float(torch.stack(losses).mean())
+        shares = self.accelerator.group.gather(mine, f"logging step {self.step}")
+        self.worker_loss = sum(shares) / len(shares)  # all workers see equally many images
+        values = {"train/loss": self.worker_loss, "epoch": epoch, **self._rate()}
+        self.accelerator.log(values, step=self.step)
+        shown = {"loss": f"{self.worker_loss:.3f}", "rate": f"{values['gossip/rate']:.4f}"}
+        for step in self.accelerator.gossip_steps:
+            shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{step.mixer.last_consensus.radius:.3f}"}
+        bar.set_postfix(shown)
+
+    def _rate(self) -> dict[str, float]:
+        """The rate that the last step used; gossip logs its own."""
+        steps = self.accelerator.gossip_steps
+        used = steps[0].rate if steps else self.config.rate * self.scheduler.scheduler.lr_lambdas[0](self.step - 1)
+        return {"gossip/rate": used}
+
+    # ---- evaluation of the deployed model
+
+    def _evaluate(self, epoch: int, last: bool, started: float) -> None:
+        calibrate = self.loader if self.config.calibrate else None
+        with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
+            test_loss, accuracy = self._measure(deployed, self.data.test_images, self.data.test_labels)
+            values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, **self._rate()}
+            if last:
+                values["train/deployed_loss"], _ = self._measure(
+                    deployed, self.data.train_images, self.data.train_labels
+                )
+                if self.accelerator.is_main_process:
+                    self._save_model(deployed)
+        self.accelerator.log(values, step=self.step)
+        radius = [step.mixer.last_consensus.radius for step in self.accelerator.gossip_steps] or [0.0]
+        if self.accelerator.is_main_process:
+            tqdm.write(
+                f"epoch {epoch + 1}/{self.config.epochs}  workers' train loss {self.worker_loss:.4f}  "
+                f"deployed test loss {test_loss:.4f}  test accuracy {accuracy:.2%}  radius {radius[0]:.4g}",
+                file=sys.stdout,
+            )
+            if last:
+                self.folder.write_summary(self._summary(values, radius[0], time.perf_counter() - started))
+
+    def _calibration_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(self._inputs(batch["images"], train=True))
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Mean loss and accuracy over all images, each seen by exactly one worker."""
+        group, size = self.accelerator.group, self.config.eval_batch_size
+        loss = correct = 0.0
+        mine = torch.arange(group.rank, len(images), group.size)
+        for rows in mine.split(size):
+            logits = model(self._inputs(images[rows], train=False)).float()
+            wanted = labels[rows].to(logits.device)
+            loss += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            correct += float((logits.argmax(1) == wanted).sum())
+        shares = group.gather((loss, correct), f"evaluating at step {self.step}")
+        return sum(share[0] for share in shares) / len(images), sum(share[1] for share in shares) / len(images)
+
+    def _save_model(self, deployed: nn.Module) -> None:
+        inner = self.accelerator.unwrap_model(deployed, keep_torch_compile=False)
+        save_image_model(inner, self.config.output_dir / "deployed", self.config.model, self.config.dropout, self.data)
+
+    def _summary(self, values: dict[str, Any], radius: float, seconds: float) -> dict[str, Any]:
+        steps = self.accelerator.gossip_steps
+        return {
+            "algorithm": self.config.algorithm,
+            "workers": self.accelerator.num_processes,
+            "topology": steps[0].mixer.topology.name if steps else "all-reduce",
+            "model": self.config.model,
+            "data": self.data.source,
+            "epochs": self.config.epochs,
+            "steps": self.step,
+            "train_loss": values["train/deployed_loss"],
+            "worker_train_loss": self.worker_loss,
+            "test_loss": values["test/loss"],
+            "test_accuracy": values["test/accuracy"],
+            "radius": radius,
+            "gamma": steps[0].gamma if steps else None,
+            "seconds": round(seconds, 3),
+            "data_share": round(self.data_seconds / self.train_seconds, 4),
+            "seed": self.config.seed,
+        }
+
+
+def _data_arguments(config: DataConfig) -> dict[str, Any]:
+    names = ("name", "path", "image_column", "label_column", "test_split", "test_fraction", "image_size")
+    return {name: getattr(config, name) for name in names}
+
+
+def _training_part(data: ImageData, config: CifarConfig) -> ImageData:
+    """With the limit and the label noise of the configuration applied to the training split."""
+    limit = config.data.train_limit
+    images, labels = data.train_images[:limit], data.train_labels[:limit]
+    labels = with_label_noise(labels, data.num_classes, config.label_noise, config.seed)
+    return replace(data, train_images=images, train_labels=labels)
+
+
+def main() -> None:
+    """Read the configuration, train, and say where the results are."""
+    if not any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:]):
+        others = ", ".join(sorted(str(f.relative_to(ROOT)) for f in (ROOT / "configs").glob("*.yaml") if f != DEMO))
+        print(f"No --config given: running the embedded demo {DEMO.relative_to(ROOT)}. Others: {others}.", flush=True)
+    config = config_from_command_line(CifarConfig, default_file=DEMO, description=__doc__)
+    try:
+        run = ImageRun(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    run.accelerator.print(
+        f"{config.algorithm} on {run.data.source}: {len(run.data.train_images)} training images, "
+        f"{run.accelerator.num_processes} workers, {run.total_steps} steps"
+    )
+    run.train()
+    run.accelerator.print(f"results in {config.output_dir}")
+    run.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a run leaves behind: config.yaml, metrics.jsonl, tracker files, summary.json and plots in its output_dir."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from algorithms import SynchronousAccelerator
+
+from dsgdac_accel import GossipAccelerator, JsonlSink
+from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
+from dsgdac_accel.plotting import plot_run
+
+AnyAccelerator = SynchronousAccelerator | GossipAccelerator
+
+
+class RunFolder:
+    """The output folder of one run, opened on all workers and written by the main one.
+
+    Raises:
+        ValueError: the workers have different configurations.
+        OSError: the folder cannot be written; the message names it.
+    """
+
+    def __init__(self, folder: Path, config: Any, accelerator: AnyAccelerator, trackers: bool) -> None:
+        self.folder = folder
+        self.accelerator = accelerator
+        accelerator.group.require_equal(config_fingerprint(config), "configuration")
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in ("metrics.jsonl", "summary.json"):
+                (folder / stale).unlink(missing_ok=True)
+            write_config(config, folder)
+            accelerator.consensus_logger.add_sink(JsonlSink(folder / "metrics.jsonl"))
+        if trackers:
+            accelerator.init_trackers("tracker", config=_flat(config_to_dict(config)))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json whole or not at all, then the plots. Call it on the main process."""
+        path = self.folder / "summary.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        plot_run(self.folder)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys with plain values, which is what trackers take."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat

@@ -1,0 +1,73 @@
+"""A worker that raises, is killed or falls silent ends the run everywhere, in time, by name (kind K9)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.workers import try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT = 5.0
+FAULTY, AT_STEP = 1, 4
+
+
+def fail(how: str) -> None:
+    if how == "raises":
+        raise ValueError("a bug in the user's loop")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exits":
+        os._exit(0)
+    if how == "silent":
+        time.sleep(4 * TIMEOUT)
+        os._exit(0)
+
+
+def train_with_fault(rank: int, how: str, where: str, topology: str) -> None:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology=topology, timeout=TIMEOUT, log_every=0))
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [torch.randn(8, 64) for _ in range(3)]
+
+    def calibration():
+        for number, batch in enumerate(data):
+            if where == "calibration" and rank == FAULTY and number == 1:
+                fail(how)
+            yield batch
+
+    for step in range(8):
+        accelerator.backward(model(data[0]).square().mean())
+        if rank == FAULTY and step == AT_STEP and where == "step":
+            fail(how)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == AT_STEP and where != "step":
+            if rank == FAULTY and where == "before averaging":
+                fail(how)
+            with accelerator.deployed_model(model, calibrate=calibration()):
+                if rank == FAULTY and where == "evaluation":
+                    fail(how)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "exits", "silent"])
+@pytest.mark.parametrize("where", ["step", "before averaging", "calibration", "evaluation"])
+@pytest.mark.parametrize("topology", ["one_peer_ring", "complete"])
+def test_a_lost_worker_ends_the_run_everywhere(how, where, topology):
+    outcomes = try_workers(train_with_fault, 3, how, where, topology, timeout=4 * TIMEOUT + 30)
+    for outcome in outcomes:
+        if outcome.rank == FAULTY:
+            continue
+        assert outcome.exit_code == 1, f"worker {outcome.rank} did not stop: {outcome.error}"
+        assert "WorkerLostError" in outcome.error
+        assert outcome.seconds < TIMEOUT + 15
+    told = " ".join(outcome.error for outcome in outcomes if outcome.rank != FAULTY)
+    assert f"step {AT_STEP}" in told or f"step {AT_STEP + 1}" in told
+    assert f"worker {FAULTY}" in told or f"Rank {FAULTY}" in told or f"worker(s) {FAULTY}" in told
