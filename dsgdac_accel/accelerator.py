@@ -13,15 +13,19 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from torch.nn import Parameter
 
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.flat import as_parameter_list
+from dsgdac_accel.gradients import any_sparse, clip_sparse_grad_norm_
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import EqualSteps, differ_per_worker, known_length, share_sampler_seed
+from dsgdac_accel.loaders import EqualSteps, differ_per_worker, known_length, share_sampler_seed, shared_seed
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
 from dsgdac_accel.step import GossipStep, seed_workers_differently
+from dsgdac_accel.watch import ModelWatch
 
 
 class GossipOptimizer(AcceleratedOptimizer):
@@ -135,6 +139,9 @@ class GossipAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Shard a loader over the workers; where they get unequally many batches, training stops at the shortest."""
         share_sampler_seed(data_loader, self.group)
+        if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
+            # Accelerate would take each process's own seed, and workers seeded differently would get overlapping shards.
+            self.dataloader_config.data_seed = shared_seed(self.group)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         differ_per_worker(prepared, self.group)
         if known_length(prepared) == 0:
@@ -167,8 +174,7 @@ class GossipAccelerator(Accelerator):
         for step in self.gossip_steps:
             if any(id(p) in mine for group in step.optimizer.param_groups for p in group["params"]):
                 raise ValueError("a parameter is in two optimizers and would be mixed twice; give it to one of them.")
-        names = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        step = GossipStep(optimizer, self.group, self.gossip_config, names)
+        step = GossipStep(optimizer, self.group, self.gossip_config, ModelWatch(self._models))
         self.gossip_steps.append(step)
         if self.group.size > 1 and not self._seeded:
             self._seeded = True
@@ -195,6 +201,14 @@ class GossipAccelerator(Accelerator):
         self._equal.update(new)
 
     # ---- training
+
+    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip this worker's own gradient as `Accelerator.clip_grad_norm_`, also where some of it is sparse."""
+        parameters = as_parameter_list(parameters)
+        if not any_sparse(parameters):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_sparse_grad_norm_(parameters, max_norm, norm_type)
 
     def _is_training(self) -> bool:
         return not self._deployed and torch.is_grad_enabled()

@@ -6,6 +6,7 @@ share their memory keep sharing it and are stored, sent and counted once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,11 +45,6 @@ def as_parameter_list(parameters: object) -> list[Parameter]:
     return list(found.values())
 
 
-def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those that training changes. Frozen ones start equal on all workers and stay equal: nothing to mix."""
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
 def extent(tensor: Tensor) -> int:
     """Elements from the first to the last one in memory, gaps included.
 
@@ -75,7 +71,7 @@ class FlatParameters:
     """Moves parameters into flat buffers, one per dtype and device, and keeps watch over them.
 
     Args:
-        parameters: the parameters to adopt; frozen ones are left where they are.
+        parameters: the parameters to adopt.
         names: what to call a parameter in error messages, by `id`.
 
     Raises:
@@ -85,7 +81,7 @@ class FlatParameters:
 
     def __init__(self, parameters: Iterable[Parameter], names: Mapping[int, str] | None = None) -> None:
         self.names = names or {}
-        self.parameters = trainable(parameters)
+        self.parameters = list(parameters)
         for parameter in self.parameters:
             self._refuse_unmixable(parameter)
         self.buffers = [self._adopt(group) for group in self._by_dtype_and_device()]
@@ -95,7 +91,10 @@ class FlatParameters:
 
     def name_of(self, parameter: Parameter) -> str:
         """The name for messages; falls back to the shape."""
-        return self.names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        if id(parameter) in self.names:
+            return self.names[id(parameter)]
+        lazy = isinstance(parameter, UninitializedParameter)  # has no shape to ask for
+        return "a parameter" if lazy else f"a parameter of shape {tuple(parameter.shape)}"
 
     def _refuse_unmixable(self, parameter: Parameter) -> None:
         name = self.name_of(parameter)
@@ -184,12 +183,9 @@ class FlatParameters:
         """What must agree on all workers before anything is sent: shape, strides and dtype in order."""
         return [(tuple(p.shape), p.stride(), str(p.dtype)) for p in self.parameters]
 
-    def holds(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether exactly these trainable parameters are adopted: nothing added, replaced, frozen or unfrozen since."""
-        current = trainable(parameters)
-        return len(current) == len(self.parameters) and all(
-            a is b for a, b in zip(current, self.parameters, strict=True)
-        )
+    def holds(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether exactly these parameters are adopted, in this order."""
+        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
 
     def moved(self) -> list[tuple[Parameter, Tensor]]:
         """Parameters that somebody re-pointed to other memory, each with the view that it left.

@@ -26,8 +26,12 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
     for candidate in (s for s in (sampler, inner) if s is not None):
         if isinstance(candidate, RandomSampler) or getattr(candidate, "generator", 0) is not None:
             continue
-        seed = group.gather(torch.initial_seed(), "agreeing on the order of the data")[0]
-        candidate.generator = torch.Generator().manual_seed(seed)
+        candidate.generator = torch.Generator().manual_seed(shared_seed(group))
+
+
+def shared_seed(group: WorkerGroup) -> int:
+    """Worker 0's seed, the same on all workers. Collective."""
+    return group.gather(torch.initial_seed(), "agreeing on a seed")[0]
 
 
 def differ_per_worker(loader: Any, group: WorkerGroup) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
@@ -84,6 +85,7 @@ class Mixer:
         self.neighbor_disagreement: Tensor | float = 0.0
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours."""
         self.last_consensus = Consensus(0.0, 0.0)
+        self._once_mixed: set[int] = set()
         self._arrived = False
         self._borrowed = False
         self._warned_of_edits = False
@@ -92,15 +94,23 @@ class Mixer:
 
     # ---- layout
 
+    def _selected(self) -> list[Parameter]:
+        """What to mix: all that training changes, or once changed.
+
+        Parameters that were frozen from the start are equal on all workers and stay so; those frozen later are not.
+        """
+        return [p for p in self._find() if p.requires_grad or id(p) in self._once_mixed]
+
     def _lay_out(self) -> None:
-        self.flat = FlatParameters(self._find(), self.names)
+        self.flat = FlatParameters(self._selected(), self.names)
+        self._once_mixed = {id(parameter) for parameter in self.flat.parameters}
         self.group.require_equal(self.flat.signature(), "trainable parameters (shape, strides, dtype)")
         self.exchange = Exchange(self.group, self.topology, [buffer.data for buffer in self.flat.buffers])
 
     def _follow_changes(self) -> None:
         """Adopt again what was added, replaced, frozen, unfrozen or re-pointed; in an undisturbed step, only looks."""
         misfits = self.flat.bring_back()
-        if misfits or not self.flat.holds(self._find()):
+        if misfits or not self.flat.holds(self._selected()):
             self._lay_out()
 
     @property

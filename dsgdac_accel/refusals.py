@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,6 +36,9 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
 
 def refuse_unsupported_model(model: nn.Module) -> None:
     """Raise ValueError for a model whose gradients or statistics would be shared by other means."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} of a lazy module has no values yet; run one batch through the model first.")
     for module in model.modules():
         if (
             isinstance(module, (DistributedDataParallel, DataParallel))

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.flat import as_parameter_list
+from dsgdac_accel.gradients import gradients_are_finite
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.loaders import shared_seed
 from dsgdac_accel.mixing import Mixer, NonFiniteError
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.topology import Topology, build_topology
+from dsgdac_accel.watch import ModelWatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class GossipStep:
         optimizer: any torch optimizer; its state stays local and is never mixed.
         group: the workers. Construction is collective.
         config: topology, gamma schedule and policies.
-        names: what to call a parameter in messages, by `id`.
+        watch: of the models that use the optimizer's parameters, for names in messages and to notice replacements.
     """
 
     def __init__(
@@ -40,16 +41,17 @@ class GossipStep:
         optimizer: torch.optim.Optimizer,
         group: WorkerGroup,
         config: GossipConfig,
-        names: Mapping[int, str] | None = None,
+        watch: ModelWatch | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.watch = watch or ModelWatch(())
         self.group = group
         self.config = config
         topology = config.topology
         if not isinstance(topology, Topology):
             topology = build_topology(topology, group.size)
         group.require_equal(topology.fingerprint, "topology")
-        self.mixer = Mixer(lambda: optimizer.param_groups, topology, group, order=config.order, names=names)
+        self.mixer = Mixer(lambda: optimizer.param_groups, topology, group, order=config.order, names=self.watch.names)
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
         self.rate = current_rate(optimizer)
@@ -82,6 +84,7 @@ class GossipStep:
         """
         if not self._first_step_checked:
             self._check_workers_once()
+        self.watch.check(self.optimizer)
         self.rate = current_rate(self.optimizer)
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
         finite = self._agree_on_overflow(scaler) if scaler is not None else gradients_are_finite(self.optimizer)
@@ -183,30 +186,12 @@ def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -
     )
 
 
-def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every gradient that the next local step would use is finite. One pass, dense or sparse."""
-    gradients = [_values(p.grad) for p in as_parameter_list(optimizer.param_groups) if p.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    if not gradients:
-        return True
-    norms = torch._foreach_norm(gradients)
-    if bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all()):
-        return True
-    # A norm can overflow where every element is finite: look again before calling it a fault.
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
-
-
 def seed_workers_differently(group: WorkerGroup) -> None:
     """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed.
 
     Repeats when the run is repeated with the same seed. Samplers keep the order that all workers share, see `loaders`.
     """
-    base = group.gather(torch.initial_seed(), "agreeing on a seed")[0]
-    words = numpy.random.SeedSequence([base, group.rank]).generate_state(4)
+    words = numpy.random.SeedSequence([shared_seed(group), group.rank]).generate_state(4)
     random.seed(int(words[0]))
     numpy.random.seed(int(words[1]))
     torch.manual_seed(int(words[2]) << 32 | int(words[3]))

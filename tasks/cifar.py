@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ class DataConfig:
     """digits (embedded in scikit-learn, no network), cifar10, cifar100, or a data set's name on the Hub."""
 
     path: Path | None = None
-    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/ images."""
+    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/."""
 
     image_column: str | None = None
     """Column of the images; null finds it by type and name."""
@@ -393,14 +394,16 @@ def _training_part(data: ImageData, config: CifarConfig) -> ImageData:
 
 def main() -> None:
     """Read the configuration, train, and say where the results are."""
-    if not any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:]):
+    first = os.environ.get("RANK", "0") == "0"
+    if first and not any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:]):
         others = ", ".join(sorted(str(f.relative_to(ROOT)) for f in (ROOT / "configs").glob("*.yaml") if f != DEMO))
         print(f"No --config given: running the embedded demo {DEMO.relative_to(ROOT)}. Others: {others}.", flush=True)
     config = config_from_command_line(CifarConfig, default_file=DEMO, description=__doc__)
     try:
         run = ImageRun(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     run.accelerator.print(
         f"{config.algorithm} on {run.data.source}: {len(run.data.train_images)} training images, "

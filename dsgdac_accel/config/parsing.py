@@ -8,6 +8,7 @@ of another type or a key given twice is an error that says where, what and what 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
@@ -79,11 +80,15 @@ def config_from_command_line(
     prog: str | None = None,
     description: str | None = None,
 ) -> Config:
-    """`parse_config` for scripts: a mistake prints one line on stderr and exits with status 2."""
+    """`parse_config` for scripts: a mistake prints one line on stderr and exits with status 2.
+
+    Of several launched workers, which all make the same mistake, the first one prints it.
+    """
     try:
         return parse_config(cls, argv, default_file=default_file, prog=prog, description=description)
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

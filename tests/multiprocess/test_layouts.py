@@ -1,0 +1,350 @@
+"""Every parameter is mixed exactly once, whatever its memory layout and history (kinds K7 and K10)."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+CPU = torch.device("cpu")
+
+
+def make_mixer(parameters: object, topology: str = "complete", **options) -> Mixer:
+    group = WorkerGroup(CPU, timeout=20)
+    return Mixer(parameters, build_topology(topology, group.size), group, **options)
+
+
+def mix(mixer: Mixer, gamma: float = 1.0) -> None:
+    mixer.finish(gamma)
+    mixer.apply()
+
+
+def value(rank: int) -> float:
+    return 1.0 + 2.0 * rank  # 1 and 3 for two workers: mean 2
+
+
+# ---- layouts
+
+
+def odd_layouts(rank: int) -> list[Parameter]:
+    base = torch.full((3, 4), value(rank))
+    channels_last = torch.full((2, 3, 4, 5), value(rank)).to(memory_format=torch.channels_last)
+    tensors = [
+        base.T,
+        torch.full((10,), value(rank))[::2],
+        torch.full((6, 6), value(rank))[1:4, 2:5],
+        channels_last,
+        torch.tensor(value(rank)),
+        torch.empty(0, 3),
+        torch.full((7,), value(rank), dtype=torch.float64),
+    ]
+    return [Parameter(tensor) for tensor in tensors]
+
+
+def mix_odd_layouts(rank: int) -> list:
+    parameters = odd_layouts(rank)
+    strides = [p.stride() for p in parameters]
+    mixer = make_mixer(parameters)
+    mix(mixer)
+    return [(p.detach().clone(), p.stride() == stride) for p, stride in zip(parameters, strides, strict=True)]
+
+
+def test_any_layout_is_sent_right_and_keeps_its_strides():
+    for result in run_workers(mix_odd_layouts, 2):
+        for mixed, kept in result:
+            torch.testing.assert_close(mixed, torch.full_like(mixed, 2.0))
+            assert kept
+
+
+def distinct_elements(rank: int) -> list[torch.Tensor]:
+    """Each element has a value of its own, so that a permutation in transit would show."""
+    torch.manual_seed(rank)
+    parameters = [
+        Parameter(torch.randn(5, 4).T),
+        Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        Parameter(torch.randn(12)[::3]),
+    ]
+    before = [p.detach().clone() for p in parameters]
+    mixer = make_mixer(parameters, "one_peer_ring")
+    mix(mixer, 0.5)
+    return [before, [p.detach().clone() for p in parameters]]
+
+
+def test_elements_meet_their_counterparts():
+    (before_0, after_0), (before_1, after_1) = run_workers(distinct_elements, 2)
+    for x, y, mixed_x, mixed_y in zip(before_0, before_1, after_0, after_1, strict=True):
+        torch.testing.assert_close(mixed_x, x + 0.25 * (y - x))
+        torch.testing.assert_close(mixed_y, y + 0.25 * (x - y))
+
+
+def mix_containers(rank: int) -> list[tuple[float, float]]:
+    seen = []
+    for build in (
+        lambda p: (q for q in p),
+        lambda p: p,
+        lambda p: p[0],
+        lambda p: [{"params": p[:1]}, {"params": p[1:], "lr": 0.1}],
+        lambda p: nn.ParameterList(p).named_parameters(),
+    ):
+        parameters = [Parameter(torch.full((3,), value(rank))), Parameter(torch.full((2, 2), value(rank)))]
+        mixer = make_mixer(build(parameters))
+        for _ in range(5):
+            with torch.no_grad():
+                mixer.flat.parameters[0].add_(rank + 1.0)
+            before = mixer.measure_consensus().radius
+            mix(mixer)
+            seen.append((before, mixer.measure_consensus().radius))
+    return seen
+
+
+def test_parameters_may_come_in_any_container():
+    for seen in run_workers(mix_containers, 2):
+        assert len(seen) == 25
+        assert all(before > 0.1 and after == 0 for before, after in seen)
+
+
+def train_sparse(rank: int, sparse: bool) -> tuple[torch.Tensor, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 1))
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, log_every=1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        tokens = torch.tensor([[1 + rank, 2, 3 + step]])
+        accelerator.backward(model(tokens).square().mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), float(norm)
+
+
+def test_sparse_embeddings_equal_dense_ones():
+    sparse, dense = run_workers(train_sparse, 2, True), run_workers(train_sparse, 2, False)
+    for (x, norm), (y, dense_norm) in zip(sparse, dense, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
+        assert norm == pytest.approx(dense_norm, rel=1e-5)
+
+
+# ---- aliases
+
+
+def mix_tied(rank: int) -> tuple[float, float, bool]:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3, bias=False)
+            self.outer = nn.Linear(3, 3, bias=False)
+            self.outer.weight = self.inner.weight
+
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", constant=0.5, start_step=0, timeout=20))
+    model = Tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.no_grad():
+        model.inner.weight.fill_(value(rank))
+    before = accelerator.measure_consensus()["gossip/radius"]
+    optimizer.step()
+    return float(model.outer.weight[0, 0]), before, model.inner.weight is model.outer.weight
+
+
+def test_a_tied_weight_is_mixed_and_counted_once():
+    results = run_workers(mix_tied, 2)
+    assert [result[0] for result in results] == [1.5, 2.5]
+    for _, radius, same in results:
+        assert radius == pytest.approx(3.0)  # 9 elements, each 1 away from the mean
+        assert same
+
+
+def mix_shared_memory(rank: int) -> tuple[float, float, bool]:
+    first = Parameter(torch.full((4,), value(rank)))
+    second = Parameter(first.data)
+    mixer = make_mixer([first, second])
+    mix(mixer, 0.5)
+    return float(first[0]), float(second[0]), first.data_ptr() == second.data_ptr()
+
+
+def test_two_parameters_on_the_same_memory_stay_one():
+    assert run_workers(mix_shared_memory, 2) == [(1.5, 1.5, True), (2.5, 2.5, True)]
+
+
+# ---- changes during training
+
+
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, use_right=True):
+        return self.left(x) + (self.right(x) if use_right else 0)
+
+
+def use_branch(rank: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, power=0))
+    model = TwoBranches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    start = model.right.weight.detach().clone()
+    with torch.no_grad():
+        model.right.weight.copy_(start + rank)
+    before = model.right.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2), use_right=rank != 1).sum())
+    optimizer.step()
+    return before, model.right.weight.detach().clone()
+
+
+def test_an_unused_branch_still_mixes_and_does_not_decay():
+    (before_0, _), (before_1, after_1) = run_workers(use_branch, 2)
+    torch.testing.assert_close(after_1, (before_0 + before_1) / 2)
+
+
+def change_parameters(rank: int, change: str) -> tuple[float, list[float]]:
+    torch.manual_seed(0)
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, timeout=20))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(change != "unfreeze")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(scale):
+        accelerator.backward(model(torch.full((1, 2), scale)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1.0 + rank)
+    if change == "unfreeze":
+        model[1].requires_grad_(True)
+    elif change == "freeze":
+        model[1].requires_grad_(False)
+    elif change == "add":
+        model.append(nn.Linear(2, 2))
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    elif change == "replace":
+        model[1] = nn.Linear(2, 2)
+        optimizer.param_groups[0]["params"][2:] = list(model[1].parameters())
+    elif change == "assign":
+        model.load_state_dict({k: v.detach().clone() for k, v in model.state_dict().items()}, assign=True)
+    elif change == "data":
+        for p in model.parameters():
+            p.data = p.data.clone()
+    elif change == "double":
+        model.double()
+    if change == "double":
+        accelerator.backward(model(torch.ones(1, 2, dtype=torch.float64)).square().sum())
+        optimizer.step()
+    else:
+        step(1.0 + rank)
+        step(1.0 + rank)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()  # without a local update: with gamma 1 on the complete graph all become equal
+    return [p.detach().double().sum().item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("change", ["none", "unfreeze", "freeze", "add", "replace", "data", "double"])
+def test_parameters_that_change_during_training_are_mixed(change):
+    first, second = run_workers(change_parameters, 2, change)
+    assert first == pytest.approx(second, abs=1e-6)
+
+
+def replace_behind_the_optimizer(rank: int) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        change_parameters(rank, "assign")
+    return str(caught.value)
+
+
+def test_a_parameter_replaced_behind_the_optimizer_is_refused_by_name():
+    for message in run_workers(replace_behind_the_optimizer, 2):
+        assert message.startswith("0.weight was replaced in the model")
+        assert "assign=False" in message
+
+
+def edit_in_flight(rank: int, overlap: bool) -> tuple[list[str], float]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, power=0, overlap=overlap))
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            model.weight.fill_(value(rank))
+        dist.barrier()
+        optimizer.step()
+    return [str(w.message) for w in caught if "in flight" in str(w.message)], float(model.weight.detach()[0, 0])
+
+
+def test_editing_weights_between_steps_is_noticed_and_possible_without_overlap():
+    for messages, _ in run_workers(edit_in_flight, 2, True):
+        assert len(messages) == 1
+        assert "weight" in messages[0]
+        assert "overlap=False" in messages[0]
+    assert run_workers(edit_in_flight, 2, False) == [([], 2.0), ([], 2.0)]
+
+
+# ---- size, order, memory
+
+
+def exchange_64_mb(rank: int) -> float:
+    parameter = Parameter(torch.full((16 * 2**20,), float(rank)))
+    mixer = make_mixer(parameter, "ring")
+    for _ in range(5):
+        mix(mixer)
+        mixer.start()
+    mixer.drain()
+    return float(parameter.detach()[0]), float(parameter.detach()[-1])
+
+
+def test_64_mb_around_a_ring_does_not_deadlock():
+    x = torch.arange(4.0)
+    for _ in range(5):
+        x = (x + x.roll(1) + x.roll(-1)) / 3
+    for rank, ends in enumerate(run_workers(exchange_64_mb, 4, timeout=60)):
+        assert ends == pytest.approx((float(x[rank]), float(x[rank])), abs=1e-5)
+
+
+def record_partners(rank: int) -> list:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20), gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    mixer, partners = accelerator.gossip_steps[0].mixer, []
+    for micro in range(12):
+        with accelerator.accumulate(model):
+            accelerator.backward(model[0](torch.ones(1, 3)).sum() * (rank + micro))
+            before = mixer.step
+            plan = mixer.exchange.plan(before)
+            optimizer.step()
+            optimizer.zero_grad()
+            if mixer.step > before:
+                partners.append(next(iter(plan.weights)))
+    return partners
+
+
+def test_the_partner_depends_on_the_optimizer_step_alone():
+    partners = run_workers(record_partners, 4)
+    assert partners[0] == [1, 3, 1, 3, 1, 3]
+    for worker, sequence in enumerate(partners):
+        for step, partner in enumerate(sequence):
+            assert partners[partner][step] == worker
+
+
+def receive_bytes(rank: int, topology: str) -> tuple[int, int]:
+    mixer = make_mixer([Parameter(torch.zeros(1000, 100)), Parameter(torch.zeros(50))], topology)
+    held = sum(t.numel() * t.element_size() for slot in mixer.exchange.received for t in slot)
+    return held, mixer.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("topology", "copies"), [("one_peer_ring", 1), ("complete", 1), ("base_graph", 1), ("ring", 2)]
+)
+def test_memory_is_one_parameter_copy(topology, copies):
+    for held, parameters in run_workers(receive_bytes, 4, topology):
+        assert held == copies * parameters
+        assert parameters < 1.01 * 4 * (1000 * 100 + 50)

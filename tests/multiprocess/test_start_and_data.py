@@ -1,0 +1,276 @@
+"""Equal start, data order and randomness (kinds K1 to K3)."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel.schedule import AdaptiveConsensus
+from dsgdac_accel.simulation import Simulation
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+
+def accelerator_with(**options) -> GossipAccelerator:
+    config = DataLoaderConfiguration(**options)
+    return GossipAccelerator(gossip=GossipConfig(timeout=20), dataloader_config=config)
+
+
+class Indices(Dataset):
+    """Sample i is the number i, with random numbers from every stream beside it."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict:
+        draws = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+        return {"index": index, "draws": torch.tensor(draws, dtype=torch.float64)}
+
+
+# ---- K3
+
+
+def start(rank: int, how: str) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Embedding(5, 2))
+    model[2].requires_grad_(False)
+    for name, dtype in {
+        "flag": torch.bool,
+        "short": torch.int16,
+        "phase": torch.complex64,
+        "half": torch.bfloat16,
+    }.items():
+        model.register_buffer(name, torch.rand(5).round().to(dtype) if dtype != torch.complex64 else torch.rand(5) + 1j)
+    model.register_buffer("strided", torch.rand(4, 6).T[::2], persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+    if how == "together":
+        accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare(model)
+        accelerator.prepare(optimizer)
+    radius = accelerator.measure_consensus()["gossip/radius"]
+    return [radius, *[t.detach().clone() for t in (*model.parameters(), *model.buffers())]]
+
+
+@pytest.mark.parametrize("how", ["together", "one by one"])
+def test_all_workers_start_from_worker_0_to_the_bit(how):
+    results = run_workers(start, 3, how)
+    for radius, *tensors in results:
+        assert radius == 0.0
+        assert all(torch.equal(mine, first) for mine, first in zip(tensors, results[0][1:], strict=True))
+    torch.manual_seed(0)
+    assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "worker 0's own"
+
+
+# ---- K2
+
+
+def read_epochs(rank: int, seeds: str, options: dict, workers: int, sampler: str) -> list:
+    accelerator = accelerator_with(**options)
+    set_seed(7 + (rank if seeds == "different" else 0))
+    data = Indices(18)
+    if sampler == "weighted":
+        loader = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 18, 18, replacement=False))
+    elif sampler == "generator":
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(data, batch_size=2, shuffle=True, generator=generator, num_workers=workers)
+    else:
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    epochs, draws, masks = [], [], []
+    for _ in range(3):
+        seen = []
+        for batch in loader:
+            seen += batch["index"].tolist()
+            draws.append(batch["draws"])
+            masks.append(model[0](torch.ones(8)))
+            accelerator.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+        epochs.append(seen)
+    return epochs, torch.cat(draws), torch.stack(masks)
+
+
+ORDERS = [
+    ("alike", {}, 0, "shuffle"),
+    ("different", {}, 0, "shuffle"),
+    ("alike", {"use_seedable_sampler": True}, 0, "shuffle"),
+    ("different", {"use_seedable_sampler": True}, 0, "shuffle"),
+    ("alike", {"split_batches": True}, 0, "shuffle"),
+    ("alike", {}, 2, "shuffle"),
+    ("alike", {}, 2, "generator"),
+    ("alike", {}, 0, "weighted"),
+    ("different", {}, 0, "weighted"),
+]
+
+
+@pytest.mark.parametrize(("seeds", "options", "workers", "sampler"), ORDERS)
+def test_shards_are_disjoint_reshuffled_and_repeatable_while_randomness_differs(seeds, options, workers, sampler):
+    results = run_workers(read_epochs, 2, seeds, options, workers, sampler, timeout=120)
+    again = run_workers(read_epochs, 2, seeds, options, workers, sampler, timeout=120)
+    (epochs_0, draws_0, masks_0), (epochs_1, draws_1, masks_1) = results
+    for mine, other in zip(epochs_0, epochs_1, strict=True):
+        extra = len(mine + other) - 18  # 9 batches for 2 workers: Accelerate repeats one at the end
+        assert 0 <= extra <= 2
+        assert set(mine + other) == set(range(18))
+        assert len(set(mine) & set(other)) <= extra
+    assert len({tuple(epoch) for epoch in epochs_0}) == 3, "reshuffled every epoch"
+    assert not (draws_0[:, None, :] == draws_1[None, :, :]).any(), "no stream may give two workers the same number"
+    assert not torch.equal(masks_0, masks_1)
+    for before, after in zip(results, again, strict=True):
+        assert before[0] == after[0]
+        assert torch.equal(before[1], after[1])
+        assert torch.equal(before[2], after[2])
+
+
+def seed_after_prepare(rank: int) -> list[torch.Tensor]:
+    model = nn.Linear(4, 1)
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    set_seed(5)
+    optimizer.step()
+    return torch.rand(5)
+
+
+def test_equal_seeds_set_after_prepare_are_told_apart_at_the_first_step():
+    first, second = run_workers(seed_after_prepare, 2)
+    assert not torch.equal(first, second)
+
+
+# ---- K1
+
+
+class Lines(IterableDataset):
+    def __init__(self, length: int):
+        self.length = length
+
+    def __iter__(self):
+        return iter(torch.arange(float(self.length)))
+
+
+def train_uneven(rank: int, kind: str) -> tuple[list[int], torch.Tensor, list[str]]:
+    lengths = [6, 4, 5][rank]
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, power=0), gradient_accumulation_steps=3)
+    model = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(1.0), model.bias.fill_(0.0)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
+    data = [torch.full((2, 1), 1.0 + rank + index, dtype=torch.float64) for index in range(lengths)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = accelerator.equal_steps(data if kind == "known" else iter_twice(data))
+        mixes = []
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                last = number == 3  # the shortest has 4
+                accelerator.sync_gradients = (number + 1) % 3 == 0 or last
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            mixes.append(accelerator.gossip_steps[0].mixer.step)
+    said = [str(w.message) for w in caught if "batches" in str(w.message)]
+    return mixes, torch.cat([p.detach().flatten() for p in model.parameters()]), said
+
+
+class iter_twice:
+    """An iterable without a length."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("kind", ["known", "unknown"])
+def test_uneven_data_stops_at_the_shortest(kind):
+    results = run_workers(train_uneven, 3, kind, timeout=60)
+    models = [nn.Linear(1, 1).double() for _ in range(3)]
+    for model in models:
+        nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5) for model in models]
+    simulation = Simulation(models, optimizers, build_topology("one_peer_ring", 3), AdaptiveConsensus(power=0))
+    for _ in range(2):
+        for window in ([0, 1, 2], [3]):
+            for rank, model in enumerate(models):
+                model.zero_grad()
+                for index in window:
+                    batch = torch.full((2, 1), 1.0 + rank + index, dtype=torch.float64)
+                    (model(batch).square().mean() / 3).backward()
+            simulation.step()
+    for rank, (mixes, x, _) in enumerate(results):
+        assert mixes == [2, 4]
+        expected = torch.cat([p.detach().flatten() for p in models[rank].parameters()])
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-9)
+    said = [message for _, _, messages in results for message in messages]
+    assert said
+    assert all("stop" in message for message in said)
+    if kind == "known":
+        assert len(said) == 1
+        assert "6, 4, 5" in said[0]
+
+
+def train_uneven_loaders(rank: int, iterable: bool) -> tuple[list[int], list[list[float]], bool]:
+    """Data sets of the workers' own, of different lengths, through `prepare`; evaluation must still see all of it."""
+    config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20), dataloader_config=config)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    length = [12, 8][rank]
+    data = Lines(length) if iterable else torch.arange(float(length))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1))
+    mixes = []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[:, None]).sum())
+                optimizer.step()
+        mixes.append(accelerator.gossip_steps[0].mixer.step)
+    with torch.no_grad():
+        seen = [float(value) for batch in loader for value in batch]
+    return mixes, seen, accelerator.gradient_state.in_dataloader
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_prepared_loaders_of_uneven_length_stop_at_the_shortest(iterable):
+    (mixes_0, seen_0, active_0), (mixes_1, seen_1, active_1) = run_workers(train_uneven_loaders, 2, iterable)
+    assert mixes_0 == mixes_1
+    assert mixes_0[1] == 2 * mixes_0[0] > 0
+    assert (len(seen_0), len(seen_1)) == (6, 4)
+    assert not active_0
+    assert not active_1
+
+
+def too_little_data(rank: int) -> str:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+    with pytest.raises(ValueError, match="no worker would get a batch") as caught:
+        accelerator.prepare(DataLoader(Indices(3), batch_size=2, drop_last=True))
+    return str(caught.value)
+
+
+def test_a_data_set_smaller_than_one_global_batch_is_refused_by_numbers():
+    for message in run_workers(too_little_data, 2):
+        assert "3 samples" in message
+        assert "2 workers" in message
+        assert "batches of 2" in message
+
+
+def test_samplers_are_left_alone_in_one_process():
+    data = Indices(6)
+    accelerator = GossipAccelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=RandomSampler(data)))
+    assert sorted(index for batch in loader for index in batch["index"].tolist()) == list(range(6))
