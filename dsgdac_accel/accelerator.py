@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.nn import Parameter
@@ -73,12 +74,17 @@ class GossipAccelerator(Accelerator):
         ValueError, TypeError: a launch or a setting under which workers cannot gossip, with the way out.
     """
 
+    _group_is_the_users = False
+    """Whether the default process group was there before Accelerate; then `end_training` leaves it running."""
+
     def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
         self.gossip_config = GossipConfig() if gossip is None else gossip
         if not isinstance(self.gossip_config, GossipConfig):
             raise TypeError(
                 f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...)."
             )
+        if torch.distributed.is_initialized() and not PartialState._shared_state:
+            GossipAccelerator._group_is_the_users = True
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
@@ -140,7 +146,7 @@ class GossipAccelerator(Accelerator):
         """Shard a loader over the workers; where they get unequally many batches, training stops at the shortest."""
         share_sampler_seed(data_loader, self.group)
         if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
-            # Accelerate would take each process's own seed, and workers seeded differently would get overlapping shards.
+            # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
             self.dataloader_config.data_seed = shared_seed(self.group)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         differ_per_worker(prepared, self.group)
@@ -307,7 +313,11 @@ class GossipAccelerator(Accelerator):
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish what is in flight and close the trackers."""
+        """Finish what is in flight, close the trackers, and end the process group unless the user began it."""
         for step in self.gossip_steps:
             step.mixer.drain()
-        super().end_training()
+        if self._group_is_the_users:
+            for tracker in self.trackers:
+                tracker.finish()
+        else:
+            super().end_training()

@@ -21,6 +21,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # key in the rendezvous store
+_MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 _STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
 _ROLL_CALL_SECONDS = 4.0  # survivors notice a loss at different moments; longer than they are apart
 
@@ -93,10 +94,15 @@ class WorkerGroup:
             )
 
     def mean_(self, tensor: Tensor, what: str) -> Tensor:
-        """Replace contiguous `tensor` by its mean over the workers, the same bits on all of them."""
+        """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
+
+        Summed in float64, so that workers which are equal have exactly themselves as their mean.
+        """
         if self.size > 1:
-            self.guarded(lambda: dist.all_reduce(tensor, group=self._reduction), what)
-            tensor.div_(self.size)
+            for part in tensor.split(_MEAN_CHUNK):
+                wide = part.double()
+                self.guarded(lambda wide=wide: dist.all_reduce(wide, group=self._reduction), what)  # type: ignore[misc]
+                part.copy_(wide.div_(self.size))
         return tensor
 
     def max_(self, tensor: Tensor, what: str) -> Tensor:

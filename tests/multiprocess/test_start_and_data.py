@@ -46,13 +46,8 @@ def start(rank: int, how: str) -> list[torch.Tensor]:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Embedding(5, 2))
     model[2].requires_grad_(False)
-    for name, dtype in {
-        "flag": torch.bool,
-        "short": torch.int16,
-        "phase": torch.complex64,
-        "half": torch.bfloat16,
-    }.items():
-        model.register_buffer(name, torch.rand(5).round().to(dtype) if dtype != torch.complex64 else torch.rand(5) + 1j)
+    for dtype in (torch.bool, torch.int16, torch.int64, torch.complex64, torch.bfloat16):
+        model.register_buffer(f"of_{str(dtype)[6:]}", (3 * torch.rand(5)).to(dtype))
     model.register_buffer("strided", torch.rand(4, 6).T[::2], persistent=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
