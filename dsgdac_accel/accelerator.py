@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.averaging import deployed_model
+from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.flat import as_parameter_list
@@ -280,14 +280,19 @@ class GossipAccelerator(Accelerator):
         self.wait_for_everyone()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dictionary: inside `with deployed_model(model)` of the average, outside of this worker alone."""
+        """The state dictionary: inside `with deployed_model(model)` of the average, outside of this worker alone.
+
+        Tensors are copies, because parameters are views of one buffer, which savers would take for tied weights.
+        """
         if not self._deployed and self.group.size > 1:
             warnings.warn(
                 "get_state_dict outside `with accelerator.deployed_model(model)` gives this worker's weights, "
                 "not the average of the workers that is meant to be deployed.",
                 stacklevel=2,
             )
-        return super().get_state_dict(model, unwrap)
+        if unwrap:
+            model = self.unwrap_model(model, keep_torch_compile=False)  # the keys of the eager model
+        return cloned(super().get_state_dict(model, unwrap=False))
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
         """Refused for several workers: Accelerate's format keeps the model and optimizer of worker 0 only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,17 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
     for name, buffer in model.named_buffers():
         if id(buffer) not in measured:
             group.broadcast_(buffer, f"sharing buffer {name} for the deployed model")
+
+
+def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dictionary with tensors of their own; names that share all of a tensor (tied weights) share the copy."""
+    copies: dict[tuple, Tensor] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return copies.setdefault(memory, tensor.detach().clone()) if tensor.numel() else tensor.detach().clone()
+
+    return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 # ---- leaving no trace

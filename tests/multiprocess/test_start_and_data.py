@@ -88,7 +88,7 @@ def read_epochs(rank: int, seeds: str, options: dict, workers: int, sampler: str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     epochs, draws, masks = [], [], []
-    for _ in range(3):
+    for _ in range(2 if workers else 3):  # starting and ending loader workers takes seconds
         seen = []
         for batch in loader:
             seen += batch["index"].tolist()
@@ -123,7 +123,7 @@ def test_shards_are_disjoint_reshuffled_and_repeatable_while_randomness_differs(
         assert 0 <= extra <= 2
         assert set(mine + other) == set(range(18))
         assert len(set(mine) & set(other)) <= extra
-    assert len({tuple(epoch) for epoch in epochs_0}) == 3, "reshuffled every epoch"
+    assert len({tuple(epoch) for epoch in epochs_0}) == len(epochs_0) >= 2, "reshuffled every epoch"
     assert not (draws_0[:, None, :] == draws_1[None, :, :]).any(), "no stream may give two workers the same number"
     assert not torch.equal(masks_0, masks_1)
     for before, after in zip(results, again, strict=True):

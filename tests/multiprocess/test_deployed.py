@@ -1,0 +1,321 @@
+"""The deployed model is the average, calibrated exactly, and looking at it leaves no trace (kinds K12 to K14)."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+
+import numpy
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+
+def make_accelerator(**options) -> GossipAccelerator:
+    return GossipAccelerator(gossip=GossipConfig(timeout=20, power=2, log_every=0), **options)
+
+
+class Vectors(Dataset):
+    """Random but fixed vectors, in the batch form that is asked for."""
+
+    def __init__(self, length: int, form: str = "tensor"):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(length, 3, generator=generator) * torch.tensor([1.0, 5.0, 0.1]) + 2
+        self.form = form
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        x, y = self.x[index], index % 2
+        return {"tensor": x, "tuple": (x, y), "list": [x, y], "dict": {"pixel_values": x, "labels": y}}[self.form]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, pixel_values):
+        return self.linear(self.drop(self.norm(pixel_values)))
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# ---- BatchNorm
+
+
+def opposite_weights(rank: int, calibrate: bool) -> dict[str, torch.Tensor]:
+    """CASES 56: weights +1 and -1; the average is 0, so the activations have variance 0, not 4."""
+    accelerator = make_accelerator()
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0 if rank == 0 else -1.0)
+    data = torch.tensor([[0.0], [4.0]])  # variance 4
+    for _ in range(500):
+        model(data)
+    data = [data] if calibrate else None
+    with accelerator.deployed_model(model, calibrate=data) as deployed:
+        return everything(deployed)
+
+
+def test_calibration_gives_the_true_variance_where_pooling_cannot():
+    pooled, calibrated = run_workers(opposite_weights, 2, False), run_workers(opposite_weights, 2, True)
+    for state in pooled:
+        assert state["0.weight"].item() == 0
+        assert state["1.running_var"].item() == pytest.approx(8 + 4, rel=0.01)  # unbiased 8, means +2 and -2 apart
+    for state in calibrated:
+        assert state["1.running_mean"].item() == 0
+        assert state["1.running_var"].item() == 0
+
+
+def calibrate_on(rank: int, form: str, length: int, batch: int, prepared: bool, options: dict) -> dict:
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(0)
+    model = Net()
+    model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = DataLoader(Vectors(length, form), batch_size=batch, shuffle=True)
+    if prepared:
+        loader = accelerator.prepare(loader)
+    with accelerator.deployed_model(model, calibrate=loader) as deployed:
+        return everything(deployed)
+
+
+FORMS = [
+    ("tensor", 20, 4, True, {}),
+    ("tuple", 20, 4, True, {}),
+    ("list", 19, 4, True, {}),
+    ("dict", 17, 4, True, {}),  # the last batch would be one vector
+    ("dict", 17, 6, True, {"split_batches": True}),
+    ("dict", 7, 16, True, {}),
+    ("dict", 17, 4, False, {}),
+]
+
+
+@pytest.mark.parametrize(("form", "length", "batch", "prepared", "options"), FORMS)
+def test_calibration_is_exact_for_any_batch_form_and_equal_on_all_workers(form, length, batch, prepared, options):
+    results = run_workers(calibrate_on, 3, form, length, batch, prepared, options)
+    x = Vectors(length).x
+    x = x if prepared else x.repeat(3, 1)  # a loader of the worker's own: here every worker read all of it
+    for state in results:
+        torch.testing.assert_close(state["norm.running_mean"], x.mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(state["norm.running_var"], x.var(0), rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(state[name], results[0][name]) for name in state)
+
+
+def integer_buffers(rank: int) -> dict[str, torch.Tensor]:
+    accelerator = make_accelerator()
+    model = Net()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.norm.num_batches_tracked.fill_(3 + rank)
+    with accelerator.deployed_model(model) as deployed:
+        state = everything(deployed)
+    assert int(model.norm.num_batches_tracked) == 3 + rank
+    return state
+
+
+def test_integer_buffers_are_worker_0s_and_load_strictly():
+    for state in run_workers(integer_buffers, 2):
+        assert state["norm.num_batches_tracked"].item() == 3
+        assert state["norm.num_batches_tracked"].dtype == torch.int64
+        Net().load_state_dict(state, strict=True)
+
+
+# ---- no trace
+
+
+def snapshot(model: nn.Module, accelerator: GossipAccelerator) -> list:
+    numbers = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    modes = [module.training for module in model.modules()]
+    return [
+        [(t.data_ptr(), t.dtype) for t in (*model.parameters(), *model.buffers())],
+        numbers,
+        modes,
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def look_and_leave(rank: int, how: str) -> bool:
+    torch.manual_seed(rank)
+    accelerator = make_accelerator()
+    model = Net()
+    loader = DataLoader(Vectors(24, "dict"), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model.drop.eval()
+    for step in range(2):
+        accelerator.backward(model(torch.randn(4, 3)).square().mean() * (step + 1))
+        optimizer.step()
+    accelerator.gossip_steps[0].mixer.drain()
+    before = snapshot(model, accelerator)
+
+    def evaluate(deployed):
+        assert not any(module.training for module in deployed.modules())
+        torch.rand(3), random.random(), numpy.random.rand()
+        if how == "half":
+            deployed.half()
+        if how == "train inside":
+            with pytest.raises(RuntimeError, match="deployed average"):
+                optimizer.step()
+        if how == "reload":
+            deployed.load_state_dict({k: torch.zeros_like(v) for k, v in deployed.state_dict().items()}, assign=False)
+        if how == "nested":
+            with accelerator.deployed_model(model) as inner:
+                assert inner is deployed
+        if how == "exception" and rank == 1:
+            raise KeyError("a bug in the evaluation")
+
+    try:
+        with accelerator.deployed_model(model, calibrate=loader) as deployed:
+            evaluate(deployed)
+    except KeyError:
+        assert how == "exception"
+    after = snapshot(model, accelerator)
+    for old, new in zip(before[1], after[1], strict=True):
+        assert torch.equal(old, new)
+    return before[0] == after[0] and before[2:] == after[2:]
+
+
+@pytest.mark.parametrize("how", ["plain", "half", "train inside", "reload", "nested", "exception"])
+def test_every_byte_of_training_state_is_restored(how):
+    assert run_workers(look_and_leave, 2, how) == [True, True]
+
+
+def train_and_evaluate(rank: int, every: int, workers: int) -> dict[str, torch.Tensor]:
+    """Evaluations in mid-epoch and in mid-window, with the training loader for calibration and one broken off early."""
+    torch.manual_seed(3)
+    accelerator = make_accelerator(gradient_accumulation_steps=2)
+    model = Net()
+    training = DataLoader(Vectors(44, "dict"), batch_size=4, shuffle=True, num_workers=workers)
+    testing = DataLoader(Vectors(12, "dict"), batch_size=4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    model, optimizer, training, testing, scheduler = accelerator.prepare(model, optimizer, training, testing, scheduler)
+    micro = 0
+    for _ in range(2):
+        for batch in training:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"]))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            micro += 1
+            if every and micro % every == 0:
+                with accelerator.deployed_model(model, calibrate=training) as deployed, torch.no_grad():
+                    for number, held_out in enumerate(testing):
+                        deployed(held_out["pixel_values"])
+                        if number == 0 and micro % 2:
+                            break
+                accelerator.measure_consensus()
+    return {**everything(model), "steps": torch.tensor(accelerator.gossip_steps[0].mixer.step)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluating_never_changes_training(workers):
+    undisturbed = run_workers(train_and_evaluate, 2, 0, workers, timeout=120)
+    disturbed = run_workers(train_and_evaluate, 2, 1 if not workers else 5, workers, timeout=120)
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert int(one["steps"]) == 6  # 6 batches per worker and epoch, two to a step
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(undisturbed[0]["linear.weight"], undisturbed[1]["linear.weight"])
+
+
+# ---- saving
+
+
+def save_deployed(rank: int, folder: str, compiled: bool) -> torch.Tensor:
+    accelerator = make_accelerator(dynamo_backend="eager" if compiled else "no")
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        torch.manual_seed(10 * rank + step)
+        accelerator.backward(model(torch.randn(4, 3)).square().sum() * (rank + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, folder)
+    return accelerator.unwrap_model(model, keep_torch_compile=False)[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_saved_model_is_the_mean_of_the_workers_and_loads_into_a_plain_model(tmp_path, compiled):
+    weights = torch.stack(run_workers(save_deployed, 3, str(tmp_path), compiled))
+    saved = load_file(tmp_path / "model.safetensors")
+    nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).load_state_dict(saved, strict=True)
+    torch.testing.assert_close(saved["0.weight"], weights.mean(0), rtol=0, atol=1e-6)
+    assert (weights[0] - saved["0.weight"]).abs().max() > 1e-3
+
+
+def state_dicts(rank: int) -> tuple[list[str], bool]:
+    accelerator = make_accelerator()
+    model = Net()
+    model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="this worker's weights"):
+        accelerator.get_state_dict(model)
+    with pytest.raises(NotImplementedError, match="save_model"):
+        accelerator.save_state("nowhere")
+    with accelerator.deployed_model(model):
+        return sorted(accelerator.get_state_dict(model)), True
+
+
+def test_what_would_lose_workers_says_so():
+    for names, _ in run_workers(state_dicts, 2):
+        assert "linear.weight" in names
+
+
+# ---- forward arguments
+
+
+Batch = namedtuple("Batch", "pixel_values labels")
+
+
+def test_a_batch_that_the_model_cannot_take_is_explained():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    batches = [{"images": torch.randn(4, 3)}]
+    with (
+        pytest.raises(ValueError, match=r"\['images'\].*pixel_values.*calibration_forward"),
+        accelerator.deployed_model(model, calibrate=batches),
+    ):
+        pass
+    forward = lambda model, batch: model(batch["images"])  # noqa: E731
+    with accelerator.deployed_model(model, calibrate=batches, calibration_forward=forward) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, batches[0]["images"].mean(0))
+    with accelerator.deployed_model(model, calibrate=[Batch(batches[0]["images"], 0)]) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, batches[0]["images"].mean(0))
+
+
+def test_no_calibration_data_is_an_error_with_the_way_out():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    with pytest.raises(ValueError, match="calibrate=None"), accelerator.deployed_model(model, calibrate=[]):
+        pass
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_layers_that_the_user_froze_keep_their_statistics(momentum):
+    accelerator = GossipAccelerator(cpu=True)
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
+    model.append(nn.BatchNorm1d(3, track_running_stats=False))
+    model = accelerator.prepare(model)
+    model[1].eval()
+    with accelerator.deployed_model(model, calibrate=[torch.randn(8, 3) + 4]) as deployed:
+        assert deployed[0].running_mean.mean() > 2
+        assert torch.equal(deployed[1].running_mean, torch.zeros(3))
+        assert deployed[3].running_mean is None
+    assert torch.equal(model[0].running_mean, torch.zeros(3))
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert all(layer.track_running_stats for layer in model[:3])
