@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
@@ -22,10 +23,19 @@ from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.gradients import any_sparse, clip_sparse_grad_norm_
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import EqualSteps, differ_per_worker, known_length, share_sampler_seed, shared_seed
+from dsgdac_accel.loaders import (
+    EqualSteps,
+    differ_per_worker,
+    known_length,
+    preserved_loaders,
+    share_own_samplers,
+    share_sampler_seed,
+    warn_of_own_shards,
+)
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
+from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
-from dsgdac_accel.step import GossipStep, seed_workers_differently
+from dsgdac_accel.step import GossipStep
 from dsgdac_accel.watch import ModelWatch
 
 
@@ -52,6 +62,10 @@ class GossipOptimizer(AcceleratedOptimizer):
     def _epoch(self) -> int | None:
         loader = self.gradient_state.active_dataloader
         return getattr(loader, "iteration", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the gossip step, whose process groups stay in this process."""
+        return {key: value for key, value in super().__getstate__().items() if key != "gossip"}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -83,8 +97,8 @@ class GossipAccelerator(Accelerator):
             raise TypeError(
                 f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...)."
             )
-        if torch.distributed.is_initialized() and not PartialState._shared_state:
-            GossipAccelerator._group_is_the_users = True
+        if not PartialState._shared_state:  # of Accelerate's state there is one per process, so of this there is, too
+            GossipAccelerator._group_is_the_users = torch.distributed.is_initialized()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
@@ -95,9 +109,8 @@ class GossipAccelerator(Accelerator):
         self.group = WorkerGroup(self.device, self.gossip_config.timeout)
         self.gossip_steps: list[GossipStep] = []
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
-        self._equal: set[int] = set()  # ids of tensors that were made equal on all workers
         self._seeded = False
-        self._deployed = False
+        self._deployed = 0  # how many `deployed_model` contexts are open
 
     # ---- prepare
 
@@ -106,16 +119,17 @@ class GossipAccelerator(Accelerator):
         for obj in args:
             if isinstance(obj, nn.Module):
                 refuse_unsupported_model(obj)
-        first_scheduler = len(self._schedulers)
+        first_model, first_optimizer = len(self._models), len(self._optimizers)
         prepared = super().prepare(*args, device_placement=device_placement)
-        self._make_equal()
+        self._make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
         for optimizer in self._optimizers:
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self._gossip_step(optimizer.optimizer)
-        for scheduler in self._schedulers[first_scheduler:]:
+        for scheduler in (prepared_scheduler.scheduler for prepared_scheduler in self._schedulers):
+            optimizer = getattr(scheduler, "optimizer", None)
             for step in self.gossip_steps:
-                if getattr(scheduler.scheduler, "optimizer", None) is step.optimizer:
-                    step.plan(scheduler.scheduler)
+                if step.optimizer in (optimizer, getattr(optimizer, "optimizer", None)):
+                    step.plan(scheduler)
         return prepared
 
     def prepare_model(
@@ -149,10 +163,14 @@ class GossipAccelerator(Accelerator):
             # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
             self.dataloader_config.data_seed = shared_seed(self.group)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
+        if isinstance(prepared, DataLoaderDispatcher):
+            return prepared  # worker 0 reads for all, so all get equally many
+        warn_of_own_shards(data_loader, self.group)
         if known_length(prepared) == 0:
             raise ValueError(
-                f"no worker would get a batch: the data set has {len(data_loader.dataset)} samples for "
+                f"this worker would get no batch: the data set has {len(data_loader.dataset)} samples for "
                 f"{self.group.size} workers with batches of {data_loader.batch_size} "
                 f"(drop_last={data_loader.drop_last}). "
                 f"Use more data, smaller batches or fewer workers."
@@ -176,35 +194,35 @@ class GossipAccelerator(Accelerator):
         yield
 
     def _gossip_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        watch = ModelWatch(self._models)
+        mine = {id(p) for p in as_parameter_list(optimizer.param_groups)}
         for step in self.gossip_steps:
-            if any(id(p) in mine for group in step.optimizer.param_groups for p in group["params"]):
-                raise ValueError("a parameter is in two optimizers and would be mixed twice; give it to one of them.")
-        step = GossipStep(optimizer, self.group, self.gossip_config, ModelWatch(self._models))
+            for parameter in as_parameter_list(step.optimizer.param_groups):
+                if id(parameter) in mine:
+                    name = watch.names.get(id(parameter), "a parameter")
+                    raise ValueError(f"{name} is in two optimizers and would be mixed twice; give it to one of them.")
+        step = GossipStep(optimizer, self.group, self.gossip_config, watch)
         self.gossip_steps.append(step)
         if self.group.size > 1 and not self._seeded:
             self._seeded = True
             seed_workers_differently(self.group)
         return step
 
-    def _make_equal(self) -> None:
+    def _make_equal(self, models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> None:
         """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with."""
-        if self.group.size == 1:
+        if self.group.size == 1 or not (models or optimizers):
             return
-        named = [item for model in self._models for item in (*model.named_parameters(), *model.named_buffers())]
+        named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
-            (f"optimizer parameter {number}", p)
-            for optimizer in self._optimizers
-            for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            (f"optimizer parameter {number}", parameter)
+            for optimizer in optimizers
+            for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
         ]
-        new = {id(tensor): (name, tensor) for name, tensor in named if id(tensor) not in self._equal}
-        if not new:
-            return
+        new = {id(tensor): (name, tensor) for name, tensor in reversed(named)}  # the model's names win
         layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in new.values()]
         self.group.require_equal(layout, "model (names, shapes, dtypes)")
         for name, tensor in new.values():
             self.group.broadcast_(tensor, f"starting from equal values of {name}")
-        self._equal.update(new)
 
     # ---- training
 
@@ -226,26 +244,30 @@ class GossipAccelerator(Accelerator):
         """Inside, `model` is the average of the workers in eval mode; on exit training goes on as if nothing had been.
 
         Collective. See `dsgdac_accel.averaging.deployed_model` for `calibrate`, a loader of training data from which
-        BatchNorm statistics are measured. Entered again inside, it changes nothing.
+        BatchNorm statistics are measured. All prepared models are averaged; `model` is put into eval mode with its
+        buffers deployed. Contexts nest, for another model or another calibration.
         """
-        if self._deployed:
-            yield model
-            return
         references = list(self.gradient_state.dataloader_references)
-        ends = [(loader, loader.end_of_dataloader, loader.remainder) for loader in references if loader is not None]
-        mixers = [step.mixer for step in self.gossip_steps]
-        self._deployed = True
+        mixers = [] if self._deployed else [step.mixer for step in self.gossip_steps]
+        frozen = [layer for step in self.gossip_steps for layer in step.watch.frozen]
+        self._deployed += 1
         try:
-            with deployed_model(
-                model, mixers, self.group, calibrate=calibrate, calibration_forward=calibration_forward
-            ) as deployed:
+            with (
+                preserved_loaders(self._dataloaders),
+                deployed_model(
+                    model,
+                    mixers,
+                    self.group,
+                    calibrate=calibrate,
+                    calibration_forward=calibration_forward,
+                    frozen=frozen,
+                ) as deployed,
+            ):
                 yield deployed
         finally:
-            self._deployed = False
-            # A pass inside, broken off or over the training loader, must not look like the end of the training pass.
+            self._deployed -= 1
+            # A pass inside that was broken off must not look like the active one.
             self.gradient_state.dataloader_references = references
-            for loader, end, remainder in ends:
-                loader.end_of_dataloader, loader.remainder = end, remainder
 
     def measure_consensus(self) -> dict[str, float]:
         """Measure the exact consensus radius now and return all consensus metrics. Collective."""
@@ -313,8 +335,9 @@ class GossipAccelerator(Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also lets go of the flat buffers."""
+        for step in self.gossip_steps:
+            step.mixer.drain()  # the other side of an exchange that is dropped would wait for ever
         self.gossip_steps.clear()
-        self._equal.clear()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +14,13 @@ from dsgdac_accel.calibration import (
     Forward,
     calibrate_batch_norm,
     calibrated_layers,
+    frozen_layers,
     pool_batch_norm,
     sharded_batches,
 )
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Mixer
+from dsgdac_accel.randomness import random_state, set_random_state
 
 
 @contextmanager
@@ -31,6 +31,7 @@ def deployed_model(
     *,
     calibrate: Iterable[Any] | None = None,
     calibration_forward: Forward | None = None,
+    frozen: Collection[nn.Module] = (),
 ) -> Iterator[nn.Module]:
     """Inside the context, `model` is the average of the workers, in eval mode; afterwards this worker trains on.
 
@@ -41,16 +42,17 @@ def deployed_model(
     Args:
         model: the model; may be compiled or wrapped by Accelerate. Out of DDP, the inner module is yielded.
         mixers: those of all its parameters; empty for a baseline whose workers are equal anyway.
-        calibrate: training data: a prepared or plain DataLoader (read whole, sharded over the workers), or any iterable
-            of this worker's batches.
+        calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or any other loader or
+            iterable of this worker's own batches.
         calibration_forward: called as `calibration_forward(model, batch)`.
+        frozen: BatchNorm layers whose statistics are not to be touched, beside those in eval mode while `model` trains.
 
     Raises:
         WorkerLostError: a worker did not come along.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP would broadcast buffers in every forward, and wait where shares are uneven
-    layers = calibrated_layers(model, training=model.training)
+    layers = calibrated_layers(model, {*frozen, *frozen_layers(model)})
     with preserved_state(model):
         try:
             for mixer in mixers:
@@ -70,11 +72,21 @@ def deployed_model(
 
 
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:
-    """Worker 0's buffers for everybody, except the running statistics of `layers`."""
+    """Worker 0's buffers for everybody, except the running statistics of `layers`, and caches that differ in shape."""
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
-    for name, buffer in model.named_buffers():
-        if id(buffer) not in measured:
+    others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
+    mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in others.items()}
+    layouts = group.gather(mine, "comparing the buffers of the model")
+    stored = model.state_dict().keys()
+    for name, buffer in others.items():
+        if all(layout.get(name) == mine[name] for layout in layouts):
             group.broadcast_(buffer, f"sharing buffer {name} for the deployed model")
+        elif name in stored:
+            seen = [layout.get(name) for layout in layouts]
+            raise ValueError(
+                f"buffer {name} has different shapes or dtypes on the workers: {seen}. The deployed model needs one; "
+                f"keep it of one size, or register it with persistent=False if each worker can grow its own."
+            )
 
 
 def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,46 +105,36 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, train/eval modes and random states back on exit, whatever happened inside."""
-    buffers = _buffer_slots(model)
+    """Put buffers, train/eval modes and random states back on exit, whatever happened inside.
+
+    Parameters and gradients that were converted (`model.half()`) point to their old memory again; the VALUES of
+    parameters are the mixers' business.
+    """
+    slots = _buffer_slots(model)
+    pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     randomness = random_state()
     try:
         yield
     finally:
+        for parameter, data, gradient, gradient_data in pointers:
+            parameter.data = data
+            if gradient is not None and gradient_data is not None:
+                gradient.data = gradient_data
+            parameter.grad = gradient
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
+            for module, name, buffer, value in slots:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
                 module._buffers[name] = buffer  # `model.half()` inside replaces the tensor objects
         for module, mode in modes:
             module.training = mode
         set_random_state(randomness)
 
 
-def _buffer_slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+def _buffer_slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
     return [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
-
-
-def random_state() -> dict[str, Any]:
-    """States of all global random streams: torch (CPU and the current CUDA device), NumPy, Python."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Return to a state taken by `random_state`."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -8,31 +8,44 @@ workers, measures them exactly: every sample counts once, and the variance is th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.loaders import EqualSteps, preserved_loaders
+from dsgdac_accel.randomness import random_state, set_random_state
 
 Forward = Callable[[nn.Module, Any], Any]
 
 _SEED = 0  # of the fixed sample order of a calibration pass
 
 
-def calibrated_layers(model: nn.Module, training: bool = True) -> list[_BatchNorm]:
-    """BatchNorm layers with running statistics, in order.
-
-    While the model is in training mode, layers that the user put into eval mode (frozen statistics) are left out.
-    """
+def calibrated_layers(model: nn.Module, frozen: Collection[nn.Module] = ()) -> list[_BatchNorm]:
+    """BatchNorm layers with running statistics, in order, but for those whose statistics the user has `frozen`."""
     return [
         layer
         for layer in model.modules()
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and (layer.training or not training)
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer not in frozen
     ]
+
+
+def frozen_layers(model: nn.Module) -> list[nn.Module]:
+    """BatchNorm layers that are in eval mode while the model trains: their statistics are meant to stay."""
+    if not model.training:
+        return []
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not layer.training]
 
 
 class _Moments:
@@ -90,6 +103,7 @@ def calibrate_batch_norm(
     forward = forward or run_model
     moments = {layer: _Moments(layer.num_features) for layer in layers}
     model.eval()
+    tracked = [layer.track_running_stats for layer in layers]
     hooks = []
     for layer in layers:
         layer.train()
@@ -99,10 +113,17 @@ def calibrate_batch_norm(
         with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks added later
             for batch in batches:
                 forward(model, batch)
+    except Exception as error:
+        group.report(f"worker {group.rank} failed in BatchNorm calibration: {error}")
+        if "more than 1 value per channel" in str(error):
+            raise ValueError(
+                f"BatchNorm is undefined for a batch of one ({error}). Calibrate on larger batches."
+            ) from error
+        raise
     finally:
-        for layer, hook in zip(layers, hooks, strict=True):
+        for layer, hook, flag in zip(layers, hooks, tracked, strict=True):
             hook.remove()
-            layer.track_running_stats = True
+            layer.track_running_stats = flag
         model.eval()
     for layer in layers:
         _merge_over_workers(layer, moments[layer], group)
@@ -175,18 +196,36 @@ def sharded_batches(data: Iterable[Any], group: WorkerGroup, device: torch.devic
     """
     from accelerate.utils import send_to_device
 
-    source: Any = getattr(
-        data, "loader", data
-    )  # EqualSteps: all of the data, not only the steps that all workers can take
+    # EqualSteps: all of the data, not only the steps that all workers can take.
+    source: Any = data.loader if isinstance(data, EqualSteps) else data
     readable = (
         isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset) and _batch_size(source)
     )
-    sizes = group.gather(len(source.dataset) if readable else None, "comparing the calibration data")
-    shared = len(set(sizes)) == 1 and hasattr(source, "base_dataloader")
+    rows = _rows(source) if readable else []
+    what = (len(source.dataset), hash(tuple(rows))) if readable else None
+    contents = group.gather(what, "comparing the calibration data")
+    shared = len(set(contents)) == 1 and hasattr(source, "base_dataloader")
     if readable:
-        source = _fresh_loader(source, group.rank if shared else 0, group.size if shared else 1)
+        source = _fresh_loader(source, rows, group.rank if shared else 0, group.size if shared else 1)
     for batch in source:
         yield send_to_device(batch, device)
+
+
+def _rows(loader: Any) -> list[int]:
+    """The rows of the data set that the loader draws from, in ascending order, without disturbing its sampler."""
+    batch_sampler = loader.batch_sampler
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    sampler = batch_sampler.sampler
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        return list(range(len(loader.dataset)))
+    if isinstance(sampler, SubsetRandomSampler):
+        return sorted(sampler.indices)
+    randomness = random_state()
+    with preserved_loaders([loader]):
+        rows = sorted(set(sampler))
+    set_random_state(randomness)
+    return rows
 
 
 def _batch_size(loader: Any) -> int | None:
@@ -198,20 +237,23 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _fresh_loader(loader: Any, share: int, shares: int) -> DataLoader:
+def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int) -> DataLoader:
+    """Every `shares`-th batch of `rows`, beginning with number `share`."""
     size = _batch_size(loader)
     assert size is not None
     # A fixed shuffle: in file order, whole batches of one class would distort the statistics of deeper layers.
-    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(_SEED)).tolist()
-    batches = list(BatchSampler(order, size, drop_last=False))
-    if len(batches) > 1 and len(batches[-1]) == 1:  # BatchNorm over (1, C) is undefined
+    shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED)).tolist()
+    batches = list(BatchSampler([rows[number] for number in shuffle], size, drop_last=False))
+    if len(batches) > 1 and len(batches[-1]) == 1 < size:  # BatchNorm over (1, C) is undefined
         batches[-2:] = [batches[-2] + batches[-1]]
+    processes: dict[str, Any] = {"num_workers": loader.num_workers, "worker_init_fn": loader.worker_init_fn}
+    if loader.num_workers:
+        processes |= {name: getattr(loader, name) for name in ("multiprocessing_context", "timeout", "prefetch_factor")}
     return DataLoader(
         loader.dataset,
         batch_sampler=batches[share::shares],
         collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
         pin_memory=loader.pin_memory,
         generator=torch.Generator().manual_seed(_SEED + share),
+        **processes,
     )

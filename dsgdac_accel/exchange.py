@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
 CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
-_MAX_CHUNKS = 4096  # how many messages of one step get tags of their own
+_CHANNELS, _STEPS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Exchange:
         self.sent = list(sent)
         self.plans = [plan_round(topology, step, group.rank) for step in range(topology.period)]
         slots = max([1] + [len(plan.weights) for plan in self.plans if plan.averaging_group is None])
+        slots = slots if group.size > 1 else 0
         self.received = [[tensor.new_zeros(tensor.shape) for tensor in self.sent] for _ in range(slots)]
         self.waited_seconds = 0.0
         self.bytes_sent = 0
@@ -73,8 +74,7 @@ class Exchange:
             for members in topology.averaging_groups(step) or ():
                 if len(members) > 2:
                     group.subgroup(tuple(members))
-        # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
-        self._poster = ThreadPoolExecutor(1, "dsgdac-post") if group.size > 1 and group.backend == "gloo" else None
+        self._channel = group.new_channel()
 
     @property
     def in_flight(self) -> bool:
@@ -95,8 +95,8 @@ class Exchange:
         members = len(plan.averaging_group or ())
         self.bytes_sent = round(2 * (members - 1) / members * size) if members else size * len(plan.recipients)
         work = self._average if plan.averaging_group else self._send_and_receive
-        if self._poster is not None:
-            self._in_flight = self._poster.submit(work, plan)
+        if self.group.poster is not None:
+            self._in_flight = self.group.poster.submit(work, plan)
         else:
             self._in_flight = Future()
             self._in_flight.set_result(work(plan))
@@ -132,7 +132,8 @@ class Exchange:
     def _send_and_receive(self, plan: RoundPlan) -> list[tuple[Any, int | None]]:
         handle = self.group.exchange_group
         receives, sends = [], []
-        tag = self._step % 2**16 * _MAX_CHUNKS  # a worker that is a step off must not be taken for one in step
+        # A worker that is a step off must not be taken for one in step, nor one optimizer's parameters for another's.
+        tag = (self._channel % _CHANNELS * _STEPS + self._step % _STEPS) * _MAX_CHUNKS
         for number, tensor in enumerate(self.sent):
             chunks = list(_chunks(tensor))
             for peer, slot in zip(plan.weights, self.received, strict=False):

@@ -5,39 +5,113 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.randomness import random_state, set_random_state, shared_seed
+
+_ORDERED_BY_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+# ---- one order for all workers
 
 
 def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
-    """Give samplers that would draw from the global random stream a generator that all workers share.
+    """Give torch's samplers that would draw from the global random stream a generator that all workers share.
 
     Accelerate deals the batches of ONE order out to the workers. Since our workers' global streams differ, a sampler on
     the global stream (`WeightedRandomSampler`, `SubsetRandomSampler`) would make overlapping shards of different
-    orders. `RandomSampler` is synchronised by Accelerate itself.
+    orders. `RandomSampler` is synchronised by Accelerate itself; for samplers of the user's own see `SharedStream`.
     """
+    if group.size == 1:
+        return
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for candidate in (s for s in (sampler, inner) if s is not None):
-        if isinstance(candidate, RandomSampler) or getattr(candidate, "generator", 0) is not None:
-            continue
-        candidate.generator = torch.Generator().manual_seed(shared_seed(group))
+        if not isinstance(candidate, RandomSampler) and getattr(candidate, "generator", False) is None:
+            candidate.generator = torch.Generator().manual_seed(shared_seed(group))
 
 
-def shared_seed(group: WorkerGroup) -> int:
-    """Worker 0's seed, the same on all workers. Collective."""
-    return group.gather(torch.initial_seed(), "agreeing on a seed")[0]
+class SharedStream:
+    """A batch sampler of the user's own, run on a random stream that all workers share.
+
+    Such a sampler may shuffle with torch's, NumPy's or Python's global stream. Those differ per worker, so around
+    every batch the streams are swapped for shared ones, seeded anew each epoch.
+    """
+
+    def __init__(self, batch_sampler: Any, seed: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:  # batch_size, drop_last, sampler, ...: those of the user's
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        own = random_state()
+        words = numpy.random.SeedSequence([self.seed, self.epoch]).generate_state(3)
+        self.epoch += 1
+        random.seed(int(words[0]))
+        numpy.random.seed(int(words[1]))
+        torch.manual_seed(int(words[2]))
+        batches = iter(self.batch_sampler)
+        while True:
+            batch = next(batches, None)
+            shared = random_state()
+            set_random_state(own)
+            if batch is None:
+                return
+            yield batch
+            own = random_state()
+            set_random_state(shared)
+
+
+def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
+    """Put a `SharedStream` under the shard of a prepared loader whose sampler is not one of torch's."""
+    shard: Any = getattr(prepared, "batch_sampler", None)
+    inner = getattr(shard, "batch_sampler", None)
+    if group.size == 1 or inner is None:
+        return
+    # Accelerate's seedable sampler is a RandomSampler, too.
+    if type(inner) is not BatchSampler or not isinstance(inner.sampler, _ORDERED_BY_TORCH):
+        shard.batch_sampler = SharedStream(inner, shared_seed(group))
+
+
+def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
+    """An iterable data set shuffles by itself, where nobody can see from which stream."""
+    if group.size > 1 and isinstance(loader.dataset, IterableDataset):
+        warnings.warn(
+            "an IterableDataset read without dispatch_batches must not shuffle with the global random streams, which "
+            "differ per worker: the shards would overlap. Give it a generator seeded alike on all workers.",
+            stacklevel=4,
+        )
+
+
+# ---- randomness that differs
 
 
 def differ_per_worker(loader: Any, group: WorkerGroup) -> None:
     """Let the loader's own worker processes draw other random numbers than those of the other workers."""
     plain = getattr(loader, "base_dataloader", loader)
-    if getattr(plain, "num_workers", 0) and not isinstance(plain.worker_init_fn, _SeedLoaderWorker):
+    if group.size > 1 and getattr(plain, "num_workers", 0) > 0 and not isinstance(plain.worker_init_fn, _SeedLoaderWorker):
         plain.worker_init_fn = _SeedLoaderWorker(group.rank, plain.worker_init_fn)
 
 
@@ -57,6 +131,9 @@ class _SeedLoaderWorker:
             self.then(worker_id)
 
 
+# ---- the same number of steps
+
+
 def known_length(loader: Any) -> int | None:
     """Batches in `loader`, or None where it cannot tell."""
     try:
@@ -69,7 +146,8 @@ class EqualSteps:
     """Any iterable of this worker's batches, cut so that all workers take the same number of steps per pass.
 
     Every mix needs all workers. Where lengths are known, the shortest is agreed on once, here; where one is not, the
-    workers ask each other before every batch whether all still have one. Construction and iteration are collective.
+    workers ask each other before every batch whether it is the last of one of them, which costs a small collective
+    per batch. Construction and iteration are collective.
 
     Args:
         loader: this worker's batches.
@@ -105,53 +183,54 @@ class EqualSteps:
         if not self.active():
             yield from self.loader
             return
-        yield from self._counted() if self.steps is not None else self._asking()
-
-    def _counted(self) -> Iterator[Any]:
-        """Lengths are known: stop at the shortest."""
-        if self.group.rank == 0 and not self._said and self.needed:
-            self._warn(
-                f"the workers have different numbers of batches ({', '.join(map(str, self.lengths))}); "
-                f"every pass stops at the shortest, {self.steps}."
-            )
         batches = iter(self.loader)
-        for taken, batch in enumerate(batches, 1):
-            if self.steps == 0:
+        for taken, (batch, last_here) in enumerate(self._with_last(batches), 1):
+            last = self._last_of_all(taken, last_here)
+            if last is None:  # some worker has no batch at all
                 break
-            if taken == self.steps:
+            if last:
                 self._mark_end()
             yield batch
-            if taken == self.steps and taken < (self.lengths[self.group.rank] or 0):
+            if last and not last_here:
+                self._warn_of_rest(taken)
                 break
         else:
             return
         self._end_early(batches)
 
-    def _asking(self) -> Iterator[Any]:
-        """A length is unknown: fetch one batch ahead, so that the last step is known as such when it is taken."""
-        batches = iter(self.loader)
+    def _with_last(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """Each batch, and whether it is this worker's last. Accelerate's loaders know; elsewhere, look one ahead."""
+        if hasattr(self.loader, "end_of_dataloader"):
+            for batch in batches:
+                yield batch, self.loader.end_of_dataloader
+            return
         nothing = object()
         batch = next(batches, nothing)
-        taken, everywhere = 0, self._all_have(batch is not nothing)
-        while everywhere:
+        while batch is not nothing:
             following = next(batches, nothing)
-            everywhere = self._all_have(following is not nothing)
-            if not everywhere:
-                self._mark_end()
-            taken += 1
-            yield batch
+            yield batch, following is nothing
             batch = following
-        if batch is not nothing:
-            if not self._said:
-                self._warn(f"worker {self.group.rank} has more batches than another; the pass stopped after {taken}.")
-            self._end_early(batches)
 
-    def _all_have(self, mine: bool) -> bool:
-        return all(self.group.gather(mine, "asking whether every worker has another batch"))
+    def _last_of_all(self, taken: int, last_here: bool) -> bool | None:
+        """Whether batch number `taken` is the last that all workers have; None if not all have it."""
+        if self.steps is not None:
+            return taken == self.steps if taken <= self.steps else None
+        states = self.group.gather(last_here, "asking whether every worker has another batch")
+        return any(states)
 
-    def _warn(self, message: str) -> None:
+    def _warn_of_rest(self, taken: int) -> None:
+        longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
+        if self._said or (self.steps is not None and self.group.rank != longest):
+            return
         self._said = True
-        warnings.warn(message, stacklevel=4)
+        if self.steps is None:
+            message = f"worker {self.group.rank} has more batches than another; this pass stops after {taken}."
+        else:
+            message = (
+                f"the workers have different numbers of batches ({', '.join(map(str, self.lengths))}); "
+                f"every pass stops at the shortest, {self.steps}."
+            )
+        warnings.warn(message, stacklevel=3)
 
     def _mark_end(self) -> None:
         """Tell Accelerate that this batch is the last, so that a left-over accumulation window is stepped by all."""
@@ -167,3 +246,42 @@ class EqualSteps:
             self.loader.iteration += 1
         if hasattr(self.loader, "end"):
             self.loader.end()
+
+
+# ---- leaving no trace
+
+
+@contextmanager
+def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
+    """Put epoch counters, ends and generators of prepared loaders back on exit, whoever iterated over them inside."""
+    kept = []
+    generators: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        for part in _parts(loader):
+            for name in ("iteration", "epoch", "end_of_dataloader", "remainder"):
+                if name in getattr(part, "__dict__", {}):
+                    kept.append((part, name, part.__dict__[name]))
+            for value in vars(part).values() if hasattr(part, "__dict__") else ():
+                if isinstance(value, torch.Generator):
+                    generators[id(value)] = value
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for part, name, value in kept:
+            setattr(part, name, value)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """The loader, the one it wraps, and their chain of samplers, without repetition."""
+    found: dict[int, Any] = {}
+    waiting = [loader]
+    while waiting:
+        part = waiting.pop()
+        if part is None or id(part) in found:
+            continue
+        found[id(part)] = part
+        waiting += [getattr(part, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
+    return list(found.values())

@@ -86,8 +86,10 @@ class Mixer:
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours."""
         self.last_consensus = Consensus(0.0, 0.0)
         self._once_mixed: set[int] = set()
+        self._known = {id(parameter) for parameter in self._find()}
         self._arrived = False
         self._borrowed = False
+        self._backup: list[Tensor] = []
         self._warned_of_edits = False
         self._update_scale = 0.0
         self._lay_out()
@@ -104,6 +106,12 @@ class Mixer:
     def _lay_out(self) -> None:
         self.flat = FlatParameters(self._selected(), self.names)
         self._once_mixed = {id(parameter) for parameter in self.flat.parameters}
+        for parameter in self.flat.parameters:
+            if self.group.size > 1 and parameter.device.type != self.group.device.type:
+                raise ValueError(
+                    f"{self.flat.name_of(parameter)} is on {parameter.device}, but this run communicates on "
+                    f"{self.group.device}. Prepare the model before, or together with, its optimizer."
+                )
         self.group.require_equal(self.flat.signature(), "trainable parameters (shape, strides, dtype)")
         self.exchange = Exchange(self.group, self.topology, [buffer.data for buffer in self.flat.buffers])
 
@@ -112,6 +120,14 @@ class Mixer:
         misfits = self.flat.bring_back()
         if misfits or not self.flat.holds(self._selected()):
             self._lay_out()
+
+    def _equalise_newcomers(self) -> None:
+        """Parameters that joined the optimizer during training start from worker 0's values, as all others did."""
+        for parameter in self._find():
+            if id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                self.group.require_equal(tuple(parameter.shape), "shape of the parameter added to the optimizer")
+                self.group.broadcast_(parameter, f"starting from equal values of {self.flat.name_of(parameter)}")
 
     @property
     def parameter_bytes(self) -> int:
@@ -146,6 +162,7 @@ class Mixer:
             NonFiniteError: a neighbour's or this worker's parameters are not finite; nothing is mixed then.
         """
         self._refuse_while_borrowed()
+        self._equalise_newcomers()
         self.start()
         self.drain()
         self._arrived = False
@@ -187,13 +204,11 @@ class Mixer:
             first.sub_(buffer.data)
 
     def _check_arrived_finite(self) -> None:
-        """Keep a neighbour's NaN out. On a GPU the norm is looked at when the next one is formed: no host wait."""
+        """Keep a neighbour's NaN out."""
         norms = [torch.linalg.vector_norm(difference) for difference in self.exchange.received[0]]
-        previous = self.neighbor_disagreement
         total = norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
         self.neighbor_disagreement = total
-        seen = total if total.device.type == "cpu" else previous
-        if torch.is_tensor(seen) and not bool(torch.isfinite(seen)):
+        if not bool(torch.isfinite(total)):
             self._raise_non_finite()
 
     def _raise_non_finite(self) -> None:
@@ -253,7 +268,8 @@ class Mixer:
         if self.group.size == 1:
             return self.last_consensus
         self._refuse_while_borrowed()
-        busy = self.exchange.in_flight or self._arrived
+        self.drain()  # no collective while point-to-point is in flight: NCCL may deadlock
+        busy = self._arrived
         squared = 0.0
         for buffer, scratch in zip(self.flat.buffers, self.exchange.received[0], strict=True):
             mean = buffer.data.clone() if busy else scratch.copy_(buffer.data)
@@ -276,17 +292,20 @@ class Mixer:
         if self._borrowed:
             return
         if self.group.size == 1:
+            self._backup = [buffer.data.clone() for buffer in self.flat.buffers]
             self._borrowed = True
             return
         self.group.meet(f"averaging the workers at step {self.step}")
+        self.group.require_equal(self.step, "number of optimizer steps")
         self.drain()
         self._arrived = False  # the receive buffer becomes the backup: the exchange is posted again afterwards
         self._follow_changes()
-        for buffer, backup in zip(self.flat.buffers, self.exchange.received[0], strict=True):
+        self._backup = self.exchange.received[0]
+        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
             backup.copy_(buffer.data)
         self._borrowed = True
         squared = 0.0
-        for buffer, backup in zip(self.flat.buffers, self.exchange.received[0], strict=True):
+        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
             self.group.mean_(buffer.data, f"averaging the workers at step {self.step}")
             squared += _squared_distance(buffer.data, backup)
         self._consensus_from(squared)
@@ -298,9 +317,9 @@ class Mixer:
             return
         self._borrowed = False
         self.flat.repoint()
-        if self.group.size > 1:
-            for buffer, backup in zip(self.flat.buffers, self.exchange.received[0], strict=True):
-                buffer.data.copy_(backup)
+        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
+            buffer.data.copy_(backup)
+        self._backup = []
 
     def _refuse_while_borrowed(self) -> None:
         if self._borrowed:

@@ -103,6 +103,11 @@ class AdaptiveConsensus:
         max_rate = self._largest_rate if isinstance(self.max_rate, str) else self.max_rate
         return max(self.floor, adaptive_gamma(rate, max_rate, self.power))
 
+    @property
+    def active_since(self) -> int | None:
+        """Step at which adaptive consensus began, or None before."""
+        return self._active_since
+
     def state_dict(self) -> dict[str, Any]:
         """What the run has learnt so far, in plain numbers that JSON keeps exactly."""
         return {"active_since": self._active_since, "largest_rate": self._largest_rate}

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy
 import torch
+from torch.amp.grad_scaler import OptState
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.gradients import gradients_are_finite
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import shared_seed
 from dsgdac_accel.mixing import Mixer, NonFiniteError
+from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.watch import ModelWatch
@@ -59,12 +58,16 @@ class GossipStep:
         """Local updates that this worker has skipped because a gradient was not finite."""
         self._consecutive_nonfinite = 0
         self._first_step_checked = False
+        self._planned = self._warned_of_rise = False
 
     def plan(self, scheduler: Any) -> None:
         """Look ahead along a fresh scheduler, so that `max_rate` is the true maximum where it can be computed."""
+        if self._planned or self.mixer.step > 0:
+            return
         rates = planned_rates(scheduler, self.config.total_steps)
-        if rates is not None and self.mixer.step == 0:
+        if rates is not None:
             self.schedule = adaptive_consensus(self.config, rates)
+            self._planned = True
 
     # ---- the step
 
@@ -85,10 +88,16 @@ class GossipStep:
         if not self._first_step_checked:
             self._check_workers_once()
         self.watch.check(self.optimizer)
-        self.rate = current_rate(self.optimizer)
+        before, self.rate = self.rate, current_rate(self.optimizer)
+        self._warn_of_rise(before)
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
-        finite = self._agree_on_overflow(scaler) if scaler is not None else gradients_are_finite(self.optimizer)
-        self._count_nonfinite(finite)
+        if scaler is None:
+            finite = gradients_are_finite(self.optimizer)
+            self._count_nonfinite(finite)
+        else:
+            finite = self._agree_on_overflow(scaler)
+            # Overflows while the loss scale is still coming down are how fp16 training finds its scale.
+            self._count_nonfinite(finite or scaler.get_scale() > 1)
         self.mixer.finish(self.gamma)
         return finite
 
@@ -97,15 +106,29 @@ class GossipStep:
         self.mixer.apply()
         every = self.config.log_every
         if every and self.mixer.step % every == 0:
+            self.group.require_equal(self.mixer.step, "number of optimizer steps")
             self.group.require_equal(self.rate, f"learning rate at step {self.mixer.step}")
             self.mixer.measure_consensus()  # between two exchanges the receive buffer is free to use
         if self.config.overlap:
             self.mixer.start()
 
+    def _warn_of_rise(self, before: float) -> None:
+        """Say once that gamma stays 1 because nobody knows yet how far the rate will rise."""
+        looks_ahead = self._planned or isinstance(self.config.max_rate, float) or self.config.constant is not None
+        if looks_ahead or self._warned_of_rise or self.config.power == 0 or self.rate <= before:
+            return
+        if self.schedule.active_since is None or self.mixer.step == 0:
+            return
+        self._warned_of_rise = True
+        logger.warning(
+            "the learning rate rises after adaptive consensus began, and its maximum is not known ahead: gamma is 1 "
+            "until it falls. Prepare a scheduler and give total_steps, give max_rate as a number, or start after the "
+            "warm-up."
+        )
+
     def _agree_on_overflow(self, scaler: Any) -> bool:
         """Let an overflow anywhere count everywhere, so that loss scales stay equal; the scaler itself then skips."""
-        from torch.amp.grad_scaler import OptState
-
+        self.mixer.drain()  # no collective while point-to-point is in flight: NCCL may deadlock
         if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
         found = list(scaler._found_inf_per_device(self.optimizer).values())
@@ -184,14 +207,3 @@ def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -
         constant=config.constant,
         planned_rates=rates,
     )
-
-
-def seed_workers_differently(group: WorkerGroup) -> None:
-    """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed.
-
-    Repeats when the run is repeated with the same seed. Samplers keep the order that all workers share, see `loaders`.
-    """
-    words = numpy.random.SeedSequence([shared_seed(group), group.rank]).generate_state(4)
-    random.seed(int(words[0]))
-    numpy.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]) << 32 | int(words[3]))

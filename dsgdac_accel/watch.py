@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn import Parameter
+
+from dsgdac_accel.calibration import frozen_layers
 
 
 class ModelWatch:
@@ -16,14 +18,17 @@ class ModelWatch:
     optimizer goes on with the old ones, so training silently stops, and nobody would mix the new ones.
 
     Args:
-        models: the prepared models.
+        models: the prepared models; a list may grow later.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self.models = list(models)
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.models = models
+        self.frozen: list[nn.Module] = []
+        """BatchNorm layers that were in eval mode when the models last trained."""
         self._look()
 
     def _look(self) -> None:
+        self._seen = len(self.models)
         self.names: dict[int, str] = {}
         """What each parameter is called in its model, by `id`."""
         self._sites: list[tuple[dict, str, Parameter]] = []
@@ -34,6 +39,10 @@ class ModelWatch:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
+        if any(model.training for model in self.models):
+            self.frozen = [layer for model in self.models for layer in frozen_layers(model)]
+        if len(self.models) != self._seen:
+            self._look()
         replaced = [(slots, key, old) for slots, key, old in self._sites if slots.get(key) is not old]
         if not replaced:
             return

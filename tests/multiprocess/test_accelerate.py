@@ -418,3 +418,139 @@ def test_a_topology_that_needs_a_power_of_two_is_refused_for_three():
 def test_gossip_must_be_a_gossip_config():
     with pytest.raises(TypeError, match="GossipConfig"):
         GossipAccelerator(gossip={"power": 3}, cpu=True)
+
+
+# ---- several optimizers, several trainings
+
+
+def two_optimizers(rank: int, topology: str, sizes: tuple[int, int]) -> list[float]:
+    """Two models, each with an optimizer of its own: their exchanges overlap and must not be confused."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology=topology, power=0, log_every=0, **FAST))
+    models = [nn.Linear(size, 1, bias=False) for size in sizes]
+    *models, first, second = accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.0) for m in models))
+    with torch.no_grad():
+        for number, model in enumerate(models):
+            model.weight.fill_(100.0 * number + rank)
+    for _ in range(20):
+        first.step()
+        second.step()
+    return [float(model.weight.detach().max() - 100 * number) for number, model in enumerate(models)]
+
+
+@pytest.mark.parametrize("topology", ["one_peer_ring", "complete", "ring"])
+@pytest.mark.parametrize("sizes", [(2_000_000, 8), (1000, 1000)])
+def test_exchanges_of_several_optimizers_are_kept_apart(topology, sizes):
+    for values in run_workers(two_optimizers, 3, topology, sizes):
+        assert values == pytest.approx([1.0, 1.0], abs=0.05)
+
+
+def train_twice(rank: int) -> float:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, **FAST))
+    for size in (50_000, 30):
+        model = nn.Linear(size, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        for _ in range(5):
+            optimizer.step()
+        value = float(model.weight.detach()[0, 0])
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    return value
+
+
+def test_a_second_training_after_free_memory():
+    assert run_workers(train_twice, 2) == [0.5, 0.5]
+
+
+def plan_ahead(rank: int, pattern: str) -> list[float]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(power=1, total_steps=8, **FAST))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def warm_up(of):
+        return torch.optim.lr_scheduler.LambdaLR(of, lambda step: min(1.0, (step + 1) / 4))
+
+    if pattern == "together":
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, warm_up(optimizer))
+    elif pattern == "scheduler first":
+        scheduler = accelerator.prepare(warm_up(optimizer))
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = accelerator.prepare(warm_up(optimizer.optimizer if pattern == "inner" else optimizer))
+    gammas = []
+    for step in range(6):
+        accelerator.backward(model(inputs(rank, step)).sum())
+        optimizer.step()
+        scheduler.step()
+        gammas.append(accelerator.gossip_steps[0].gamma)
+    return gammas
+
+
+@pytest.mark.parametrize("pattern", ["together", "scheduler first", "wrapped", "inner"])
+def test_gamma_does_not_depend_on_how_prepare_was_called(pattern):
+    for gammas in run_workers(plan_ahead, 2, pattern):
+        assert gammas == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def fp16_start(rank: int) -> tuple[float, int]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(max_consecutive_nonfinite=3, **FAST))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    model = make_model().float()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in range(12):
+        loss = model(inputs(rank, 0).float()).square().mean() * 2.0**35
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.scaler.get_scale(), accelerator.gossip_steps[0].mixer.step
+
+
+def test_fp16_may_look_for_its_loss_scale_for_longer_than_the_limit_of_nan_steps():
+    for scale, steps in run_workers(fp16_start, 2):
+        assert scale < 2.0**97, "more overflows in a row than max_consecutive_nonfinite"
+        assert steps == 12
+
+
+def skip_a_step(rank: int) -> None:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", log_every=0, timeout=3))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        accelerator.backward(model(inputs(rank, step)).sum())
+        if not (rank == 1 and step == 2):
+            optimizer.step()
+    with accelerator.deployed_model(model):
+        pass
+
+
+def test_a_worker_that_leaves_out_a_step_is_found_out():
+    outcomes = try_workers(skip_a_step, 2)
+    assert all(outcome.exit_code == 1 for outcome in outcomes)
+    told = " ".join(outcome.error for outcome in outcomes)
+    assert "left out an `optimizer.step()`" in told or "same number of optimizer steps" in told
+
+
+def test_the_prepared_optimizer_can_be_copied_and_pickled():
+    import copy
+    import pickle
+
+    accelerator = GossipAccelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert copy.deepcopy(optimizer).gossip is None
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
+    assert optimizer.gossip is not None
+
+
+def mistake_in_a_collective(rank: int) -> str:
+    from dsgdac_accel import WorkerGroup
+
+    group = WorkerGroup(torch.device("cpu"), timeout=20)
+    with pytest.raises(RuntimeError) as caught:
+        group.guarded(lambda: torch.ones(2) @ torch.ones(3), "a sum")
+    return type(caught.value).__name__
+
+
+def test_a_mistake_is_not_called_a_lost_worker():
+    assert run_workers(mistake_in_a_collective, 2) == ["RuntimeError", "RuntimeError"]

@@ -239,11 +239,12 @@ def test_evaluating_never_changes_training(workers):
 
 def save_deployed(rank: int, folder: str, compiled: bool) -> torch.Tensor:
     accelerator = make_accelerator(dynamo_backend="eager" if compiled else "no")
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
         torch.manual_seed(10 * rank + step)
-        accelerator.backward(model(torch.randn(4, 3)).square().sum() * (rank + 1))
+        accelerator.backward((model(torch.randn(4, 3)) * torch.randn(4, 2)).sum() * (rank + 1))
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_model(model, folder)
@@ -319,3 +320,156 @@ def test_layers_that_the_user_froze_keep_their_statistics(momentum):
     assert torch.equal(model[0].running_mean, torch.zeros(3))
     assert [layer.training for layer in model] == [True, False, True, True]
     assert all(layer.track_running_stats for layer in model[:3])
+
+
+# ---- several models, subsets, caches
+
+
+def nested_models(rank: int) -> dict[str, torch.Tensor | bool]:
+    accelerator = make_accelerator()
+    models = [Net(), Net()]
+    first, second, *_ = accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1) for m in models))
+    for model in (first, second):
+        model.norm.running_mean.fill_(10.0 * rank)
+        with torch.no_grad():
+            model.linear.weight.fill_(float(rank))
+    with accelerator.deployed_model(first), accelerator.deployed_model(second, calibrate=[torch.full((4, 3), 7.0)]):
+        inside = [first.norm.running_mean[0].item(), second.norm.running_mean[0].item(), second.training]
+        weights = [first.linear.weight[0, 0].item(), second.linear.weight[0, 0].item()]
+    after = [model.norm.running_mean[0].item() for model in models] + [
+        model.linear.weight[0, 0].item() for model in models
+    ]
+    return {"inside": inside, "weights": weights, "after": after}
+
+
+def test_contexts_of_two_models_nest():
+    for rank, result in enumerate(run_workers(nested_models, 2)):
+        assert result["inside"] == [5.0, 7.0, False]
+        assert result["weights"] == [0.5, 0.5]
+        assert result["after"] == [10.0 * rank, 10.0 * rank, rank, rank]
+
+
+def grown_cache(rank: int, persistent: bool) -> str:
+    accelerator = make_accelerator()
+    model = Net()
+    model.register_buffer("cache", torch.zeros(4), persistent=persistent)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.cache = torch.zeros(4 + 46 * rank)
+    try:
+        with accelerator.deployed_model(model):
+            return str(len(model.cache))
+    except ValueError as error:
+        return str(error)
+
+
+def test_buffers_of_different_shapes_stay_the_workers_own_or_are_refused_by_name():
+    assert run_workers(grown_cache, 2, False) == ["4", "50"]
+    for message in run_workers(grown_cache, 2, True):
+        assert "buffer cache" in message
+        assert "(50,)" in message
+
+
+def half_with_frozen(rank: int) -> tuple[set, bool]:
+    accelerator = make_accelerator()
+    model = Net()
+    model.linear.bias.requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(4, 3)).sum())
+    gradient = model.linear.weight.grad.clone()
+    with accelerator.deployed_model(model) as deployed:
+        deployed.half()
+    optimizer.step()
+    accelerator.backward(model(torch.randn(4, 3)).sum())
+    return {p.dtype for p in model.parameters()}, gradient.dtype == model.linear.weight.grad.dtype
+
+
+def test_converting_inside_leaves_frozen_weights_and_gradients_alone():
+    assert run_workers(half_with_frozen, 2) == [({torch.float32}, True)] * 2
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((3,), 0.0 if index < 8 else 1000.0)
+
+
+def calibrate_subset(rank: int, kind: str) -> float:
+    from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+
+    accelerator = make_accelerator()
+    model = Net()
+    samplers = {
+        "subset": SubsetRandomSampler(range(8)),
+        "weighted": WeightedRandomSampler([1.0] * 8 + [0.0] * 8, 64),
+    }
+    loader = DataLoader(Numbers(), batch_size=2, sampler=samplers[kind])
+    model, _optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    with accelerator.deployed_model(model, calibrate=loader) as deployed:
+        return deployed.norm.running_mean[0].item()
+
+
+@pytest.mark.parametrize("kind", ["subset", "weighted"])
+def test_calibration_reads_only_the_rows_that_training_draws(kind):
+    assert run_workers(calibrate_subset, 2, kind) == [0.0, 0.0]
+
+
+class Prefetcher:
+    """Wraps a loader under the name `loader`, and changes its batches, as timm's does."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return (batch - 100 for batch in self.loader)
+
+
+def test_a_wrapper_around_a_loader_is_read_as_it_is():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    data = torch.randn(8, 3) + 100
+    with accelerator.deployed_model(model, calibrate=Prefetcher(DataLoader(data, batch_size=4))) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, (data - 100).mean(0), rtol=1e-3, atol=1e-4)
+
+
+def read_inside(rank: int, inside: bool) -> list[list[float]]:
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    torch.manual_seed(1)
+    model = Net()
+    loader = DataLoader(torch.arange(16.0), batch_size=2, shuffle=True)
+    model, _optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    epochs = []
+    for _ in range(3):
+        epochs.append([float(x) for batch in loader for x in batch])
+        if inside:
+            with accelerator.deployed_model(model):
+                assert sum(1 for _ in loader) == 4
+    return epochs
+
+
+def test_reading_the_training_loader_inside_keeps_the_order_of_later_epochs():
+    assert run_workers(read_inside, 2, True) == run_workers(read_inside, 2, False)
+
+
+def test_frozen_batch_norm_stays_frozen_when_the_model_is_put_into_eval_mode_first():
+    accelerator = GossipAccelerator(cpu=True)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].eval()
+    accelerator.backward(model(torch.randn(4, 3)).sum())
+    optimizer.step()
+    model.eval()
+    with accelerator.deployed_model(model, calibrate=[torch.randn(8, 3) + 5]) as deployed:
+        assert torch.equal(deployed[0].running_mean, torch.zeros(3))
+        assert not torch.equal(deployed[1].running_mean, torch.zeros(3))
+
+
+def test_a_batch_of_one_is_explained():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    with (
+        pytest.raises(ValueError, match=r"batch of one.*larger batches"),
+        accelerator.deployed_model(model, calibrate=[torch.randn(1, 3)]),
+    ):
+        pass

@@ -15,7 +15,7 @@ from tests.workers import try_workers
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 FAULTY, AT_STEP = 1, 4
 
 

@@ -224,6 +224,7 @@ def change_parameters(rank: int, change: str) -> tuple[float, list[float]]:
     elif change == "freeze":
         model[1].requires_grad_(False)
     elif change == "add":
+        torch.manual_seed(rank)  # newcomers start equal, too
         model.append(nn.Linear(2, 2))
         optimizer.add_param_group({"params": list(model[2].parameters())})
     elif change == "replace":

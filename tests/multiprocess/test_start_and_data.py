@@ -39,6 +39,23 @@ class Indices(Dataset):
         return {"index": index, "draws": torch.tensor(draws, dtype=torch.float64)}
 
 
+class OwnBatches:
+    """A batch sampler of the user's own, shuffling with all three global streams."""
+
+    def __init__(self, length: int, batch_size: int):
+        self.length, self.batch_size, self.drop_last = length, batch_size, False
+
+    def __len__(self) -> int:
+        return self.length // self.batch_size
+
+    def __iter__(self):
+        order = torch.randperm(self.length).numpy()
+        numpy.random.shuffle(order)
+        order = order.tolist()
+        while order:
+            yield [order.pop(random.randrange(len(order))) for _ in range(self.batch_size)]
+
+
 # ---- K3
 
 
@@ -77,7 +94,9 @@ def read_epochs(rank: int, seeds: str, options: dict, workers: int, sampler: str
     accelerator = accelerator_with(**options)
     set_seed(7 + (rank if seeds == "different" else 0))
     data = Indices(18)
-    if sampler == "weighted":
+    if sampler == "own":
+        loader = DataLoader(data, batch_sampler=OwnBatches(18, 2))
+    elif sampler == "weighted":
         loader = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 18, 18, replacement=False))
     elif sampler == "generator":
         generator = torch.Generator().manual_seed(3)
@@ -110,6 +129,8 @@ ORDERS = [
     ("alike", {}, 2, "generator"),
     ("alike", {}, 0, "weighted"),
     ("different", {}, 0, "weighted"),
+    ("alike", {}, 0, "own"),
+    ("different", {}, 0, "own"),
 ]
 
 
@@ -219,40 +240,46 @@ def test_uneven_data_stops_at_the_shortest(kind):
         assert "6, 4, 5" in said[0]
 
 
-def train_uneven_loaders(rank: int, iterable: bool) -> tuple[list[int], list[list[float]], bool]:
+def train_uneven_loaders(rank: int, iterable: bool) -> tuple[list[int], list[list[bool]], int, list[int]]:
     """Data sets of the workers' own, of different lengths, through `prepare`; evaluation must still see all of it."""
     config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
-    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20), dataloader_config=config)
+    accelerator = GossipAccelerator(
+        gossip=GossipConfig(timeout=20, start_epoch=1), dataloader_config=config, gradient_accumulation_steps=2
+    )
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    length = [12, 8][rank]
+    length = [16, 10][rank]  # 8 and 5 batches for each of the two workers
     data = Lines(length) if iterable else torch.arange(float(length))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1))
-    mixes = []
+    mixes, syncs, epochs = [], [], []
     for _ in range(2):
+        syncs.append([])
         for batch in loader:
+            epochs.append(accelerator.gradient_state.active_dataloader.iteration)
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch[:, None]).sum())
+                syncs[-1].append(accelerator.sync_gradients)
                 optimizer.step()
         mixes.append(accelerator.gossip_steps[0].mixer.step)
+    assert not accelerator.gradient_state.in_dataloader
     with torch.no_grad():
-        seen = [float(value) for batch in loader for value in batch]
-    return mixes, seen, accelerator.gradient_state.in_dataloader
+        seen = sum(len(batch) for batch in loader)
+    return mixes, syncs, seen, epochs
 
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_prepared_loaders_of_uneven_length_stop_at_the_shortest(iterable):
-    (mixes_0, seen_0, active_0), (mixes_1, seen_1, active_1) = run_workers(train_uneven_loaders, 2, iterable)
-    assert mixes_0 == mixes_1
-    assert mixes_0[1] == 2 * mixes_0[0] > 0
-    assert (len(seen_0), len(seen_1)) == (6, 4)
-    assert not active_0
-    assert not active_1
+    results = run_workers(train_uneven_loaders, 2, iterable)
+    for mixes, syncs, _, epochs in results:
+        assert mixes == [3, 6]
+        assert syncs == [[False, True, False, True, True]] * 2, "the left-over window is stepped by all"
+        assert epochs == [0] * 5 + [1] * 5
+    assert [seen for _, _, seen, _ in results] == [8, 5]
 
 
 def too_little_data(rank: int) -> str:
     accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
-    with pytest.raises(ValueError, match="no worker would get a batch") as caught:
+    with pytest.raises(ValueError, match="this worker would get no batch") as caught:
         accelerator.prepare(DataLoader(Indices(3), batch_size=2, drop_last=True))
     return str(caught.value)
 
