@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, WorkerGroup
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.step import seed_workers_differently
+from dsgdac_accel.randomness import seed_workers_differently
 
 SYNCHRONOUS = ("sgd", "adam")
 WITHOUT_CONTROL = ("dsgd", "dadam")

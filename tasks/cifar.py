@@ -12,19 +12,20 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, LoggerType, set_seed
 from algorithms import make_accelerator
+from endings import starting_up, training
 from image_augment import CropAndFlip, normalise
 from image_data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from image_models import build_image_model, save_image_model
 from run_folder import RunFolder
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config import ConfigError, config_from_command_line
-from dsgdac_accel.config.checks import check_integer, check_number
+from dsgdac_accel.config import ConfigError, parse_config
+from dsgdac_accel.config.checks import check_choice, check_integer, check_number
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "digits.yaml"
@@ -150,6 +151,8 @@ class CifarConfig:
         for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
             check_number(name, getattr(self, name), minimum=0)
         check_number("label_noise", self.label_noise, minimum=0, maximum=1)
+        for tracker in self.trackers:
+            check_choice("trackers", tracker, [known.value for known in LoggerType])
         if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.epochs:
             raise ValueError(
                 f"gossip.start_epoch must be at most epochs = {self.epochs}, or adaptive consensus never begins; "
@@ -220,6 +223,12 @@ class ImageRun:
     def _build(self) -> None:
         config, data = self.config, self.data
         model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
+        shares = self.accelerator.num_processes * config.accumulation_steps
+        if config.batch_size == shares and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+            raise ConfigError(
+                f"batch_size: BatchNorm of model {config.model!r} needs at least 2 images per worker and accumulation "
+                f"step; {config.batch_size} in all gives it 1. Use {2 * shares} or more."
+            )
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out of the stub
         optimizer = torch.optim.SGD(
@@ -229,10 +238,12 @@ class ImageRun:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, warmup_steps, self.total_steps)
         )
+        images = ImageTensors(data.train_images, data.train_labels)
         loader = DataLoader(
-            ImageTensors(data.train_images, data.train_labels),
+            images,
             batch_size=config.batch_size // config.accumulation_steps,
-            shuffle=True,
+            # Whole optimizer steps only: left-over micro-batches would make one more, beyond the end of the schedule.
+            sampler=RandomSampler(images, num_samples=self.steps_per_epoch * config.batch_size),
             drop_last=True,
             collate_fn=collate,
             num_workers=config.loader_workers,
@@ -398,20 +409,18 @@ def main() -> None:
     if first and not any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:]):
         others = ", ".join(sorted(str(f.relative_to(ROOT)) for f in (ROOT / "configs").glob("*.yaml") if f != DEMO))
         print(f"No --config given: running the embedded demo {DEMO.relative_to(ROOT)}. Others: {others}.", flush=True)
-    config = config_from_command_line(CifarConfig, default_file=DEMO, description=__doc__)
-    try:
+    with starting_up():
+        config = parse_config(CifarConfig, default_file=DEMO, description=__doc__)
         run = ImageRun(config)
-    except ConfigError as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    workers = run.accelerator.num_processes
     run.accelerator.print(
         f"{config.algorithm} on {run.data.source}: {len(run.data.train_images)} training images, "
-        f"{run.accelerator.num_processes} workers, {run.total_steps} steps"
+        f"{workers} worker{'s' if workers > 1 else ''}, {run.total_steps} steps"
     )
-    run.train()
-    run.accelerator.print(f"results in {config.output_dir}")
-    run.accelerator.end_training()
+    with training():
+        run.train()
+        run.accelerator.print(f"results in {config.output_dir}")
+        run.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from algorithms import SynchronousAccelerator
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
 from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
-from dsgdac_accel.plotting import plot_run
+from dsgdac_accel.plotting import PANELS, plot_run
+
+TRACKER = "tracker"
+"""Folder of the tracker files, where the tracker writes any."""
 
 AnyAccelerator = SynchronousAccelerator | GossipAccelerator
 
@@ -28,14 +31,33 @@ class RunFolder:
         self.folder = folder
         self.accelerator = accelerator
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in ("metrics.jsonl", "summary.json"):
-                (folder / stale).unlink(missing_ok=True)
-            write_config(config, folder)
-            accelerator.consensus_logger.add_sink(JsonlSink(folder / "metrics.jsonl"))
-        if trackers:
-            accelerator.init_trackers("tracker", config=_flat(config_to_dict(config)))
+        # The main worker alone writes; all of them stop if it cannot.
+        problems = accelerator.group.gather(self._try_to_open(config, trackers), "opening the output folder")
+        for problem in filter(None, problems):
+            raise OSError(problem)
+
+    def _try_to_open(self, config: Any, trackers: bool) -> str | None:
+        """Begin the files of the run; what went wrong, in words, if something did."""
+        try:
+            if self.accelerator.is_main_process:
+                self._begin_files(config)
+            if trackers:
+                self.accelerator.init_trackers(TRACKER, config=_flat(config_to_dict(config)))
+        except OSError as error:
+            return (
+                f"output_dir must be a folder that can be written; {self.folder} is not ({error.strerror or error}). "
+                "Choose another output_dir."
+            )
+        return None
+
+    def _begin_files(self, config: Any) -> None:
+        """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stale = [self.folder / name for name in ("metrics.jsonl", "summary.json", *PANELS)]
+        for file in (*stale, *self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")):
+            file.unlink(missing_ok=True)
+        write_config(config, self.folder)
+        self.accelerator.consensus_logger.add_sink(JsonlSink(self.folder / "metrics.jsonl"))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""

@@ -1,0 +1,57 @@
+"""How a run ends early: one line that says why, instead of a traceback from every worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dsgdac_accel import NonFiniteError, WorkerLostError
+
+GRACE_SECONDS = 3.0
+"""How long the other workers let the first one speak; launchers end them within a fraction of a second of its end."""
+
+
+@contextmanager
+def starting_up() -> Iterator[None]:
+    """Report settings, data and folders that cannot be used as one `error: ...` line, and exit with status 2.
+
+    The first worker speaks at once and its exit makes the launcher end the others. A worker that failed alone is not
+    ended in its grace time and speaks for itself. No collective is involved, so nobody waits for one that failed.
+    Errors of any other type are bugs and keep their traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        rank = _rank()
+        if rank:
+            time.sleep(GRACE_SECONDS)
+        _end(f"error: {f'worker {rank}: ' if rank else ''}{error}", 2)
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Report a lost worker or a diverged run in one line and exit with status 1; an interrupt exits with 130."""
+    try:
+        yield
+    except (WorkerLostError, NonFiniteError) as error:
+        _end(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        _end("interrupted" if _rank() == 0 else "", 130)
+
+
+def _rank() -> int:
+    """From the launcher: there may be no process group yet, or no longer."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _end(message: str, status: int) -> None:
+    """Say it in one line and end this process."""
+    if message:
+        print(" ".join(message.split()), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: tearing down a process group that lost a worker aborts now and then, with another status.
+    os._exit(status)

@@ -1,0 +1,285 @@
+"""The image task end to end, as its user starts it: launched, broken, killed, repeated (K2, K9, K13, K14, K22)."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cifar import CifarConfig
+from image_augment import normalise
+from image_data import load_image_data
+from image_models import load_image_model
+from PIL import Image
+from safetensors.torch import load_file
+
+from dsgdac_accel.config import load_config
+
+pytestmark = [pytest.mark.task, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tasks" / "cifar.py")
+LAUNCH_FILE = str(ROOT / "configs" / "accelerate" / "cpu_4_workers.yaml")
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILE]
+PLAIN = [sys.executable]
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+IMAGES, BATCH = 330, 60
+STEPS_PER_EPOCH = 5  # 30 images, which fill no batch, are left out of each epoch
+SETTINGS = f"""
+gossip:
+  log_every: 4
+data:
+  train_limit: {IMAGES}
+model: mlp
+epochs: 2
+batch_size: {BATCH}
+warmup_epochs: 0.4
+crop_padding: 1
+flip: false
+log_every: 1
+"""
+
+
+def torchrun(num_workers):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_workers)]
+
+
+def start(command, cwd, **variables):
+    inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    return subprocess.Popen(
+        command, cwd=cwd, env=inherited | {"OMP_NUM_THREADS": "1"} | variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process, timeout=90):
+    """Exit status and output; past the deadline the process and its children are killed and the test fails."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def launch(launcher, cwd, *arguments, script=SCRIPT):
+    return finish(start([*launcher, script, "--config", "settings.yaml", *arguments], cwd))
+
+
+def succeed(launcher, cwd, *arguments):
+    status, out, err = launch(launcher, cwd, *arguments)
+    assert status == 0, f"{out}\n{err}"
+
+
+def records(run, key):
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {record["step"]: record[key] for record in map(json.loads, lines) if key in record}
+
+
+def summary(run):
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder that is not the repository's, with settings whose relative paths start there."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "settings.yaml").write_text(SETTINGS, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(work):
+    """Name of a folder, relative to `work`, of 24 training images: grey, with transparency, in colour."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 2)):
+        for name, mode, channels in (("grey", "L", ()), ("alpha", "RGBA", (4,)), ("colour", "RGB", (3,))):
+            folder = work / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (6, 6, *channels), dtype=np.uint8)
+                Image.fromarray(pixels).convert(mode).save(folder / f"{number}.png")
+    return "images"
+
+
+@pytest.fixture(scope="module")
+def first_run(work):
+    """DSGD-AC by the shipped launch file, into a folder where an earlier run was."""
+    folder = work / "first"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 999, "train/loss": 1.0}\n', encoding="utf-8")
+    (folder / "bleu.png").write_text("of another run", encoding="utf-8")
+    succeed(ACCELERATE, work, "--output_dir", "first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def same_run_evaluated_at_its_end(work, first_run):
+    """From the config.yaml that the first run wrote; only the evaluation inside differs."""
+    settings = ["--config", str(first_run / "config.yaml"), "--eval_every", "2", "--output_dir", "again"]
+    status, out, err = finish(start([*torchrun(4), SCRIPT, *settings], work))
+    assert status == 0, f"{out}\n{err}"
+    return work / "again"
+
+
+@pytest.fixture(scope="module")
+def paired_runs(work):
+    """SGD and DSGD whose weights stay where they start, with micro-batches that the epoch's end cuts short."""
+    for algorithm in ("sgd", "dsgd"):
+        still = ["--rate", "1e-9", "--accumulation_steps", "3", "--trackers", "[]", "--output_dir", algorithm]
+        succeed(torchrun(2), work, "--algorithm", algorithm, *still)
+    return work / "sgd", work / "dsgd"
+
+
+def test_the_launch_file_starts_its_workers_and_the_summary_says_what_ran(first_run):
+    said = summary(first_run)
+    assert (said["algorithm"], said["workers"], said["topology"], said["seed"]) == ("dsgd_ac", 4, "one_peer_ring", 0)
+    assert said["steps"] == 2 * STEPS_PER_EPOCH
+    assert 0 < said["gamma"] < 1
+    assert said["radius"] > 0
+    assert said.keys() >= {"train_loss", "test_loss", "test_accuracy", "seconds"}
+
+
+def test_a_run_folder_holds_all_that_a_run_writes_and_nothing_of_an_earlier_one(first_run):
+    assert list(records(first_run, "train/loss")) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert list(records(first_run, "test/accuracy")) == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
+    assert {file.name for file in first_run.glob("*.png")} == {
+        "accuracy.png", "consensus.png", "loss.png", "rate_gamma.png",
+    }  # fmt: skip
+    assert list(first_run.rglob("events.out.tfevents.*"))
+    assert load_config(CifarConfig, first_run / "config.yaml").output_dir == first_run
+
+
+def test_the_deployed_model_scores_by_itself_what_the_summary_says(first_run):
+    model, card = load_image_model(first_run / "deployed")
+    data = load_image_data("digits")
+    mean, std = torch.tensor(card["mean"]), torch.tensor(card["std"])
+    with torch.no_grad():
+        logits = model(normalise(data.test_images, mean, std))
+    assert (logits.argmax(1) == data.test_labels).double().mean().item() == summary(first_run)["test_accuracy"]
+    loss = torch.nn.functional.cross_entropy(logits, data.test_labels).item()
+    assert loss == pytest.approx(summary(first_run)["test_loss"], rel=1e-5)
+
+
+def test_the_written_config_repeats_the_run_to_the_bit_however_often_it_was_evaluated(
+    first_run, same_run_evaluated_at_its_end
+):
+    runs = first_run, same_run_evaluated_at_its_end
+    assert len(records(runs[1], "test/accuracy")) == 1
+    for key in ("train/loss", "gossip/rate", "gossip/gamma"):
+        first, second = (records(run, key) for run in runs)
+        assert first == second
+    measured = ("steps", "train_loss", "worker_train_loss", "test_loss", "test_accuracy", "radius", "gamma")
+    assert [summary(runs[0])[key] for key in measured] == [summary(runs[1])[key] for key in measured]
+    first, second = (load_file(run / "deployed" / "model.safetensors") for run in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+
+
+def test_algorithms_are_compared_from_the_same_weights_on_the_same_data(paired_runs):
+    of_sgd, of_dsgd = (records(run, "train/loss") for run in paired_runs)
+    assert of_sgd[1] == of_dsgd[1]  # to the bit: the first loss is taken before any step
+    assert of_sgd == pytest.approx(of_dsgd, rel=1e-5)
+    assert len({round(loss, 3) for loss in of_sgd.values()}) > STEPS_PER_EPOCH  # another order in the second epoch
+
+
+def test_left_over_micro_batches_make_no_step_beyond_the_schedule(paired_runs):
+    for run in paired_runs:
+        rates = records(run, "gossip/rate")
+        assert list(rates) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+        assert rates[2] == max(rates.values())
+        falling = [rates[step] for step in range(3, 2 * STEPS_PER_EPOCH + 1)]
+        assert falling == sorted(falling, reverse=True)
+
+
+def test_plain_python_trains_one_worker_on_a_folder_of_images_of_any_mode(work, images):
+    settings = ["--data.path", images, "--batch_size", "8", "--label_noise", "0.5", "--trackers", "[]"]
+    succeed(PLAIN, work, *settings, "--model", "wrn-10-1", "--dropout", "0.3", "--output_dir", "alone")
+    said = summary(work / "alone")
+    assert (said["workers"], said["steps"], said["radius"]) == (1, 6, 0)
+    assert not (work / "alone" / "tracker").exists()
+
+
+# ---- what goes wrong
+
+
+def error_lines(text):
+    assert 'cifar.py", line' not in text, text  # no traceback of a worker
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line_and_status_2(work):
+    (work / "taken").write_text("a file", encoding="utf-8")
+    status, _, err = launch(PLAIN, work, "--output_dir", "taken")
+    (line,) = error_lines(err)
+    assert status == 2
+    assert "output_dir" in line
+    assert str(work / "taken") in line
+
+
+def test_a_topology_for_another_number_of_workers_is_one_line_for_all_of_them(work):
+    status, _, err = launch(torchrun(3), work, "--gossip.topology", "one_peer_exponential", "--output_dir", "three")
+    (line,) = error_lines(err)
+    assert status != 0
+    assert "power of two" in line
+    assert "got 3" in line
+    assert "base_graph" in line
+
+
+def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(work, images):
+    (work / "elsewhere").mkdir()
+    # Relative paths of the command line start from the working directory, and worker 1 is in another one.
+    (work / "parted.py").write_text(
+        "import os, runpy, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.chdir('elsewhere')\n"
+        f"sys.path.insert(0, {str(ROOT / 'tasks')!r})\n"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    settings = ["--config", str(work / "settings.yaml"), "--data.path", images, "--batch_size", "8"]
+    status, _, err = finish(start([*torchrun(2), "parted.py", *settings, "--output_dir", "parted"], work))
+    (line,) = error_lines(err)
+    assert status != 0
+    assert line.startswith("error: worker 1: data.path must exist")
+
+
+def test_a_killed_worker_ends_the_others_in_time_by_name(work):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = ["--config", "settings.yaml", "--epochs", "10000", "--gossip.timeout", "15", "--output_dir", "killed"]
+    common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # Without a launcher, which would end the others itself.
+    workers = [
+        start([sys.executable, SCRIPT, *settings], work, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank in range(3)
+    ]
+    try:
+        wait_for_content(work / "killed" / "metrics.jsonl")
+        workers[1].kill()
+        for rank in (0, 2):
+            status, _, err = finish(workers[rank], timeout=15 + 30)
+            (line,) = error_lines(err)
+            assert status == 1
+            assert "worker 1 was lost" in line
+            assert re.search(r"step \d+", line)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def wait_for_content(file, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not (file.exists() and file.stat().st_size):
+        assert time.monotonic() < deadline, f"{file} is still empty after {timeout} s"
+        time.sleep(0.1)
