@@ -54,6 +54,8 @@ class WorkerGroup:
         self.rank = dist.get_rank() if launched else 0
         self.size = dist.get_world_size() if launched else 1
         self.backend = "gloo"
+        self.steps_taken = 0
+        """Optimizer steps so far, for error messages; kept by the mixer."""
         self._channels = itertools.count()
         if self.size == 1:
             return
@@ -169,7 +171,8 @@ class WorkerGroup:
         except RuntimeError as error:
             if not _TRANSPORT_ERRORS.search(str(error)):
                 raise  # a mistake of ours or of the caller, not a lost worker
-            raise self._lost(what, str(error).split("\n")[0], peer) from error
+            where = what if "step" in what else f"{what} at step {self.steps_taken}"
+            raise self._lost(where, _short_cause(error), peer) from error
 
     def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
@@ -240,6 +243,11 @@ class WorkerGroup:
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(patience)
+
+
+def _short_cause(error: BaseException) -> str:
+    """The transport's first sentence, without the place in its source."""
+    return re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
 
 
 def _short(value: object, limit: int = 300) -> str:

@@ -111,7 +111,11 @@ def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
 def differ_per_worker(loader: Any, group: WorkerGroup) -> None:
     """Let the loader's own worker processes draw other random numbers than those of the other workers."""
     plain = getattr(loader, "base_dataloader", loader)
-    if group.size > 1 and getattr(plain, "num_workers", 0) > 0 and not isinstance(plain.worker_init_fn, _SeedLoaderWorker):
+    if (
+        group.size > 1
+        and getattr(plain, "num_workers", 0) > 0
+        and not isinstance(plain.worker_init_fn, _SeedLoaderWorker)
+    ):
         plain.worker_init_fn = _SeedLoaderWorker(group.rank, plain.worker_init_fn)
 
 

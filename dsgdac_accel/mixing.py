@@ -33,7 +33,7 @@ class Consensus:
     """mean_i ||x_i - x_bar||."""
     frobenius: float
     """||Delta||_F = sqrt(sum_i ||x_i - x_bar||^2)."""
-    step: int = 0
+    step: int
     """Mixes done when it was measured."""
 
 
@@ -84,7 +84,7 @@ class Mixer:
         """Mixes done so far; alone decides who talks to whom."""
         self.neighbor_disagreement: Tensor | float = 0.0
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours."""
-        self.last_consensus = Consensus(0.0, 0.0)
+        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if group.size == 1 else None
         self._once_mixed: set[int] = set()
         self._known = {id(parameter) for parameter in self._find()}
         self._arrived = False
@@ -186,6 +186,7 @@ class Mixer:
         if self.order == "local_first":
             self._add_update()
         self.step += 1
+        self.group.steps_taken = self.step
 
     def _form_difference(self, weights: dict[int, float], weight: float, averaging_group: tuple | None) -> None:
         """received[0] <- (mean of the neighbours' x, weighted by W_ij) - x_i."""
@@ -266,7 +267,7 @@ class Mixer:
         """Exact consensus error by a reduction of the size of the model. Collective; uses no memory of its own if
         called between `apply` and `start`."""
         if self.group.size == 1:
-            return self.last_consensus
+            return self._consensus_from(0.0)
         self._refuse_while_borrowed()
         self.drain()  # no collective while point-to-point is in flight: NCCL may deadlock
         busy = self._arrived
@@ -280,8 +281,8 @@ class Mixer:
     def _consensus_from(self, squared_distance: float) -> Consensus:
         squares = self.group.gather(squared_distance, f"measuring the consensus radius at step {self.step}")
         radius = sum(square**0.5 for square in squares) / len(squares)
-        self.last_consensus = Consensus(radius, sum(squares) ** 0.5, self.step)
-        return self.last_consensus
+        measured = self.last_consensus = Consensus(radius, sum(squares) ** 0.5, self.step)
+        return measured
 
     @torch.no_grad()
     def swap_in_average(self) -> None:

@@ -154,7 +154,8 @@ def _draw_rate_and_gamma(axes: Any, runs: Sequence[Run]) -> None:
     for _, colour, records in runs:
         _line(axes, series(records, "gossip/rate"), "learning rate", colour, dashed=not alone)
         _line(right, series(records, "gossip/gamma"), "gamma", VERMILION if alone else colour)
-    _finish(axes, "learning rate" if alone else "learning rate (dashed)", "learning rate and gamma")
+    title = "learning rate and gamma" if right.lines else "learning rate"
+    _finish(axes, "learning rate" if alone else "learning rate (dashed)", title)
     right.set_ylabel("consensus factor gamma")
     # Gamma is in [0, 1]: one scale for all plots, and both axes have their zero at one height.
     right.set_ylim(-0.03, 1.03)
@@ -235,7 +236,10 @@ def _line(axes: Any, points: Series, label: str, colour: str, dashed: bool = Fal
 
 
 def _finish(axes: Any, ylabel: str, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel(STEP_LABEL)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(ylabel)
     axes.set_title(title, fontsize="medium")
     axes.grid(True, color="0.9")

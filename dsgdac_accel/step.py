@@ -165,14 +165,19 @@ class GossipStep:
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """Latest figures of this worker; no communication. The radius is as of its last measurement."""
+        """Latest figures of this worker; no communication. The radius is there once it was measured, with the step."""
         consensus = self.mixer.last_consensus
+        measured = {}
+        if consensus is not None:
+            measured = {
+                "radius": consensus.radius,
+                "radius_step": float(consensus.step),
+                "frobenius": consensus.frobenius,
+            }
         return {
             "rate": self.rate,
             "gamma": self.gamma,
-            "radius": consensus.radius,
-            "radius_step": float(consensus.step),
-            "frobenius": consensus.frobenius,
+            **measured,
             "neighbor_disagreement": float(self.mixer.neighbor_disagreement),
             "wait_seconds": self.mixer.exchange.waited_seconds,
             "bytes_sent": float(self.mixer.exchange.bytes_sent),

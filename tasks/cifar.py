@@ -314,7 +314,8 @@ class ImageRun:
         self.accelerator.log(values, step=self.step)
         shown = {"loss": f"{self.worker_loss:.3f}", "rate": f"{values['gossip/rate']:.4f}"}
         for step in self.accelerator.gossip_steps:
-            shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{step.mixer.last_consensus.radius:.3f}"}
+            metrics = step.metrics()
+            shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{metrics.get('radius', math.nan):.3f}"}
         bar.set_postfix(shown)
 
     def _rate(self) -> dict[str, float]:
@@ -337,7 +338,7 @@ class ImageRun:
                 if self.accelerator.is_main_process:
                     self._save_model(deployed)
         self.accelerator.log(values, step=self.step)
-        radius = [step.mixer.last_consensus.radius for step in self.accelerator.gossip_steps] or [0.0]
+        radius = [step.metrics()["radius"] for step in self.accelerator.gossip_steps] or [0.0]  # measured just now
         if self.accelerator.is_main_process:
             tqdm.write(
                 f"epoch {epoch + 1}/{self.config.epochs}  workers' train loss {self.worker_loss:.4f}  "

@@ -56,7 +56,8 @@ def parse_config(
     words = list(sys.argv[1:] if argv is None else argv)
     keys = keys_of(cls)
     if {"-h", "--help"}.intersection(words):
-        print(help_text(cls, keys, prog or Path(sys.argv[0]).name, description, default_file))
+        if os.environ.get("RANK", "0") == "0":  # once, not by every launched worker
+            print(help_text(cls, keys, prog or Path(sys.argv[0]).name, description, default_file))
         raise SystemExit(0)
     overrides = _read_words(words)
     file = overrides.pop("config", None)

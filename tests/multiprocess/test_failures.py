@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -69,5 +70,8 @@ def test_a_lost_worker_ends_the_run_everywhere(how, where, topology):
         assert "WorkerLostError" in outcome.error
         assert outcome.seconds < TIMEOUT + 15
     told = " ".join(outcome.error for outcome in outcomes if outcome.rank != FAULTY)
-    assert f"step {AT_STEP}" in told or f"step {AT_STEP + 1}" in told
+    steps = {int(step) for step in re.findall(r"step (\d+)", told)}
+    # A worker that sits out, or has another partner first, notices up to a period later.
+    assert steps
+    assert steps <= set(range(AT_STEP, AT_STEP + 4))
     assert f"worker {FAULTY}" in told or f"Rank {FAULTY}" in told or f"worker(s) {FAULTY}" in told
