@@ -56,6 +56,8 @@ def deployed_model(
     with preserved_state(model):
         try:
             for mixer in mixers:
+                mixer.drain()  # all of them, before the first collective
+            for mixer in mixers:
                 mixer.swap_in_average()
             _deploy_buffers(model, layers, group)
             if calibrate is None:

@@ -207,6 +207,8 @@ class Mixer:
     def _check_arrived_finite(self) -> None:
         """Keep a neighbour's NaN out."""
         norms = [torch.linalg.vector_norm(difference) for difference in self.exchange.received[0]]
+        if not norms:  # everything is frozen
+            return
         total = norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
         self.neighbor_disagreement = total
         if not bool(torch.isfinite(total)):
@@ -215,13 +217,8 @@ class Mixer:
     def _raise_non_finite(self) -> None:
         mine = any(not bool(torch.isfinite(buffer.data).all()) for buffer in self.flat.buffers)
         peers = sorted(self.exchange.plan(self.step).weights)
-        who = (
-            f"worker {self.group.rank}"
-            if mine
-            else f"worker {peers[0]}"
-            if len(peers) == 1
-            else f"one of workers {peers}"
-        )
+        suspects = [self.group.rank] if mine else peers
+        who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         message = f"the parameters of {who} are not finite at step {self.step}"
         self.group.report(message)
         raise NonFiniteError(
@@ -293,6 +290,7 @@ class Mixer:
         if self._borrowed:
             return
         if self.group.size == 1:
+            self._follow_changes()
             self._backup = [buffer.data.clone() for buffer in self.flat.buffers]
             self._borrowed = True
             return

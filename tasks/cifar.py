@@ -6,16 +6,17 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DataLoaderConfiguration, LoggerType, set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
 from endings import starting_up, training
 from image_augment import CropAndFlip, normalise
+from image_config import CifarConfig, DataConfig
 from image_data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from image_models import build_image_model, save_image_model
 from run_folder import RunFolder
@@ -25,139 +26,9 @@ from tqdm.auto import tqdm
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
-from dsgdac_accel.config.checks import check_choice, check_integer, check_number
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "digits.yaml"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which images."""
-
-    name: str | None = "digits"
-    """digits (embedded in scikit-learn, no network), cifar10, cifar100, or a data set's name on the Hub."""
-
-    path: Path | None = None
-    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/."""
-
-    image_column: str | None = None
-    """Column of the images; null finds it by type and name."""
-
-    label_column: str | None = None
-    """Column of the labels; null finds it by type and name."""
-
-    test_split: str | None = None
-    """Split to evaluate on; null takes test, else validation."""
-
-    test_fraction: float | None = None
-    """Hold out this part of the training split as the test split."""
-
-    image_size: int | None = None
-    """Resize all images to this square."""
-
-    train_limit: int | None = None
-    """Train on the first so many images of the training split only; null uses all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CifarConfig:
-    """A run of the image task. The defaults are the paper's CIFAR settings for 8 workers."""
-
-    algorithm: Literal["sgd", "dsgd", "dsgd_ac"] = "dsgd_ac"
-    """sgd averages gradients (stock DDP), dsgd gossips with gamma 1, dsgd_ac with controlled disagreement."""
-
-    gossip: GossipConfig = field(default_factory=GossipConfig)
-    """Topology and gamma schedule of dsgd and dsgd_ac."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    """Images and labels."""
-
-    model: str = "wrn-28-10"
-    """wrn-<depth>-<width> (Zagoruyko and Komodakis), cnn or mlp."""
-
-    dropout: float = 0.0
-    """Dropout inside the blocks of a wide ResNet."""
-
-    epochs: int = 200
-    """Passes over the training data."""
-
-    batch_size: int = 128
-    """GLOBAL batch: images per optimizer step over all workers and accumulation steps."""
-
-    accumulation_steps: int = 1
-    """Micro-batches that make up one optimizer step on each worker."""
-
-    rate: float = 0.1
-    """Peak learning rate at this batch_size (the paper: 0.1 at 128, scaled linearly)."""
-
-    warmup_epochs: float = 10.0
-    """Epochs of linear warm-up, per step, before the cosine to 0."""
-
-    momentum: float = 0.9
-    """Momentum of SGD; local to each worker."""
-
-    weight_decay: float = 5e-4
-    """L2 penalty on all parameters."""
-
-    label_noise: float = 0.0
-    """Fraction of the training labels drawn anew, uniformly over all classes; test labels stay clean."""
-
-    crop_padding: int = 4
-    """Pixels of zero padding for the random crop; 0 switches it off."""
-
-    flip: bool = True
-    """Random horizontal flips; switch off where mirror images are another class (digits)."""
-
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast for forward and backward; parameters stay float32."""
-
-    channels_last: bool = False
-    """Memory format of model and images; faster convolutions on GPUs and often on CPUs."""
-
-    compile: bool = False
-    """torch.compile the model."""
-
-    eval_every: int = 1
-    """Epochs between evaluations of the deployed model; the last epoch is always evaluated."""
-
-    eval_batch_size: int = 500
-    """Images per worker and batch in evaluation."""
-
-    calibrate: bool = True
-    """Measure the deployed model's BatchNorm statistics on the training data before each evaluation."""
-
-    log_every: int = 10
-    """Optimizer steps between records in metrics.jsonl and the trackers."""
-
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Accelerate trackers to log to; an empty list for none."""
-
-    loader_workers: int = 0
-    """Processes per worker that read batches; the data is in memory, so 0 is fastest."""
-
-    seed: int = 0
-    """Of initialisation, data order, label noise and, per worker, augmentation."""
-
-    output_dir: Path = Path("runs/cifar")
-    """Where config, metrics, summary, plots and the deployed model go."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation_steps", "eval_every", "eval_batch_size", "log_every"):
-            check_integer(name, getattr(self, name), minimum=1)
-        for name in ("crop_padding", "loader_workers", "seed"):
-            check_integer(name, getattr(self, name), minimum=0)
-        check_number("rate", self.rate, above=0)
-        for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
-            check_number(name, getattr(self, name), minimum=0)
-        check_number("label_noise", self.label_noise, minimum=0, maximum=1)
-        for tracker in self.trackers:
-            check_choice("trackers", tracker, [known.value for known in LoggerType])
-        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.epochs:
-            raise ValueError(
-                f"gossip.start_epoch must be at most epochs = {self.epochs}, or adaptive consensus never begins; "
-                f"got {self.gossip.start_epoch}. Use algorithm: dsgd for none."
-            )
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:

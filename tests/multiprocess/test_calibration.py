@@ -1,0 +1,227 @@
+"""BatchNorm of the deployed model: exact, equal on all workers, from batches of any form (kind K14)."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+
+def make_accelerator(**options) -> GossipAccelerator:
+    return GossipAccelerator(gossip=GossipConfig(timeout=20, power=2, log_every=0), **options)
+
+
+class Vectors(Dataset):
+    """Random but fixed vectors, in the batch form that is asked for."""
+
+    def __init__(self, length: int, form: str = "tensor"):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(length, 3, generator=generator) * torch.tensor([1.0, 5.0, 0.1]) + 2
+        self.form = form
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        x, y = self.x[index], index % 2
+        return {"tensor": x, "tuple": (x, y), "list": [x, y], "dict": {"pixel_values": x, "labels": y}}[self.form]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, pixel_values):
+        return self.linear(self.drop(self.norm(pixel_values)))
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# ---- BatchNorm
+
+
+def opposite_weights(rank: int, calibrate: bool) -> dict[str, torch.Tensor]:
+    """CASES 56: weights +1 and -1; the average is 0, so the activations have variance 0, not 4."""
+    accelerator = make_accelerator()
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0 if rank == 0 else -1.0)
+    data = torch.tensor([[0.0], [4.0]])  # variance 4
+    for _ in range(500):
+        model(data)
+    data = [data] if calibrate else None
+    with accelerator.deployed_model(model, calibrate=data) as deployed:
+        return everything(deployed)
+
+
+def test_calibration_gives_the_true_variance_where_pooling_cannot():
+    pooled, calibrated = run_workers(opposite_weights, 2, False), run_workers(opposite_weights, 2, True)
+    for state in pooled:
+        assert state["0.weight"].item() == 0
+        assert state["1.running_var"].item() == pytest.approx(8 + 4, rel=0.01)  # unbiased 8, means +2 and -2 apart
+    for state in calibrated:
+        assert state["1.running_mean"].item() == 0
+        assert state["1.running_var"].item() == 0
+
+
+def calibrate_on(rank: int, form: str, length: int, batch: int, prepared: bool, options: dict) -> dict:
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(0)
+    model = Net()
+    model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = DataLoader(Vectors(length, form), batch_size=batch, shuffle=True)
+    if prepared:
+        loader = accelerator.prepare(loader)
+    with accelerator.deployed_model(model, calibrate=loader) as deployed:
+        return everything(deployed)
+
+
+FORMS = [
+    ("tensor", 20, 4, True, {}),
+    ("tuple", 20, 4, True, {}),
+    ("list", 19, 4, True, {}),
+    ("dict", 17, 4, True, {}),  # the last batch would be one vector
+    ("dict", 17, 6, True, {"split_batches": True}),
+    ("dict", 7, 16, True, {}),
+    ("dict", 17, 4, False, {}),
+]
+
+
+@pytest.mark.parametrize(("form", "length", "batch", "prepared", "options"), FORMS)
+def test_calibration_is_exact_for_any_batch_form_and_equal_on_all_workers(form, length, batch, prepared, options):
+    results = run_workers(calibrate_on, 3, form, length, batch, prepared, options)
+    x = Vectors(length).x
+    x = x if prepared else x.repeat(3, 1)  # a loader of the worker's own: here every worker read all of it
+    for state in results:
+        torch.testing.assert_close(state["norm.running_mean"], x.mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(state["norm.running_var"], x.var(0), rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(state[name], results[0][name]) for name in state)
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((3,), 0.0 if index < 8 else 1000.0)
+
+
+def calibrate_subset(rank: int, kind: str) -> float:
+    from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
+
+    accelerator = make_accelerator()
+    model = Net()
+    samplers = {
+        "subset": SubsetRandomSampler(range(8)),
+        "weighted": WeightedRandomSampler([1.0] * 8 + [0.0] * 8, 64),
+    }
+    loader = DataLoader(Numbers(), batch_size=2, sampler=samplers[kind])
+    model, _optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    with accelerator.deployed_model(model, calibrate=loader) as deployed:
+        return deployed.norm.running_mean[0].item()
+
+
+@pytest.mark.parametrize("kind", ["subset", "weighted"])
+def test_calibration_reads_only_the_rows_that_training_draws(kind):
+    assert run_workers(calibrate_subset, 2, kind) == [0.0, 0.0]
+
+
+class Prefetcher:
+    """Wraps a loader under the name `loader`, and changes its batches, as timm's does."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return (batch - 100 for batch in self.loader)
+
+
+def test_a_wrapper_around_a_loader_is_read_as_it_is():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    data = torch.randn(8, 3) + 100
+    with accelerator.deployed_model(model, calibrate=Prefetcher(DataLoader(data, batch_size=4))) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, (data - 100).mean(0), rtol=1e-3, atol=1e-4)
+
+
+# ---- forward arguments
+
+
+Batch = namedtuple("Batch", "pixel_values labels")
+
+
+def test_a_batch_that_the_model_cannot_take_is_explained():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    batches = [{"images": torch.randn(4, 3)}]
+    with (
+        pytest.raises(ValueError, match=r"\['images'\].*pixel_values.*calibration_forward"),
+        accelerator.deployed_model(model, calibrate=batches),
+    ):
+        pass
+    forward = lambda model, batch: model(batch["images"])  # noqa: E731
+    with accelerator.deployed_model(model, calibrate=batches, calibration_forward=forward) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, batches[0]["images"].mean(0))
+    with accelerator.deployed_model(model, calibrate=[Batch(batches[0]["images"], 0)]) as deployed:
+        torch.testing.assert_close(deployed.norm.running_mean, batches[0]["images"].mean(0))
+
+
+def test_no_calibration_data_is_an_error_with_the_way_out():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    with pytest.raises(ValueError, match="calibrate=None"), accelerator.deployed_model(model, calibrate=[]):
+        pass
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_layers_that_the_user_froze_keep_their_statistics(momentum):
+    accelerator = GossipAccelerator(cpu=True)
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
+    model.append(nn.BatchNorm1d(3, track_running_stats=False))
+    model = accelerator.prepare(model)
+    model[1].eval()
+    with accelerator.deployed_model(model, calibrate=[torch.randn(8, 3) + 4]) as deployed:
+        assert deployed[0].running_mean.mean() > 2
+        assert torch.equal(deployed[1].running_mean, torch.zeros(3))
+        assert deployed[3].running_mean is None
+    assert torch.equal(model[0].running_mean, torch.zeros(3))
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert all(layer.track_running_stats for layer in model[:3])
+
+
+def test_frozen_batch_norm_stays_frozen_when_the_model_is_put_into_eval_mode_first():
+    accelerator = GossipAccelerator(cpu=True)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].eval()
+    accelerator.backward(model(torch.randn(4, 3)).sum())
+    optimizer.step()
+    model.eval()
+    with accelerator.deployed_model(model, calibrate=[torch.randn(8, 3) + 5]) as deployed:
+        assert torch.equal(deployed[0].running_mean, torch.zeros(3))
+        assert not torch.equal(deployed[1].running_mean, torch.zeros(3))
+
+
+def test_a_batch_of_one_is_explained():
+    accelerator = GossipAccelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    with (
+        pytest.raises(ValueError, match=r"batch of one.*larger batches"),
+        accelerator.deployed_model(model, calibrate=[torch.randn(1, 3)]),
+    ):
+        pass

@@ -1,0 +1,174 @@
+"""Several optimizers, several trainings, and ways to call `prepare`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.workers import run_workers, try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+FAST = {"timeout": 20.0}
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def inputs(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+# ---- several optimizers, several trainings
+
+
+def two_optimizers(rank: int, topology: str, sizes: tuple[int, int]) -> list[float]:
+    """Two models, each with an optimizer of its own: their exchanges overlap and must not be confused."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology=topology, power=0, log_every=0, **FAST))
+    models = [nn.Linear(size, 1, bias=False) for size in sizes]
+    *models, first, second = accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.0) for m in models))
+    with torch.no_grad():
+        for number, model in enumerate(models):
+            model.weight.fill_(100.0 * number + rank)
+    for _ in range(20):
+        first.step()
+        second.step()
+    return [float(model.weight.detach().max() - 100 * number) for number, model in enumerate(models)]
+
+
+@pytest.mark.parametrize("topology", ["one_peer_ring", "complete", "ring"])
+@pytest.mark.parametrize("sizes", [(2_000_000, 8), (1000, 1000)])
+def test_exchanges_of_several_optimizers_are_kept_apart(topology, sizes):
+    for values in run_workers(two_optimizers, 3, topology, sizes):
+        assert values == pytest.approx([1.0, 1.0], abs=0.05)
+
+
+def train_twice(rank: int) -> float:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, **FAST))
+    for size in (50_000, 30):
+        model = nn.Linear(size, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        for _ in range(5):
+            optimizer.step()
+        value = float(model.weight.detach()[0, 0])
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    return value
+
+
+def test_a_second_training_after_free_memory():
+    assert run_workers(train_twice, 2) == [0.5, 0.5]
+
+
+def plan_ahead(rank: int, pattern: str) -> list[float]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(power=1, total_steps=8, **FAST))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def warm_up(of):
+        return torch.optim.lr_scheduler.LambdaLR(of, lambda step: min(1.0, (step + 1) / 4))
+
+    if pattern == "together":
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, warm_up(optimizer))
+    elif pattern == "scheduler first":
+        scheduler = accelerator.prepare(warm_up(optimizer))
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = accelerator.prepare(warm_up(optimizer.optimizer if pattern == "inner" else optimizer))
+    gammas = []
+    for step in range(6):
+        accelerator.backward(model(inputs(rank, step)).sum())
+        optimizer.step()
+        scheduler.step()
+        gammas.append(accelerator.gossip_steps[0].gamma)
+    return gammas
+
+
+@pytest.mark.parametrize("pattern", ["together", "scheduler first", "wrapped", "inner"])
+def test_gamma_does_not_depend_on_how_prepare_was_called(pattern):
+    for gammas in run_workers(plan_ahead, 2, pattern):
+        assert gammas == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def all_frozen(rank: int) -> float:
+    accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))
+    model = make_model().requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.step()
+    with accelerator.deployed_model(model) as deployed:
+        return float(deployed(inputs(0, 0)).sum())
+
+
+def test_a_model_with_nothing_to_train_runs():
+    results = run_workers(all_frozen, 2)
+    assert results[0] == results[1]
+
+
+def test_alone_a_model_that_was_converted_keeps_its_values_over_an_evaluation():
+    accelerator = GossipAccelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.float()
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    with accelerator.deployed_model(model):
+        model[0].weight.data.fill_(0.0)
+    assert model[0].weight.dtype == torch.float32
+    assert float(model[0].weight.detach().mean()) == 2.0
+    optimizer.step()
+
+
+def skip_a_step(rank: int) -> None:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", log_every=0, timeout=3))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        accelerator.backward(model(inputs(rank, step)).sum())
+        if not (rank == 1 and step == 2):
+            optimizer.step()
+    with accelerator.deployed_model(model):
+        pass
+
+
+def test_a_worker_that_leaves_out_a_step_is_found_out():
+    outcomes = try_workers(skip_a_step, 2)
+    assert all(outcome.exit_code == 1 for outcome in outcomes)
+    told = " ".join(outcome.error for outcome in outcomes)
+    assert "left out an `optimizer.step()`" in told or "same number of optimizer steps" in told
+
+
+def test_the_prepared_optimizer_can_be_copied_and_pickled():
+    import copy
+    import pickle
+
+    accelerator = GossipAccelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert copy.deepcopy(optimizer).gossip is None
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
+    assert optimizer.gossip is not None
+
+
+def mistake_in_a_collective(rank: int) -> str:
+    from dsgdac_accel import WorkerGroup
+
+    group = WorkerGroup(torch.device("cpu"), timeout=20)
+    with pytest.raises(RuntimeError) as caught:
+        group.guarded(lambda: torch.ones(2) @ torch.ones(3), "a sum")
+    return type(caught.value).__name__
+
+
+def test_a_mistake_is_not_called_a_lost_worker():
+    assert run_workers(mistake_in_a_collective, 2) == ["RuntimeError", "RuntimeError"]
