@@ -72,7 +72,8 @@ class ImageRun:
         self.folder = RunFolder(config.output_dir, config, self.accelerator, trackers=bool(config.trackers))
         self._build()
         self.step = 0
-        self.worker_loss = math.nan
+        self.rate = 0.0  # that the last step used
+        self.worker_loss = math.nan  # of the workers, mean over the last epoch
         self.data_seconds = self.train_seconds = 0.0
 
     def _gossip(self) -> GossipConfig:
@@ -142,11 +143,13 @@ class ImageRun:
     def _train_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
         losses: list[Tensor] = []
+        logged = 0
         for batch in self._timed(self.loader):
             with self.accelerator.accumulate(self.model):
                 logits = self.model(self._inputs(batch["images"], train=True))
                 loss = F.cross_entropy(logits, batch["labels"])
                 self.accelerator.backward(loss)
+                self.rate = self.optimizer.param_groups[0]["lr"]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -155,9 +158,14 @@ class ImageRun:
                 continue
             self.step += 1
             bar.update()
-            if self.step % self.config.log_every == 0 or self.step % self.steps_per_epoch == 0:
-                self._log_training(losses, epoch, bar)
-                losses.clear()
+            if self.step % self.config.log_every == 0:
+                self._log_training(losses[logged:], epoch, bar)
+                logged = len(losses)
+        self.worker_loss = self._mean_over_workers(losses)
+
+    def _mean_over_workers(self, losses: list[Tensor]) -> float:
+        shares = self.accelerator.group.gather(float(torch.stack(losses).mean()), f"logging step {self.step}")
+        return sum(shares) / len(shares)  # all workers see equally many images
 
     def _timed(self, loader: Any) -> Any:
         """Batches, counting the time that training waits for them."""
@@ -178,22 +186,13 @@ class ImageRun:
         return self.augment(images) if train else images
 
     def _log_training(self, losses: list[Tensor], epoch: int, bar: Any) -> None:
-        mine = float(torch.stack(losses).mean())
-        shares = self.accelerator.group.gather(mine, f"logging step {self.step}")
-        self.worker_loss = sum(shares) / len(shares)  # all workers see equally many images
-        values = {"train/loss": self.worker_loss, "epoch": epoch, **self._rate()}
-        self.accelerator.log(values, step=self.step)
-        shown = {"loss": f"{self.worker_loss:.3f}", "rate": f"{values['gossip/rate']:.4f}"}
+        loss = self._mean_over_workers(losses)
+        self.accelerator.log({"train/loss": loss, "epoch": epoch, "gossip/rate": self.rate}, step=self.step)
+        shown = {"loss": f"{loss:.3f}", "rate": f"{self.rate:.4f}"}
         for step in self.accelerator.gossip_steps:
             metrics = step.metrics()
             shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{metrics.get('radius', math.nan):.3f}"}
         bar.set_postfix(shown)
-
-    def _rate(self) -> dict[str, float]:
-        """The rate that the last step used; gossip logs its own."""
-        steps = self.accelerator.gossip_steps
-        used = steps[0].rate if steps else self.config.rate * self.scheduler.scheduler.lr_lambdas[0](self.step - 1)
-        return {"gossip/rate": used}
 
     # ---- evaluation of the deployed model
 
@@ -201,7 +200,7 @@ class ImageRun:
         calibrate = self.loader if self.config.calibrate else None
         with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
             test_loss, accuracy = self._measure(deployed, self.data.test_images, self.data.test_labels)
-            values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, **self._rate()}
+            values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, "gossip/rate": self.rate}
             if last:
                 values["train/deployed_loss"], _ = self._measure(
                     deployed, self.data.train_images, self.data.train_labels
