@@ -25,7 +25,9 @@ from dsgdac_accel.gradients import any_sparse, clip_sparse_grad_norm_
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.loaders import (
     EqualSteps,
+    count_passes,
     differ_per_worker,
+    epoch_of,
     known_length,
     preserved_loaders,
     share_own_samplers,
@@ -60,8 +62,13 @@ class GossipOptimizer(AcceleratedOptimizer):
         self.gossip.after_local_step()
 
     def _epoch(self) -> int | None:
-        loader = self.gradient_state.active_dataloader
-        return getattr(loader, "iteration", None)
+        epoch = epoch_of(self.gradient_state.active_dataloader)
+        if epoch is None and self.gossip is not None and self.gossip.config.start_epoch is not None:
+            raise ValueError(
+                "start_epoch counts the passes over a prepared loader, and none is being read at this step. "
+                "Pass the loader through `prepare`, or give start_step instead."
+            )
+        return epoch
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the gossip step, whose process groups stay in this process."""
@@ -165,6 +172,7 @@ class GossipAccelerator(Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
+        count_passes(prepared, self._is_training)
         if isinstance(prepared, DataLoaderDispatcher):
             return prepared  # worker 0 reads for all, so all get equally many
         warn_of_own_shards(data_loader, self.group)
@@ -344,6 +352,8 @@ class GossipAccelerator(Accelerator):
         """Finish what is in flight, close the trackers, and end the process group unless the user began it."""
         for step in self.gossip_steps:
             step.mixer.drain()
+        if self.group.size > 1:
+            self.group.close()
         if self._group_is_the_users:
             for tracker in self.trackers:
                 tracker.finish()

@@ -56,8 +56,6 @@ def deployed_model(
     with preserved_state(model):
         try:
             for mixer in mixers:
-                mixer.drain()  # all of them, before the first collective
-            for mixer in mixers:
                 mixer.swap_in_average()
             _deploy_buffers(model, layers, group)
             if calibrate is None:
@@ -107,13 +105,15 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, train/eval modes and random states back on exit, whatever happened inside.
+    """Put buffers, gradients, train/eval modes and random states back on exit, whatever happened inside.
 
     Parameters and gradients that were converted (`model.half()`) point to their old memory again; the VALUES of
     parameters are the mixers' business.
     """
     slots = _buffer_slots(model)
     pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None  # a backward pass inside must not add to the gradient of an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
     randomness = random_state()
     try:

@@ -20,7 +20,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
 from dsgdac_accel.group import WorkerGroup
@@ -216,14 +215,11 @@ def _rows(loader: Any) -> list[int]:
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
-    sampler = batch_sampler.sampler
-    if isinstance(sampler, SequentialSampler | RandomSampler):
+    if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, SequentialSampler | RandomSampler):
         return list(range(len(loader.dataset)))
-    if isinstance(sampler, SubsetRandomSampler):
-        return sorted(sampler.indices)
     randomness = random_state()
     with preserved_loaders([loader]):
-        rows = sorted(set(sampler))
+        rows = sorted({row for batch in batch_sampler for row in batch})
     set_random_state(randomness)
     return rows
 

@@ -11,6 +11,7 @@ import itertools
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -57,6 +58,8 @@ class WorkerGroup:
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
         self._channels = itertools.count()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.closed = False
         if self.size == 1:
             return
         if device.type not in ("cpu", "cuda"):
@@ -97,6 +100,23 @@ class WorkerGroup:
             self._subgroups[members] = self._new_group(self.backend, members)
         return self._subgroups[members]
 
+    def on_silence(self, owner: Any) -> None:
+        """Call `owner.drain()` before reductions and broadcasts: beside point-to-point in flight NCCL may hang."""
+        self._owners.add(owner)
+
+    def _silence(self) -> None:
+        for owner in list(self._owners):
+            owner.drain()
+
+    def close(self) -> None:
+        """Refuse further use: the process group is about to end."""
+        self.closed = True
+
+    def require_open(self) -> None:
+        """Raise RuntimeError after `close`."""
+        if self.closed:
+            raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
+
     # ---- collectives: synchronous, on groups of their own, each with a name for the error message
 
     def meet(self, what: str) -> None:
@@ -115,6 +135,7 @@ class WorkerGroup:
         Summed in float64, so that workers which are equal have exactly themselves as their mean.
         """
         if self.size > 1:
+            self._silence()
             for part in tensor.split(_MEAN_CHUNK):
                 wide = part.double()
                 self.guarded(lambda wide=wide: dist.all_reduce(wide, group=self._reduction), what)  # type: ignore[misc]
@@ -124,12 +145,14 @@ class WorkerGroup:
     def max_(self, tensor: Tensor, what: str) -> Tensor:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
+            self._silence()
             self.guarded(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._reduction), what)
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
         """Overwrite `tensor` on every worker by worker 0's, bit by bit, whatever its dtype and strides."""
         if self.size > 1 and tensor.numel():
+            self._silence()
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             values = tensor.detach().contiguous()
             payload = values.reshape(-1).view(torch.uint8)
@@ -142,18 +165,24 @@ class WorkerGroup:
         """The small picklable `value` of every worker, in order of rank, on every worker."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        self.guarded(lambda: dist.all_gather_object(values, value, group=self._control), what)
-        return values
+        answers: list[Any] = [None] * self.size
+        self.guarded(lambda: dist.all_gather_object(answers, (what, value), group=self._control), what)
+        for rank, (where, _) in enumerate(answers):
+            if where != answers[0][0]:
+                raise RuntimeError(
+                    f"the workers are at different places: worker 0 in {answers[0][0]}, worker {rank} in {where}. All "
+                    f"of them must take every optimizer step and enter every `prepare` and `deployed_model`."
+                )
+        return [answer for _, answer in answers]
 
-    def require_equal(self, value: T, what: str) -> None:
-        """Raise on every worker unless all hold the same `value`."""
+    def require_equal(self, value: T, what: str, advice: str = "") -> None:
+        """Raise on every worker unless all hold the same `value`; `advice` says what to do about it."""
         values = self.gather(value, f"comparing the {what} of all workers")
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
                     f"all workers must have the same {what}; worker 0 has {_short(values[0])} and worker {rank} "
-                    f"has {_short(other)}."
+                    f"has {_short(other)}.{advice and ' '}{advice}"
                 )
 
     # ---- failures
@@ -166,6 +195,7 @@ class WorkerGroup:
             what: names it in the error, with the step.
             peer: the only other worker involved, where there is but one.
         """
+        self.require_open()
         try:
             return communicate()
         except RuntimeError as error:

@@ -135,6 +135,30 @@ class _SeedLoaderWorker:
             self.then(worker_id)
 
 
+# ---- epochs
+
+
+def count_passes(prepared: Any, active: Callable[[], bool]) -> None:
+    """Count the passes begun over a prepared loader while `active`, also those that the user breaks off."""
+    if not hasattr(prepared, "begin"):
+        return
+    begin = prepared.begin
+    prepared.passes_begun = 0
+
+    def counted_begin() -> None:
+        prepared.passes_begun += active()
+        begin()
+
+    prepared.begin = counted_begin
+
+
+def epoch_of(loader: Any) -> int | None:
+    """The epoch (0-based) of the pass that is being read, or None if no prepared loader is being read."""
+    if loader is None:
+        return None
+    return max(getattr(loader, "iteration", 0), getattr(loader, "passes_begun", 0) - 1)
+
+
 # ---- the same number of steps
 
 
@@ -174,6 +198,8 @@ class EqualSteps:
         return self.steps is None or len(set(self.lengths)) > 1
 
     def __len__(self) -> int:
+        if not self.active():
+            return len(self.loader)  # type: ignore[arg-type]
         if self.steps is None:
             raise TypeError("the number of batches is unknown on some worker")
         return self.steps
@@ -188,19 +214,23 @@ class EqualSteps:
             yield from self.loader
             return
         batches = iter(self.loader)
-        for taken, (batch, last_here) in enumerate(self._with_last(batches), 1):
-            last = self._last_of_all(taken, last_here)
-            if last is None:  # some worker has no batch at all
+        pairs = self._with_last(batches)
+        last, taken = False, 0
+        while not last:
+            batch, last_here = next(pairs, (None, None))
+            last_of_all = self._last_of_all(taken + 1, last_here)
+            if last_of_all is None:  # some worker has no batch at all
                 break
+            last = last_of_all
+            taken += 1
             if last:
                 self._mark_end()
             yield batch
-            if last and not last_here:
-                self._warn_of_rest(taken)
-                break
-        else:
-            return
-        self._end_early(batches)
+        if last_here:
+            next(pairs, None)  # lets the loader end its pass by itself
+        elif last_here is not None:
+            self._warn_of_rest(taken)
+            self._end_early(batches)
 
     def _with_last(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         """Each batch, and whether it is this worker's last. Accelerate's loaders know; elsewhere, look one ahead."""
@@ -215,12 +245,12 @@ class EqualSteps:
             yield batch, following is nothing
             batch = following
 
-    def _last_of_all(self, taken: int, last_here: bool) -> bool | None:
-        """Whether batch number `taken` is the last that all workers have; None if not all have it."""
+    def _last_of_all(self, number: int, last_here: bool | None) -> bool | None:
+        """Whether batch `number` is the last that all workers have; None if some worker has not even this one."""
         if self.steps is not None:
-            return taken == self.steps if taken <= self.steps else None
+            return number == self.steps if number <= self.steps else None
         states = self.group.gather(last_here, "asking whether every worker has another batch")
-        return any(states)
+        return None if None in states else any(states)
 
     def _warn_of_rest(self, taken: int) -> None:
         longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
@@ -255,27 +285,55 @@ class EqualSteps:
 # ---- leaving no trace
 
 
+_PASS_STATE = ("iteration", "epoch", "end_of_dataloader", "remainder", "_stop_iteration")
+
+
 @contextmanager
 def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
-    """Put epoch counters, ends and generators of prepared loaders back on exit, whoever iterated over them inside."""
-    kept = []
-    generators: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        for part in _parts(loader):
-            for name in ("iteration", "epoch", "end_of_dataloader", "remainder"):
-                if name in getattr(part, "__dict__", {}):
-                    kept.append((part, name, part.__dict__[name]))
-            for value in vars(part).values() if hasattr(part, "__dict__") else ():
-                if isinstance(value, torch.Generator):
-                    generators[id(value)] = value
-    states = [(generator, generator.get_state()) for generator in generators.values()]
+    """Put the state of loaders and their samplers back on exit, whoever iterated over them inside.
+
+    That is: epoch counters, marks of the end, random generators of their own, and the processes of persistent workers,
+    which two passes at once would otherwise share.
+    """
+    parts = {id(part): part for loader in loaders for part in _parts(loader) if hasattr(part, "__dict__")}.values()
+    kept = [(part, name, vars(part)[name]) for part in parts for name in _PASS_STATE if name in vars(part)]
+    generators = {id(value): value for part in parts for value in vars(part).values() if _is_generator(value)}
+    states = [(generator, _generator_state(generator)) for generator in generators.values()]
+    persistent = [part for part in parts if isinstance(part, DataLoader) and vars(part).get("persistent_workers")]
+    passes = [(part, vars(part).get("_iterator")) for part in persistent]
+    for part, _ in passes:
+        part._iterator = None
     try:
         yield
     finally:
+        for part, outer in passes:
+            if part._iterator is not None and part._iterator is not outer:
+                part._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            part._iterator = outer
         for part, name, value in kept:
             setattr(part, name, value)
         for generator, state in states:
-            generator.set_state(state)
+            _set_generator_state(generator, state)
+
+
+def _is_generator(value: Any) -> bool:
+    own = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+    return isinstance(value, own)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -92,6 +92,7 @@ class Mixer:
         self._backup: list[Tensor] = []
         self._warned_of_edits = False
         self._update_scale = 0.0
+        group.on_silence(self)
         self._lay_out()
 
     # ---- layout
@@ -140,6 +141,7 @@ class Mixer:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
         if self.group.size == 1 or self.exchange.in_flight or self._arrived:
             return
+        self.group.require_open()
         self._refuse_while_borrowed()
         self._follow_changes()
         self.flat.remember_versions()
@@ -266,7 +268,7 @@ class Mixer:
         if self.group.size == 1:
             return self._consensus_from(0.0)
         self._refuse_while_borrowed()
-        self.drain()  # no collective while point-to-point is in flight: NCCL may deadlock
+        self.drain()
         busy = self._arrived
         squared = 0.0
         for buffer, scratch in zip(self.flat.buffers, self.exchange.received[0], strict=True):

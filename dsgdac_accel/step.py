@@ -21,6 +21,11 @@ from dsgdac_accel.watch import ModelWatch
 
 logger = logging.getLogger(__name__)
 
+_SAME_RATES = (
+    "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as one "
+    "measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`."
+)
+
 
 class GossipStep:
     """Drives one optimizer: `before_local_step`, then the optimizer's own step, then `after_local_step`.
@@ -107,7 +112,7 @@ class GossipStep:
         every = self.config.log_every
         if every and self.mixer.step % every == 0:
             self.group.require_equal(self.mixer.step, "number of optimizer steps")
-            self.group.require_equal(self.rate, f"learning rate at step {self.mixer.step}")
+            self.group.require_equal(self.rate, f"learning rate at step {self.mixer.step}", _SAME_RATES)
             self.mixer.measure_consensus()  # between two exchanges the receive buffer is free to use
         if self.config.overlap:
             self.mixer.start()
@@ -128,7 +133,6 @@ class GossipStep:
 
     def _agree_on_overflow(self, scaler: Any) -> bool:
         """Let an overflow anywhere count everywhere, so that loss scales stay equal; the scaler itself then skips."""
-        self.mixer.drain()  # no collective while point-to-point is in flight: NCCL may deadlock
         if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
         found = list(scaler._found_inf_per_device(self.optimizer).values())
@@ -155,7 +159,7 @@ class GossipStep:
     def _check_workers_once(self) -> None:
         """What must agree, and what must differ, when training begins."""
         self._first_step_checked = True
-        self.group.require_equal(self.rate, "learning rate at the first step")
+        self.group.require_equal(self.rate, "learning rate at the first step", _SAME_RATES)
         streams = self.group.gather(
             hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), "comparing random states"
         )

@@ -38,8 +38,8 @@ class GossipConfig:
     null begins at the first step, unless start_epoch is given."""
 
     start_epoch: int | None = None
-    """Epoch (0-based) at which adaptive consensus begins: epochs 0 to start_epoch - 1 mix with gamma 1.
-    Give this or start_step, not both."""
+    """Epoch (0-based) at which adaptive consensus begins: epochs 0 to start_epoch - 1 mix with gamma 1. An epoch is
+    a training pass begun over the prepared loader. Give this or start_step, not both."""
 
     max_rate: Literal["active", "run"] | float = "active"
     """The rate at which gamma is 1: the largest rate among the steps since adaptive consensus began (active, the

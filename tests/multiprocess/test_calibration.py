@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from tests.workers import run_workers
@@ -225,3 +227,76 @@ def test_a_batch_of_one_is_explained():
         accelerator.deployed_model(model, calibrate=[torch.randn(1, 3)]),
     ):
         pass
+
+
+class OwnBatches:
+    """A batch sampler without a sampler inside, over the first half of the rows, with a generator of its own."""
+
+    batch_size, drop_last = 2, False
+
+    def __init__(self):
+        self.rng = numpy.random.default_rng(0)
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        order = self.rng.permutation(8).tolist()
+        return iter([order[i : i + 2] for i in range(0, 8, 2)])
+
+
+def own_batches(rank: int, calibrate: bool) -> tuple[list[list[int]], float]:
+    accelerator = make_accelerator()
+    model = Net()
+    loader = DataLoader(Rows(), batch_sampler=OwnBatches())
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    epochs, mean = [], 0.0
+    for _ in range(3):
+        epochs.append([int(row) for batch in loader for row in batch[:, 0]])
+        if calibrate:
+            with accelerator.deployed_model(model, calibrate=loader) as deployed:
+                mean = deployed.norm.running_mean[0].item()
+    return epochs, mean
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+
+def test_a_batch_sampler_of_the_users_own_is_calibrated_on_its_rows_and_keeps_its_order():
+    calibrated, plain = run_workers(own_batches, 2, True), run_workers(own_batches, 2, False)
+    for (epochs, mean), (undisturbed, _) in zip(calibrated, plain, strict=True):
+        assert mean == 3.5
+        assert epochs == undisturbed
+        assert epochs[0] != epochs[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(72.0).reshape(24, 3))
+
+
+def stream_and_calibrate(rank: int, workers: int, dispatch: bool | None) -> int:
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    model = Net()
+    loader = DataLoader(Stream(), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shuffling, which this stream does not do
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        if number == 2:
+            with accelerator.deployed_model(model, calibrate=loader) as deployed:
+                next(iter(loader))
+                assert deployed.norm.running_mean[0].item() == pytest.approx(34.5)
+    return accelerator.gossip_steps[0].mixer.step
+
+
+@pytest.mark.parametrize(("workers", "dispatch"), [(0, None), (0, False), (1, False)])
+def test_calibrating_on_a_stream_in_mid_epoch_does_not_cut_the_epoch(workers, dispatch):
+    assert run_workers(stream_and_calibrate, 2, workers, dispatch) == [6, 6]

@@ -296,3 +296,15 @@ def read_inside(rank: int, inside: bool) -> list[list[float]]:
 
 def test_reading_the_training_loader_inside_keeps_the_order_of_later_epochs():
     assert run_workers(read_inside, 2, True) == run_workers(read_inside, 2, False)
+
+
+def test_a_backward_pass_inside_leaves_an_open_accumulation_window_alone():
+    accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Net()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.randn(4, 3)).sum())
+    before = [p.grad.clone() for p in model.parameters()]
+    with accelerator.deployed_model(model) as deployed:
+        assert all(p.grad is None for p in deployed.parameters())
+        deployed(torch.randn(4, 3)).square().sum().backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))

@@ -172,3 +172,32 @@ def mistake_in_a_collective(rank: int) -> str:
 
 def test_a_mistake_is_not_called_a_lost_worker():
     assert run_workers(mistake_in_a_collective, 2) == ["RuntimeError", "RuntimeError"]
+
+
+def different_places(rank: int) -> str:
+    from dsgdac_accel import WorkerGroup
+
+    group = WorkerGroup(torch.device("cpu"), timeout=20)
+    with pytest.raises(RuntimeError, match="different places") as caught:
+        group.gather(rank, "saving" if rank else "evaluating")
+    return str(caught.value)
+
+
+def test_workers_that_communicate_about_different_things_are_told_so():
+    for message in run_workers(different_places, 2):
+        assert "worker 0 in evaluating, worker 1 in saving" in message
+
+
+def train_after_the_end(rank: int) -> str:
+    accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()
+    accelerator.end_training()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_training_after_end_training_is_refused():
+    assert all("training has ended" in message for message in run_workers(train_after_the_end, 2))

@@ -296,3 +296,44 @@ def test_samplers_are_left_alone_in_one_process():
     accelerator = GossipAccelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=RandomSampler(data)))
     assert sorted(index for batch in loader for index in batch["index"].tolist()) == list(range(6))
+
+
+def broken_off_epochs(rank: int) -> list[float]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, start_epoch=2, power=1))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader = DataLoader(torch.arange(32.0)[:, None], batch_size=2, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    gammas = []
+    for _ in range(4):
+        for number, batch in enumerate(loader):
+            if number == 2:
+                break
+            accelerator.backward(model(batch).sum() * 1e-3)
+            optimizer.step()
+            scheduler.step()
+            gammas.append(accelerator.gossip_steps[0].gamma)
+        with torch.no_grad():  # reading the training data to evaluate is no epoch
+            sum(1 for _ in loader)
+    return gammas
+
+
+def test_start_epoch_counts_training_passes_also_if_they_are_broken_off():
+    for gammas in run_workers(broken_off_epochs, 2):
+        assert gammas == [1, 1, 1, 1, 1, 0.5, 0.25, 0.125]
+
+
+def nothing_on_one_worker(rank: int) -> int:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = accelerator.equal_steps(iter_twice([torch.ones(1, 1)] * 3 * rank))
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+    return accelerator.gossip_steps[0].mixer.step
+
+
+def test_a_worker_without_any_batch_ends_the_pass_for_all():
+    assert run_workers(nothing_on_one_worker, 2) == [0, 0]
