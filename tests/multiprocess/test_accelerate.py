@@ -1,4 +1,4 @@
-"""GossipAccelerator keeps Accelerate's promises: steps, schedules, clipping, precision, neighbours (K5, K6, K8)."""
+"""GossipAccelerator keeps Accelerate's promises: steps, schedules, clipping, precision, neighbours."""
 
 from __future__ import annotations
 

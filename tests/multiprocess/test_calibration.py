@@ -1,4 +1,4 @@
-"""BatchNorm of the deployed model: exact, equal on all workers, from batches of any form (kind K14)."""
+"""BatchNorm of the deployed model: exact, equal on all workers, from batches of any form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def everything(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def opposite_weights(rank: int, calibrate: bool) -> dict[str, torch.Tensor]:
-    """CASES 56: weights +1 and -1; the average is 0, so the activations have variance 0, not 4."""
+    """Weights +1 and -1; the average is 0, so the activations have variance 0, not 4."""
     accelerator = make_accelerator()
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
     model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

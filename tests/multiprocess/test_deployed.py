@@ -1,4 +1,4 @@
-"""The deployed model is the average, calibrated exactly, and looking at it leaves no trace (kinds K12 to K14)."""
+"""The deployed model is the average, calibrated exactly, and looking at it leaves no trace."""
 
 from __future__ import annotations
 

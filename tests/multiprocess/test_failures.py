@@ -1,4 +1,4 @@
-"""A worker that raises, is killed or falls silent ends the run everywhere, in time, by name (kind K9)."""
+"""A worker that raises, is killed or falls silent ends the run everywhere, in time, by name."""
 
 from __future__ import annotations
 

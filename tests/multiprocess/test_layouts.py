@@ -1,4 +1,4 @@
-"""Every parameter is mixed exactly once, whatever its memory layout and history (kinds K7 and K10)."""
+"""Every parameter is mixed exactly once, whatever its memory layout and history."""
 
 from __future__ import annotations
 

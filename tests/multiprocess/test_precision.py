@@ -1,4 +1,4 @@
-"""fp16 overflows, bf16, and gradients or parameters that are not finite (kind K6)."""
+"""fp16 overflows, bf16, and gradients or parameters that are not finite."""
 
 from __future__ import annotations
 

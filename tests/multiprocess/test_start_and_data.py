@@ -1,4 +1,4 @@
-"""Equal start, data order and randomness (kinds K1 to K3)."""
+"""Equal start, data order and randomness."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OwnBatches:
             yield [order.pop(random.randrange(len(order))) for _ in range(self.batch_size)]
 
 
-# ---- K3
+# ---- equal start
 
 
 def start(rank: int, how: str) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def test_all_workers_start_from_worker_0_to_the_bit(how):
     assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "worker 0's own"
 
 
-# ---- K2
+# ---- order and randomness
 
 
 def read_epochs(rank: int, seeds: str, options: dict, workers: int, sampler: str) -> list:
@@ -167,7 +167,7 @@ def test_equal_seeds_set_after_prepare_are_told_apart_at_the_first_step():
     assert not torch.equal(first, second)
 
 
-# ---- K1
+# ---- uneven data
 
 
 class Lines(IterableDataset):

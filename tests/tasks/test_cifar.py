@@ -1,4 +1,4 @@
-"""The image task end to end, as its user starts it: launched, broken, killed, repeated (K2, K9, K13, K14, K22)."""
+"""The image task end to end, as its user starts it: launched, broken, killed, repeated."""
 
 import json
 import os

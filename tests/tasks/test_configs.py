@@ -1,4 +1,4 @@
-"""Every shipped configuration loads through the real parser and holds what its name says (kinds K20, K22)."""
+"""Every shipped configuration loads through the real parser and holds what its name says."""
 
 import re
 from pathlib import Path
