@@ -201,7 +201,7 @@ class WorkerGroup:
         except RuntimeError as error:
             if not _TRANSPORT_ERRORS.search(str(error)):
                 raise  # a mistake of ours or of the caller, not a lost worker
-            where = what if "step" in what else f"{what} at step {self.steps_taken}"
+            where = what if re.search(r"step \d", what) else f"{what} at step {self.steps_taken}"
             raise self._lost(where, _short_cause(error), peer) from error
 
     def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
-
-FAST = {"timeout": 20.0}
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-
-
-def inputs(rank: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + number)
-    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
-
 
 # ---- fp16, bf16 and gradients that are not finite
 

@@ -1,0 +1,22 @@
+"""A tiny model in float64 and inputs that differ per worker."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+FAST = {"timeout": 20.0}
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def inputs(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
