@@ -37,7 +37,8 @@ def deployed_model(
 
     Parameters are averaged. BatchNorm statistics are calibrated on the data of `calibrate`, or without it pooled over
     the workers by total variance. Every other buffer is worker 0's. On exit, also after an exception, parameters,
-    buffers, train/eval modes and random states are what they were, to the byte. Collective: enter it on all workers.
+    gradients, buffers, train/eval modes and random states are what they were, to the byte. Collective: enter it on all
+    workers.
 
     Args:
         model: the model; may be compiled or wrapped by Accelerate. Out of DDP, the inner module is yielded.

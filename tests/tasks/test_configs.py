@@ -1,6 +1,7 @@
 """Every shipped configuration loads through the real parser and holds what its name says."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def test_every_config_loads_and_writes_below_runs_under_its_own_name(name):
 def test_every_comment_that_names_a_setting_override_is_accepted(name):
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     for key, value in re.findall(r"--([a-z_.]+) (\w+)", text):
-        parse_config(CifarConfig, ["--config", str(CONFIGS / f"{name}.yaml"), f"--{key}", value])
+        config = parse_config(CifarConfig, ["--config", str(CONFIGS / f"{name}.yaml"), f"--{key}", value])
+        assert Path(str(attrgetter(key)(config))).name == value  # paths come out absolute
 
 
 @pytest.fixture(params=sorted(file.stem for file in CONFIGS.glob("*.yaml") if PAPER_NAME.fullmatch(file.stem)))
