@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from image_models import build_image_model
+from images.models import build_image_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +34,7 @@ class BenchmarkConfig:
     """One comparison of step times."""
 
     model: str = "wrn-16-4"
-    """An image model of `tasks/image_models.py`."""
+    """An image model of `tasks/images/models.py`."""
 
     image_size: int = 32
     """Height and width of the random images."""

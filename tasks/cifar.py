@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
 from endings import starting_up, training
-from image_augment import CropAndFlip, normalise
-from image_config import CifarConfig, DataConfig
-from image_data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
-from image_models import build_image_model, save_image_model
+from images.augment import CropAndFlip, normalise
+from images.config import CifarConfig, DataConfig
+from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
+from images.models import build_image_model, save_image_model
 from run_folder import RunFolder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler

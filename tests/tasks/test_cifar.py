@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from cifar import CifarConfig
-from image_augment import normalise
-from image_data import load_image_data
-from image_models import load_image_model
+from images.augment import normalise
+from images.data import load_image_data
+from images.models import load_image_model
 from PIL import Image
 from safetensors.torch import load_file
 

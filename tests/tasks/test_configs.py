@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from cifar import CifarConfig
-from image_models import WIDE_RESNET_NAME
+from images.models import WIDE_RESNET_NAME
 
 from dsgdac_accel.config import parse_config
 

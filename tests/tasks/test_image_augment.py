@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from image_augment import CropAndFlip, normalise
-from image_data import ImageTensors, collate
+from images.augment import CropAndFlip, normalise
+from images.data import ImageTensors, collate
 from torch.utils.data import DataLoader
 
 FORMATS = [torch.contiguous_format, torch.channels_last]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from image_data import (
+from images.data import (
     ImageTensors,
     LabelledImages,
     collate,
@@ -17,9 +17,10 @@ from image_data import (
     pixel_statistics,
     with_label_noise,
 )
-from image_decoding import decode_image
-from image_sources import choose_splits, find_image_column, find_label_column, split_of
+from images.decoding import decode_image
+from images.sources import choose_splits, find_image_column, find_label_column
 from PIL import Image
+from sources import split_of
 from torch.utils.data import DataLoader
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from image_models import build_image_model
+from images.models import build_image_model
+from images.wide_resnet import WideResNet
 from torch import nn
-from wide_resnet import WideResNet
 
 
 def count(model):

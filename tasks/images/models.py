@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from image_data import ImageData
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from wide_resnet import WideResNet
+
+from images.data import ImageData
+from images.wide_resnet import WideResNet
 
 WIDE_RESNET_NAME = re.compile(r"wrn-?(\d+)-(\d+)")
 

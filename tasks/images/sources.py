@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import datasets
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import ClassLabel, Dataset, Features, Value
+from sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES, find_split_files, open_hub, read_parquet
 
 HUB_NAMES = {
     "cifar10": "uoft-cs/cifar10",
@@ -19,8 +18,7 @@ HUB_NAMES = {
 }
 """Short names of data sets that live under an owner's name on the Hub."""
 
-TRAIN_NAMES = ("train", "training")
-EVALUATION_NAMES = ("test", "testing", "validation", "valid", "val", "dev", "eval")
+EVALUATION_NAMES = TEST_NAMES + VALIDATION_NAMES
 """Names of the evaluation split, the preferred one first."""
 
 IMAGE_NAMES = ("image", "img", "pixel_values")
@@ -41,26 +39,9 @@ def open_splits(name: str | None, path: Path | None) -> tuple[dict[str, Dataset]
     if path is not None:
         return open_local(Path(path).expanduser())
     if name is not None:
-        return open_hub(name)
+        way_out = "pass data.path with local parquet files or image folders, or use 'digits', which needs no download"
+        return open_hub(HUB_NAMES.get(name.lower(), name), way_out=way_out)
     raise ValueError("Image data needs a name ('digits', 'cifar10', a Hub name) or a path; got neither.")
-
-
-def open_hub(name: str) -> tuple[dict[str, Dataset], str]:
-    """Download (or find in the cache) a data set of the Hub.
-
-    Raises RuntimeError, with the way round, if the Hub cannot be reached or has no such data set.
-    """
-    hub_name = HUB_NAMES.get(name.lower(), name)
-    try:
-        loaded = datasets.load_dataset(hub_name)
-    # Network, naming and format errors reach us as many types, depending on the versions of the Hub's clients.
-    except Exception as error:
-        raise RuntimeError(
-            f"Data set '{hub_name}' could not be loaded from the Hugging Face Hub "
-            f"({type(error).__name__}: {error}). Check the name; without network, pass data.path with local parquet "
-            "files or image folders, or use 'digits', which needs no download."
-        ) from error
-    return dict(loaded), f"{hub_name} from the Hugging Face Hub"
 
 
 def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
@@ -75,49 +56,12 @@ def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
         if path.suffix != ".parquet":
             raise ValueError(f"A file as data.path must be *.parquet; got {path}. {EXPECTED_FILES}")
         return {"train": read_parquet([path])}, f"parquet file {path}"
-    if files := find_parquet_splits(path):
+    if files := find_split_files(path, ".parquet"):
         return {split: read_parquet(shards) for split, shards in files.items()}, f"parquet files in {path}"
     if folders := find_image_folders(path):
         return {split: read_image_folder(folder) for split, folder in folders.items()}, f"image folders in {path}"
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ValueError(f"No splits in {path}; found {found}. {EXPECTED_FILES}")
-
-
-def find_parquet_splits(path: Path) -> dict[str, list[Path]]:
-    """Parquet files below `path` by split, shards in order: train-00000-of-00002.parquet or train/0000.parquet.
-
-    Empty where no file names a split.
-
-    Raises ValueError if splits lie in several folders (several configurations) or a shard is missing.
-    """
-    splits: dict[Path, dict[str, list[Path]]] = {}
-    for file in sorted(path.rglob("*.parquet")):
-        if split := split_of(file.stem):
-            splits.setdefault(file.parent, {}).setdefault(split, []).append(file)
-        elif file.parent != path and (split := split_of(file.parent.name)):
-            splits.setdefault(file.parent.parent, {}).setdefault(split, []).append(file)
-    if len(splits) > 1:
-        folders = ", ".join(str(folder) for folder in splits)
-        raise ValueError(f"data.path must hold one data set; {path} has several: {folders}. Pass one of them.")
-    found = next(iter(splits.values()), {})
-    for shards in found.values():
-        _check_shards(shards)
-    return found
-
-
-def split_of(name: str) -> str | None:
-    """Name of the split that a file or folder holds, or None.
-
-    >>> split_of("train-00000-of-00001"), split_of("Val"), split_of("training_images"), split_of("trainers")
-    ('train', 'val', 'training', None)
-    """
-    match = re.match(rf"({'|'.join(TRAIN_NAMES + EVALUATION_NAMES)})(?![a-z])", name.lower())
-    return match.group(1) if match else None
-
-
-def read_parquet(files: Collection[Path]) -> Dataset:
-    """Read and concatenate parquet files, with the features that `datasets` noted in them, if any."""
-    return datasets.concatenate_datasets([_read_parquet_file(file) for file in files])
 
 
 def find_image_folders(path: Path) -> dict[str, Path]:
@@ -238,33 +182,6 @@ def _is_plain_label(feature: object) -> bool:
 
 def _describe(feature: object) -> str:
     return feature.dtype if isinstance(feature, Value) else type(feature).__name__
-
-
-def _read_parquet_file(file: Path) -> Dataset:
-    try:
-        table = pq.read_table(file)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{file} must be a readable parquet file: {error}. Write or download it again.") from error
-    return Dataset(_without_dictionaries(table))
-
-
-def _without_dictionaries(table: pa.Table) -> pa.Table:
-    # Pandas writes categorical columns dictionary-encoded, which `datasets` does not read.
-    plain = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in table.schema
-    ]
-    return table.cast(pa.schema(plain, metadata=table.schema.metadata))
-
-
-def _check_shards(shards: list[Path]) -> None:
-    for shard in shards:
-        match = re.search(r"-of-(\d+)$", shard.stem)
-        if match and int(match.group(1)) != len(shards):
-            raise ValueError(
-                f"{shard.name} is one of {int(match.group(1))} shards; found {len(shards)} in {shard.parent}. "
-                "Download the others: a part of the split would be missing."
-            )
 
 
 def _image_files(folder: Path) -> list[Path]:

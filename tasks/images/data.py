@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from image_decoding import Pixels, decode_images, stack_splits
-from image_sources import choose_splits, find_image_column, find_label_column, open_splits
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
+
+from images.decoding import Pixels, decode_images, stack_splits
+from images.sources import choose_splits, find_image_column, find_label_column, open_splits
 
 DIGITS_TEST_FRACTION = 360 / 1797
 """Held-out part of the digits, which come without a split."""

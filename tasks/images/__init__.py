@@ -1,0 +1,1 @@
+"""Image classification: data, models and settings of `tasks/cifar.py`."""
