@@ -30,8 +30,8 @@ def plot_run(output_dir: Path | str) -> list[Path]:
 
     rate_gamma.png               learning rate (left) and gamma (right)
     consensus.png                consensus radius and disagreement with the neighbours, logarithmic where positive
-    loss.png                     training loss of the workers and test loss of the deployed model
-    accuracy.png, bleu.png       of the deployed model
+    loss.png                     training loss of the workers, validation or test loss of the deployed model
+    accuracy.png, bleu.png       of the deployed model, on the split evaluated during training
 
     A plot whose metrics the run has not logged is left out.
 
@@ -181,10 +181,11 @@ def _draw_consensus(axes: Any, runs: Sequence[Run]) -> None:
 def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
     alone = _is_alone(runs)
     for _, colour, records in runs:
-        train, test = series(records, "train/loss"), series(records, "test/loss")
+        split = _evaluated_split(records, "loss")
+        train, evaluated = series(records, "train/loss"), series(records, f"{split}/loss")
         _line(axes, train, "train (workers)", colour, dashed=not alone, faint=not alone)
-        _line(axes, test, "test (deployed model)", VERMILION if alone else colour)
-    _finish(axes, "loss (nats)", "loss" if alone else "loss: test (solid), train (dashed)")
+        _line(axes, evaluated, f"{split} (deployed model)", VERMILION if alone else colour)
+    _finish(axes, "loss (nats)", "loss" if alone else f"loss: {split} (solid), train (dashed)")
     _add_legend([axes], runs)
 
 
@@ -199,17 +200,23 @@ def _draw_accuracy(axes: Any, runs: Sequence[Run]) -> None:
 
 def _draw_bleu(axes: Any, runs: Sequence[Run]) -> None:
     for _, colour, records in runs:
-        _line(axes, series(records, "test/bleu"), "test BLEU", colour)
-    _finish(axes, "test BLEU (0 to 100)", "BLEU of the deployed model")
+        split = _evaluated_split(records, "bleu")
+        _line(axes, series(records, f"{split}/bleu"), f"{split} BLEU", colour)
+    _finish(axes, f"{split} BLEU (0 to 100)", "BLEU of the deployed model")
 
 
 PANELS = {
     "rate_gamma.png": Panel(("gossip/rate", "gossip/gamma"), _draw_rate_and_gamma),
     "consensus.png": Panel(("gossip/radius", "gossip/neighbor_disagreement"), _draw_consensus),
-    "loss.png": Panel(("train/loss", "test/loss"), _draw_loss),
+    "loss.png": Panel(("train/loss", "validation/loss", "test/loss"), _draw_loss),
     "accuracy.png": Panel(("test/accuracy",), _draw_accuracy),
-    "bleu.png": Panel(("test/bleu",), _draw_bleu),
+    "bleu.png": Panel(("validation/bleu", "test/bleu"), _draw_bleu),
 }
+
+
+def _evaluated_split(records: Records, name: str) -> str:
+    """The split that a metric was measured on during training: validation if there is one, else test."""
+    return "validation" if any(f"validation/{name}" in record for record in records) else "test"
 
 
 def _new_figure(rows: int, columns: int) -> tuple[Any, list[Any]]:

@@ -25,13 +25,29 @@ WITHOUT_CONTROL = ("dsgd", "dadam")
 """Plain gossip: gamma is 1 throughout."""
 
 
-def make_accelerator(algorithm: str, gossip: GossipConfig, **kwargs: Any) -> SynchronousAccelerator | GossipAccelerator:
-    """The Accelerator that trains by `algorithm`; `kwargs` are those of `accelerate.Accelerator`."""
+def make_accelerator(
+    algorithm: str,
+    gossip: GossipConfig,
+    total_steps: int | None = None,
+    steps_per_epoch: int | None = None,
+    **kwargs: Any,
+) -> SynchronousAccelerator | GossipAccelerator:
+    """The Accelerator that trains by `algorithm`.
+
+    Args:
+        algorithm: `sgd` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1, whatever `gossip` says of
+            gamma; `dsgd_ac` and `dadam_ac` gossip as it says.
+        gossip: topology, gamma schedule and policies.
+        total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
+        **kwargs: those of `accelerate.Accelerator`.
+    """
     if algorithm in SYNCHRONOUS:
         return SynchronousAccelerator(timeout=gossip.timeout, cpu=not torch.accelerator.is_available(), **kwargs)
     if algorithm in WITHOUT_CONTROL:
-        gossip = replace(gossip, power=0.0, constant=None, floor=0.0)
-    return GossipAccelerator(gossip=gossip, **kwargs)
+        gossip = replace(gossip, power=0.0, constant=None, floor=0.0, start_step=None, start_epoch=None)
+    elif gossip.start_epoch is not None and steps_per_epoch is not None:
+        gossip = replace(gossip, start_epoch=None, start_step=gossip.start_epoch * steps_per_epoch)
+    return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
 
 
 class SynchronousAccelerator(Accelerator):
@@ -50,6 +66,12 @@ class SynchronousAccelerator(Accelerator):
             if self.num_processes > 1 and isinstance(bare, nn.Module) and not isinstance(bare, DistributedDataParallel):
                 raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
         seed_workers_differently(self.group)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler so that it ticks once per optimizer step, not once per process, as in gossip."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
         return prepared
 
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
+from demo import CONFIGS, announce_demo
 from endings import starting_up, training
 from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig, DataConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, save_image_model
+from progress import WaitingTime, figures
 from run_folder import RunFolder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
-from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
 
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "configs" / "digits.yaml"
+DEMO = CONFIGS / "digits.yaml"
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -58,7 +56,9 @@ class ImageRun:
         self.total_steps = config.epochs * self.steps_per_epoch
         self.accelerator = make_accelerator(
             config.algorithm,
-            self._gossip(),
+            config.gossip,
+            self.total_steps,
+            self.steps_per_epoch,
             mixed_precision=config.mixed_precision,
             gradient_accumulation_steps=config.accumulation_steps,
             dataloader_config=DataLoaderConfiguration(
@@ -74,14 +74,8 @@ class ImageRun:
         self.step = 0
         self.rate = 0.0  # that the last step used
         self.worker_loss = math.nan  # of the workers, mean over the last epoch
-        self.data_seconds = self.train_seconds = 0.0
-
-    def _gossip(self) -> GossipConfig:
-        """With epochs turned into steps, and the length of the run, which this task knows."""
-        gossip = replace(self.config.gossip, total_steps=self.total_steps)
-        if gossip.start_epoch is None:
-            return gossip
-        return replace(gossip, start_epoch=None, start_step=gossip.start_epoch * self.steps_per_epoch)
+        self.waiting = WaitingTime()
+        self.train_seconds = 0.0
 
     def _check_batch(self) -> None:
         shares = self.accelerator.num_processes * self.config.accumulation_steps
@@ -144,7 +138,7 @@ class ImageRun:
         self.model.train()
         losses: list[Tensor] = []
         logged = 0
-        for batch in self._timed(self.loader):
+        for batch in self.waiting.batches(self.loader):
             with self.accelerator.accumulate(self.model):
                 logits = self.model(self._inputs(batch["images"], train=True))
                 loss = F.cross_entropy(logits, batch["labels"])
@@ -167,17 +161,6 @@ class ImageRun:
         shares = self.accelerator.group.gather(float(torch.stack(losses).mean()), f"logging step {self.step}")
         return sum(shares) / len(shares)  # all workers see equally many images
 
-    def _timed(self, loader: Any) -> Any:
-        """Batches, counting the time that training waits for them."""
-        batches = iter(loader)
-        while True:
-            begun = time.perf_counter()
-            batch = next(batches, None)
-            self.data_seconds += time.perf_counter() - begun
-            if batch is None:
-                return
-            yield batch
-
     def _inputs(self, images: Tensor, train: bool) -> Tensor:
         images = images.to(self.accelerator.device, non_blocking=True)
         if self.config.channels_last:
@@ -188,11 +171,7 @@ class ImageRun:
     def _log_training(self, losses: list[Tensor], epoch: int, bar: Any) -> None:
         loss = self._mean_over_workers(losses)
         self.accelerator.log({"train/loss": loss, "epoch": epoch, "gossip/rate": self.rate}, step=self.step)
-        shown = {"loss": f"{loss:.3f}", "rate": f"{self.rate:.4f}"}
-        for step in self.accelerator.gossip_steps:
-            metrics = step.metrics()
-            shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{metrics.get('radius', math.nan):.3f}"}
-        bar.set_postfix(shown)
+        bar.set_postfix(figures(self.accelerator, loss, self.rate))
 
     # ---- evaluation of the deployed model
 
@@ -256,7 +235,7 @@ class ImageRun:
             "radius": radius,
             "gamma": steps[0].gamma if steps else None,
             "seconds": round(seconds, 3),
-            "data_share": round(self.data_seconds / self.train_seconds, 4),
+            "data_share": round(self.waiting.seconds / self.train_seconds, 4),
             "seed": self.config.seed,
         }
 
@@ -276,10 +255,7 @@ def _training_part(data: ImageData, config: CifarConfig) -> ImageData:
 
 def main() -> None:
     """Read the configuration, train, and say where the results are."""
-    first = os.environ.get("RANK", "0") == "0"
-    if first and not any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:]):
-        others = ", ".join(sorted(str(f.relative_to(ROOT)) for f in (ROOT / "configs").glob("*.yaml") if f != DEMO))
-        print(f"No --config given: running the embedded demo {DEMO.relative_to(ROOT)}. Others: {others}.", flush=True)
+    announce_demo(DEMO, ("digits*", "cifar*"))
     with starting_up():
         config = parse_config(CifarConfig, default_file=DEMO, description=__doc__)
         run = ImageRun(config)

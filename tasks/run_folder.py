@@ -54,7 +54,9 @@ class RunFolder:
         """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays."""
         self.folder.mkdir(parents=True, exist_ok=True)
         stale = [self.folder / name for name in ("metrics.jsonl", "summary.json", *PANELS)]
-        for file in (*stale, *self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")):
+        stale += self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")
+        stale += self.folder.glob("*.hypotheses.txt")  # of translation
+        for file in stale:
             file.unlink(missing_ok=True)
         write_config(config, self.folder)
         self.accelerator.consensus_logger.add_sink(JsonlSink(self.folder / "metrics.jsonl"))

@@ -141,5 +141,5 @@ def _check_within(start_step: int | None, total_steps: int) -> None:
     if start_step is not None and start_step > total_steps:
         raise ValueError(
             f"start_step must be <= total_steps = {total_steps}, or adaptive consensus never begins; got {start_step}. "
-            "Use power 0 for plain DSGD."
+            "Lower it, or use power 0 for plain DSGD."
         )

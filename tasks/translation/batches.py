@@ -1,0 +1,200 @@
+"""Batches of about equally many tokens, alike in length, the same plan on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import Sampler
+
+IGNORED = -100
+"""Label of padding, which no loss counts."""
+
+Lengths = NDArray[np.int64]
+
+
+class TokenBatches(Sampler[list[int]]):
+    """Rows of a corpus in micro-batches of at most `tokens / (workers * accumulation_steps)` tokens each.
+
+    A token is a source or a target token, sentence ends and PADDING included: a micro-batch of R pairs counts
+    R * (longest source + longest target), which is what the device has to hold and to compute.
+
+    Pairs of like lengths share a batch. Within the same lengths they are shuffled anew each epoch, and so is the order
+    of the batches. The number of batches is the same in every epoch, and a multiple of workers * accumulation_steps:
+    the few that are too many are left out, others in each epoch. All workers make the same plan, from the seed alone.
+
+    Iterating gives batch after batch in the order in which Accelerate deals them out: workers 0, 1, ... of the first
+    micro-batch of the first step, then of the second. No row occurs twice in an epoch.
+
+    Args:
+        source_lengths: tokens of each source sentence (N,), its end included.
+        target_lengths: likewise of the target sentences (N,).
+        tokens: GLOBAL budget of one optimizer step.
+        workers, accumulation_steps: how many micro-batches a step is made of.
+        seed: of the order.
+
+    Raises:
+        ValueError: a pair is longer than a micro-batch, or there is not enough data for one step.
+
+    >>> lengths = np.array([3, 9, 3, 9, 3, 9])
+    >>> batches = TokenBatches(lengths, lengths, tokens=36, workers=1, accumulation_steps=2, seed=0)
+    >>> len(batches), batches.steps_per_epoch, batches.padding
+    (4, 2, 0.0)
+    >>> sorted(len(batch) for batch in batches)
+    [1, 1, 1, 3]
+    """
+
+    def __init__(
+        self,
+        source_lengths: Sequence[int] | Lengths,
+        target_lengths: Sequence[int] | Lengths,
+        tokens: int,
+        workers: int,
+        accumulation_steps: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.source_lengths = np.asarray(source_lengths, dtype=np.int64)
+        self.target_lengths = np.asarray(target_lengths, dtype=np.int64)
+        self.per_step = workers * accumulation_steps
+        self.workers, self.accumulation_steps, self.seed = workers, accumulation_steps, seed
+        self.epoch = 0
+        budget = tokens // self.per_step
+        self._check_budget(budget, tokens)
+        # In every epoch the sorted order has the same lengths at the same places, only other rows: cut it once.
+        order = self._sorted_rows(np.arange(len(self.source_lengths)))
+        self._cuts, self.padding = _cut(self.source_lengths[order], self.target_lengths[order], budget)
+        self.steps_per_epoch = (len(self._cuts) - 1) // self.per_step
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"one optimizer step needs {self.per_step} micro-batches ({workers} workers x {accumulation_steps} "
+                f"accumulation steps); {tokens} tokens a step make only {len(self._cuts) - 1} of the "
+                f"{len(order)} training pairs. Use a smaller batch_tokens, or more data."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch (0-based)."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Micro-batches of all workers in one epoch."""
+        return self.steps_per_epoch * self.per_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows, chosen = self._plan()
+        for batch in chosen:
+            yield rows[self._cuts[batch] : self._cuts[batch + 1]].tolist()
+
+    def epoch_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Real source and target tokens of each micro-batch of this epoch: (steps, accumulation steps, workers)."""
+        rows, chosen = self._plan()
+        shape = (self.steps_per_epoch, self.accumulation_steps, self.workers)
+        source, target = (
+            np.add.reduceat(lengths[rows], self._cuts[:-1])[chosen].reshape(shape)
+            for lengths in (self.source_lengths, self.target_lengths)
+        )
+        return source, target
+
+    def _plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows sorted by length, and the numbers of the micro-batches to take, in order."""
+        random = np.random.default_rng([self.seed, self.epoch])
+        rows = self._sorted_rows(random.permutation(len(self.source_lengths)))
+        return rows, random.permutation(len(self._cuts) - 1)[: len(self)]
+
+    def _sorted_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """By the longer side, then by the difference of the sides, up and down in turn so that neighbours are alike.
+
+        Rows of equal lengths stay in the order given. On Multi30k this pads a third to a half less than sorting by
+        source and then target length.
+        """
+        source, target = self.source_lengths[rows], self.target_lengths[rows]
+        longer, difference = np.maximum(source, target), source - target
+        return rows[np.lexsort((np.where(longer % 2, difference, -difference), longer))]
+
+    def _check_budget(self, budget: int, tokens: int) -> None:
+        if len(self.source_lengths) == 0:
+            raise ValueError("training needs at least one pair; got none. Look at what was left out, and why.")
+        pairs = self.source_lengths + self.target_lengths
+        longest = int(pairs.argmax())
+        if pairs[longest] > budget:
+            raise ValueError(
+                f"batch_tokens must have room for the longest pair on each worker: {tokens} tokens over "
+                f"{self.workers} workers x {self.accumulation_steps} accumulation steps are {budget} for a "
+                f"micro-batch, and pair {longest} has {int(pairs[longest])}. "
+                f"Raise batch_tokens, or lower data.max_length."
+            )
+
+
+def _cut(source: Lengths, target: Lengths, budget: int) -> tuple[NDArray[np.int64], float]:
+    """Where the batches of the sorted pairs begin, with the end (B + 1,), and the share of padding in them."""
+    cuts, padded = [0], 0
+    longest_source = longest_target = 0
+    for row, (length, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+        wide_source, wide_target = max(longest_source, length), max(longest_target, other)
+        if (row + 1 - cuts[-1]) * (wide_source + wide_target) > budget and row > cuts[-1]:
+            padded += (row - cuts[-1]) * (longest_source + longest_target)
+            cuts.append(row)
+            wide_source, wide_target = length, other
+        longest_source, longest_target = wide_source, wide_target
+    padded += (len(source) - cuts[-1]) * (longest_source + longest_target)
+    cuts.append(len(source))
+    return np.array(cuts), 1 - int(source.sum() + target.sum()) / padded
+
+
+class TokenizedPairs(TorchDataset[Mapping[str, Any]]):
+    """Rows with "source_ids" and "target_ids" as a map-style data set that hands out whole batches for `collate`."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows.with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> Mapping[str, Any]:
+        return self.rows[indices]
+
+
+class Collate:
+    """Pads a batch of `TokenizedPairs` to tensors, ready for a Marian-like model; picklable.
+
+    "input_ids" and "attention_mask" (B, S), "decoder_input_ids" and "labels" (B, T), all int64. The decoder reads the
+    target shifted right by one, from `start`; labels of padding are `IGNORED`.
+    """
+
+    def __init__(self, pad: int, start: int) -> None:
+        self.pad = pad
+        self.start = start
+
+    def __call__(self, rows: Any) -> dict[str, Tensor]:
+        labels = pad_rows(rows["target_ids"], IGNORED)
+        decoder_input = labels.roll(1, dims=1)
+        decoder_input[:, 0] = self.start
+        input_ids = pad_rows(rows["source_ids"], IGNORED)
+        real = input_ids != IGNORED
+        return {
+            "input_ids": input_ids.masked_fill(~real, self.pad),
+            "attention_mask": real.long(),
+            "decoder_input_ids": decoder_input.masked_fill(decoder_input == IGNORED, self.pad),
+            "labels": labels,
+        }
+
+
+def pad_rows(rows: Sequence[Sequence[int] | NDArray[Any]], value: int) -> Tensor:
+    """Rows of unequal lengths as one int64 tensor (B, longest), filled up with `value` on the right.
+
+    >>> pad_rows([[1, 2], [3]], value=0)
+    tensor([[1, 2],
+            [3, 0]])
+    """
+    padded = torch.full((len(rows), max(len(row) for row in rows)), value)
+    for row, ids in zip(padded.numpy(), rows, strict=True):
+        row[: len(ids)] = ids
+    return padded

@@ -1,0 +1,104 @@
+"""`tasks/wmt14.py translate` and `tasks/wmt14.py score`: a trained model at work, a file of translations on trial."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from dsgdac_accel.config import parse_config
+from dsgdac_accel.config.checks import check_integer
+from translation.config import DecodingConfig, TextConfig
+from translation.data import default_cache_dir, open_text
+from translation.decoding import translate
+from translation.scores import TranslationScores
+from translation.text_files import read_lines
+from translation.tokenizer import encode, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateConfig:
+    """Settings of `translate`."""
+
+    model: Path
+    """Folder of a trained model: `deployed/` of a run."""
+
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    """Beam search."""
+
+    lines_at_once: int = 512
+    """Lines read before they are translated; at a terminal every line is translated at once."""
+
+    def __post_init__(self) -> None:
+        check_integer("lines_at_once", self.lines_at_once, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Settings of `score`."""
+
+    hypotheses: Path
+    """Text file of translations, a sentence per line."""
+
+    references: Path | None = None
+    """Text file of references, line by line; null takes the split of `data`."""
+
+    data: TextConfig = field(default_factory=TextConfig)
+    """Corpus whose translations are the references."""
+
+    split: str = "test"
+    """Split of the corpus."""
+
+
+def translate_stdin(arguments: Sequence[str]) -> None:
+    """Translate lines from standard input to standard output, line by line; an empty line stays empty."""
+    config = parse_config(TranslateConfig, arguments, description=translate_stdin.__doc__)
+    if not (config.model / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model must be the folder of a trained model, as `deployed/` of a run; {config.model} has no config.json."
+        )
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = AutoModelForSeq2SeqLM.from_pretrained(config.model).eval().to(device)
+    tokenizer = load_tokenizer(config.model)
+    at_once = 1 if sys.stdin.isatty() else config.lines_at_once
+    stdin = read_lines(Path("/dev/stdin"))
+    while lines := list(itertools.islice(stdin, at_once)):
+        found = translate(model, tokenizer, encode(tokenizer, lines), config.decoding)
+        sys.stdout.buffer.write("".join(f"{text}\n" for text in found.texts).encode())
+        sys.stdout.buffer.flush()
+        if found.at_limit:
+            print(
+                f"{found.at_limit} of {len(lines)} translations are as long as decoding.extra_length allows; they may "
+                f"have been cut short.",
+                file=sys.stderr,
+            )
+
+
+def score_file(arguments: Sequence[str]) -> None:
+    """Score a file of translations as the sacrebleu command line does, and by tokenised, compound-split BLEU."""
+    config = parse_config(ScoreConfig, arguments, description=score_file.__doc__)
+    hypotheses = list(read_lines(config.hypotheses))
+    references = list(read_lines(config.references)) if config.references else _references(config)
+    scores = TranslationScores(target_language=config.data.target).compute(
+        predictions=hypotheses, references=references
+    )
+    assert scores is not None
+    print(f"{scores['bleu']:.4f}  {scores['bleu_signature']}")
+    print(f"{scores['chrf']:.4f}  {scores['chrf_signature']}")
+    print(f"{scores['bleu_tokenized']:.4f}  {scores['bleu_tokenized_signature']}")
+
+
+def _references(config: ScoreConfig) -> list[str]:
+    corpus = open_text(config.data, config.data.cache_dir or default_cache_dir())
+    if config.split not in corpus.splits:
+        raise ValueError(f"split must be one of {', '.join(corpus.splits)} of {corpus.origin}; got {config.split!r}.")
+    return list(corpus.splits[config.split]["target"])
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"translate": translate_stdin, "score": score_file}
+"""What `tasks/wmt14.py` does instead of training when its first argument is one of these."""

@@ -1,0 +1,205 @@
+"""From a corpus to what training and evaluation read: chosen splits, a vocabulary, token ids on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import Dataset
+from sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
+from transformers import PreTrainedTokenizerFast
+
+from translation.batches import Lengths, TokenizedPairs
+from translation.cache import build_once
+from translation.config import TextConfig
+from translation.sources import Corpus, open_corpus
+from translation.tokenizer import VERSION, encode, load_tokenizer, texts_of, train_tokenizer, vocabulary_digest
+
+_ROWS_AT_A_TIME = 10_000
+_IDS = pa.list_(pa.int32())
+_SCHEMA = pa.schema({"source_ids": _IDS, "target_ids": _IDS})
+
+
+@dataclass(frozen=True)
+class TrainingPairs:
+    """The pairs to train on as token ids, memory-mapped, and what was left out of the corpus."""
+
+    pairs: TokenizedPairs
+    source_lengths: Lengths
+    target_lengths: Lengths
+    """Tokens of each sentence (N,), its end included."""
+    read: int
+    """Pairs in the training split, after `train_limit`."""
+    empty: int
+    """Left out: a side without text."""
+    too_long: int
+    """Left out: a side longer than `max_length` tokens."""
+
+    def described(self) -> str:
+        """How many pairs there are and which were left out, in words."""
+        left_out = [f"{self.empty} with an empty side"] if self.empty else []
+        left_out += [f"{self.too_long} longer than max_length"] if self.too_long else []
+        rest = f" (left out of {self.read}: {' and '.join(left_out)})" if left_out else ""
+        return f"{len(self.pairs)} training pairs{rest}"
+
+
+@dataclass(frozen=True)
+class EvaluationPairs:
+    """A split to evaluate on, whole: nothing is left out and nothing is cut."""
+
+    name: str
+    sources: list[str]
+    references: list[str]
+    source_ids: list[list[int]]
+    target_ids: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+@dataclass(frozen=True)
+class TranslationData:
+    """Everything that a run reads."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: TrainingPairs
+    validation: EvaluationPairs
+    test: EvaluationPairs
+    origin: str
+
+
+def load_translation_data(config: TextConfig) -> TranslationData:
+    """Open the corpus, train or load the vocabulary, and tokenise; each is done once and cached by its content.
+
+    The same in every process. Of the processes of one machine, the first does the work and the others wait for it.
+
+    Raises ValueError, FileNotFoundError, OSError or RuntimeError for data that cannot be used, with the way out.
+    """
+    cache = default_cache_dir() if config.cache_dir is None else config.cache_dir.expanduser()
+    corpus = open_text(config, cache)
+    train_name = _choose(corpus, None, TRAIN_NAMES, "train")
+    validation_name = _choose(corpus, config.validation_split, VALIDATION_NAMES, "validation")
+    test_name = _choose(corpus, config.test_split, TEST_NAMES, "test")
+    train = corpus.splits[train_name]
+    if config.train_limit is not None:
+        train = train.select(range(min(config.train_limit, len(train))))
+    tokenizer = _tokenizer(config, corpus, train, cache)
+    return TranslationData(
+        tokenizer=tokenizer,
+        train=_training_pairs(config, corpus, train, tokenizer, cache),
+        validation=evaluation_pairs(validation_name, corpus.splits[validation_name], tokenizer),
+        test=evaluation_pairs(test_name, corpus.splits[test_name], tokenizer),
+        origin=corpus.origin,
+    )
+
+
+def open_text(config: TextConfig, cache: Path) -> Corpus:
+    """The corpus that `config` names, all its splits."""
+    return open_corpus(
+        config.name,
+        config.path,
+        source=config.source,
+        target=config.target,
+        subset=config.subset,
+        source_column=config.source_column,
+        target_column=config.target_column,
+        invalid_utf8=config.invalid_utf8,
+        cache_dir=cache,
+    )
+
+
+def default_cache_dir() -> Path:
+    """Below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsgdac_accel"
+
+
+def evaluation_pairs(name: str, split: Dataset, tokenizer: PreTrainedTokenizerFast) -> EvaluationPairs:
+    """All rows of `split`, with their token ids."""
+    sources, references = list(split["source"]), list(split["target"])
+    return EvaluationPairs(name, sources, references, encode(tokenizer, sources), encode(tokenizer, references))
+
+
+def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: str) -> str:
+    """The split of this kind: the wanted one, or the first of the usual names. Training data is never a stand-in."""
+    found = ", ".join(repr(name) for name in corpus.splits)
+    if wanted is not None:
+        if wanted not in corpus.splits or wanted in TRAIN_NAMES:
+            raise ValueError(
+                f"data.{kind}_split must be a split other than the training one; got {wanted!r}, found {found}."
+            )
+        return wanted
+    chosen = next((name for name in names if name in corpus.splits), None)
+    if chosen is None:
+        way_out = "Training needs one." if kind == "train" else f"Add one, or set data.{kind}_split to another split."
+        raise ValueError(f"The corpus ({corpus.origin}) has no split named {kind!r}; found {found}. {way_out}")
+    return chosen
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) -> PreTrainedTokenizerFast:
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    name = f"bpe-{_digest(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
+
+    def build(path: Path) -> None:
+        train_tokenizer(texts_of(train), config.vocab_size).save(str(path))
+
+    return load_tokenizer(build_once(cache, name, build))
+
+
+# ---- training pairs
+
+
+def _training_pairs(
+    config: TextConfig, corpus: Corpus, train: Dataset, tokenizer: PreTrainedTokenizerFast, cache: Path
+) -> TrainingPairs:
+    limits = (config.train_limit, config.max_length)
+    name = f"pairs-{_digest(VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
+    folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config.max_length))
+    rows = Dataset.from_file(str(folder / "pairs.arrow"))
+    counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+    return TrainingPairs(
+        TokenizedPairs(rows), row_lengths(rows, "source_ids"), row_lengths(rows, "target_ids"), **counts
+    )
+
+
+def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+    folder.mkdir()
+    counts = {"read": len(train), "empty": 0, "too_long": 0}
+    with pa.OSFile(str(folder / "pairs.arrow"), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+        for batch in _tokenised(train, tokenizer, max_length, counts):
+            writer.write_batch(pa.record_batch(batch, schema=_SCHEMA))
+    (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
+def _tokenised(
+    train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int, counts: dict[str, int]
+) -> Iterator[list[Any]]:
+    """Columns of ids of the pairs that are kept; those that are not are added to `counts`."""
+    for rows in train.iter(_ROWS_AT_A_TIME):
+        pairs = list(zip(rows["source"], rows["target"], strict=True))
+        full = [(source, target) for source, target in pairs if source.strip() and target.strip()]
+        counts["empty"] += len(pairs) - len(full)
+        sources = encode(tokenizer, [source for source, _ in full])
+        targets = encode(tokenizer, [target for _, target in full])
+        kept = [ids for ids in zip(sources, targets, strict=True) if max(map(len, ids)) <= max_length]
+        counts["too_long"] += len(full) - len(kept)
+        if kept:
+            yield [pa.array([source for source, _ in kept], _IDS), pa.array([target for _, target in kept], _IDS)]
+
+
+def row_lengths(rows: Dataset, column: str) -> Lengths:
+    """Number of values in each row of a column of lists (N,), without reading the values."""
+    chunks = rows.data.column(column).chunks
+    parts = [np.asarray(pa.compute.list_value_length(chunk)) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)

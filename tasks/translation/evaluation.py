@@ -1,0 +1,79 @@
+"""What the deployed model is worth: loss and perplexity over real tokens, translations and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MarianMTModel, PreTrainedTokenizerFast
+
+from dsgdac_accel import WorkerGroup
+from translation.batches import Collate
+from translation.config import DecodingConfig
+from translation.data import EvaluationPairs
+from translation.decoding import Translations, full_precision, length_batches, translate
+from translation.loss import losses_and_tokens
+from translation.model import allow_positions
+from translation.scores import TranslationScores, one_line
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures a model in eval mode, each sentence on exactly one worker; every worker gets every figure. Collective.
+
+    Batches and results are the same for any number of workers.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    group: WorkerGroup
+    decoding: DecodingConfig
+    smoothing: float
+    metric: TranslationScores
+
+    def losses(self, model: MarianMTModel, source_ids: Sequence[Sequence[int]], target_ids: Sequence[Any]) -> dict:
+        """Means over real tokens: "loss" as in training (smoothed), "nll" and "perplexity" of the references."""
+        sizes = [max(len(source), len(target)) for source, target in zip(source_ids, target_ids, strict=True)]
+        allow_positions(model, max(sizes))
+        collate = Collate(self.tokenizer.pad_token_id, model.config.decoder_start_token_id)
+        device = next(model.parameters()).device
+        batches = length_batches(sizes, self.decoding.batch_tokens)
+        mine = []
+        with torch.no_grad(), full_precision(model):
+            for number in range(self.group.rank, len(batches), self.group.size):
+                rows = batches[number]
+                batch = collate(
+                    {"source_ids": [source_ids[r] for r in rows], "target_ids": [target_ids[r] for r in rows]}
+                )
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                labels = batch.pop("labels")
+                mine.append((number, losses_and_tokens(model(**batch).logits, labels, self.smoothing)))
+        shares = self.group.gather(mine, "evaluating the loss")
+        # Added up in the order of the batches: the same sum for any number of workers.
+        sums = [sums for _, sums in sorted(part for share in shares for part in share)]
+        smoothed, plain, tokens = (math.fsum(values) for values in zip(*sums, strict=True))
+        return {"loss": smoothed / tokens, "nll": plain / tokens, "perplexity": math.exp(min(plain / tokens, 700.0))}
+
+    def translations(self, model: MarianMTModel, pairs: EvaluationPairs, greedy: bool = False) -> Translations:
+        """Hypotheses for all sources, in order."""
+        decoding = replace(self.decoding, beams=1) if greedy else self.decoding
+        return translate(model, self.tokenizer, pairs.source_ids, decoding, self.group)
+
+    def scores(self, hypotheses: Sequence[str], pairs: EvaluationPairs) -> dict[str, Any]:
+        """Corpus scores with their signatures, computed by worker 0 for all."""
+        mine: dict[str, Any] | None = None
+        if self.group.rank == 0:
+            mine = self.metric.compute(predictions=list(hypotheses), references=pairs.references)
+        scores = self.group.gather(mine, "scoring translations")[0]
+        assert scores is not None
+        return scores
+
+
+def write_translations(folder: Path, pairs: EvaluationPairs, hypotheses: Sequence[str]) -> None:
+    """Sources, references and hypotheses as three text files beside one another, line by line."""
+    for kind, texts in (("sources", pairs.sources), ("references", pairs.references), ("hypotheses", hypotheses)):
+        lines = "".join(f"{one_line(text)}\n" for text in texts)
+        (folder / f"{pairs.name}.{kind}.txt").write_text(lines, encoding="utf-8", newline="\n")

@@ -1,0 +1,146 @@
+"""The Transformer: Marian of the transformers library, built from numbers, initialised as in the literature."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+
+from translation.config import DecodingConfig, ModelConfig
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 32, "heads": 2, "ffn": 64, "encoder_layers": 1, "decoder_layers": 1},
+    "small": {"d_model": 128, "heads": 4, "ffn": 256, "encoder_layers": 2, "decoder_layers": 2},
+    "base": {"d_model": 512, "heads": 8, "ffn": 2048, "encoder_layers": 6, "decoder_layers": 6},
+    "big": {"d_model": 1024, "heads": 16, "ffn": 4096, "encoder_layers": 6, "decoder_layers": 6},
+}
+"""Sizes by name; base and big are those of Vaswani et al. 2017, table 3."""
+
+
+def build_model(config: ModelConfig, vocab_size: int, pad: int, end: int, positions: int = 1024) -> MarianMTModel:
+    """Build and initialise a Marian model; its decoder starts from the padding token, as Marian's does.
+
+    Args:
+        config: a size, and what differs from it.
+        vocab_size: tokens of the joint vocabulary.
+        pad, end: their ids of padding and sentence end.
+        positions: longest sequence; positions are sinusoidal, so this adds nothing to be trained.
+
+    Raises ValueError for widths that do not divide by the heads.
+
+    >>> model = build_model(ModelConfig(size="tiny"), vocab_size=300, pad=0, end=1)
+    >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+    30976
+    """
+    size = SIZES[config.size] | {
+        name: value for name in SIZES[config.size] if (value := getattr(config, name)) is not None
+    }
+    if size["d_model"] % (2 * size["heads"]):
+        raise ValueError(
+            f"model.d_model must be a multiple of 2 x heads (each head takes an equal part, positions are sines and "
+            f"cosines); got d_model {size['d_model']} and {size['heads']} heads."
+        )
+    marian = MarianConfig(
+        vocab_size=vocab_size,
+        d_model=size["d_model"],
+        encoder_layers=size["encoder_layers"],
+        decoder_layers=size["decoder_layers"],
+        encoder_attention_heads=size["heads"],
+        decoder_attention_heads=size["heads"],
+        encoder_ffn_dim=size["ffn"],
+        decoder_ffn_dim=size["ffn"],
+        max_position_embeddings=positions,
+        activation_function="relu",
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        activation_dropout=config.activation_dropout,
+        scale_embedding=True,
+        share_encoder_decoder_embeddings=True,
+        tie_word_embeddings=True,
+        pad_token_id=pad,
+        eos_token_id=end,
+        decoder_start_token_id=pad,
+        forced_eos_token_id=None,
+        attn_implementation=config.attention,  # type: ignore[call-arg]  # of the base class
+    )
+    model = MarianMTModel(marian)
+    initialise(model)
+    model.generation_config = GenerationConfig(**_special_tokens(model))
+    return model
+
+
+@torch.no_grad()
+def initialise(model: MarianMTModel) -> None:
+    """Xavier uniform matrices, zero biases, embeddings N(0, 1 / d_model): with the sqrt(d_model) at the input, of
+    unit size there, as in tensor2tensor and fairseq. (Transformers' own 0.02 suits one width only.)
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.lm_head:  # the head is the embedding
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    nn.init.normal_(model.model.shared.weight, std=model.config.d_model**-0.5)
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Number of trained parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def allow_positions(model: MarianMTModel, positions: int) -> None:
+    """Let a model read and write sequences of up to `positions` tokens; sinusoids go on for ever.
+
+    Marian's tables are frozen and are not saved, so a longer one changes nothing else.
+    """
+    if positions <= model.config.max_position_embeddings:
+        return
+    model.config.max_position_embeddings = positions
+    for part in (model.model.encoder, model.model.decoder):
+        old = part.embed_positions
+        new = type(old)(positions, old.embedding_dim)
+        new.weight = nn.Parameter(new.create_weight().to(old.weight), requires_grad=False)
+        part.embed_positions = new
+
+
+# ---- deployment
+
+
+def save_translator(
+    model: MarianMTModel,
+    state: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    decoding: DecodingConfig,
+    folder: Path,
+) -> None:
+    """Write a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` load: weights `state`, vocabulary, search."""
+    training_search = model.generation_config
+    model.generation_config = GenerationConfig(
+        num_beams=decoding.beams,
+        length_penalty=decoding.length_penalty,
+        max_new_tokens=model.config.max_position_embeddings - 1,
+        **_special_tokens(model),
+    )
+    try:
+        model.save_pretrained(folder, state_dict=dict(state))
+    finally:
+        model.generation_config = training_search
+    tokenizer.save_pretrained(folder)
+    # The class under its name of old, which every version of Transformers with fast tokenizers knows.
+    settings = folder / "tokenizer_config.json"
+    card: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
+    card["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def _special_tokens(model: MarianMTModel) -> dict[str, Any]:
+    config = model.config
+    return {
+        "pad_token_id": config.pad_token_id,
+        "eos_token_id": config.eos_token_id,
+        "decoder_start_token_id": config.decoder_start_token_id,
+        "suppress_tokens": [config.pad_token_id],  # padding is no word
+    }

@@ -1,0 +1,332 @@
+"""Where parallel text comes from: the grammar, the Hub, local files; which split, side and language is which."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from datasets import Dataset
+from sources import find_split_files, open_hub
+
+from translation.cache import build_once
+from translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
+
+HUB_NAMES = {"wmt14": ("wmt/wmt14", "de-en")}
+"""Short names of data sets that live under an owner's name on the Hub, with the configuration to take."""
+
+SIDES = pa.schema({"source": pa.string(), "target": pa.string()})
+
+VERSION = 1
+"""Of the format of the cached files."""
+
+ROWS_AT_A_TIME = 10_000
+
+Batches = Iterator[pa.RecordBatch]
+"""Rows of `SIDES`; a text may still be null."""
+
+Shard = tuple[Path, ...]
+"""A file of pairs, or the files of the two sides."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentence pairs, in splits."""
+
+    splits: dict[str, Dataset]
+    """By name; the columns are "source" and "target", text without nulls. Memory-mapped unless embedded."""
+
+    origin: str
+    """In words."""
+
+    fingerprint: str
+    """Hex digest of content and direction: equal in every process, and for a copy of the files elsewhere."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A split that is yet to be converted."""
+
+    digest: str
+    """Of all that decides its rows."""
+
+    read: Callable[[], Batches]
+
+
+def open_corpus(
+    name: str | None,
+    path: Path | None,
+    *,
+    source: str = "en",
+    target: str = "de",
+    subset: str | None = None,
+    source_column: str | None = None,
+    target_column: str | None = None,
+    invalid_utf8: Literal["error", "replace"] = "error",
+    cache_dir: Path,
+) -> Corpus:
+    """Open every split of a local `path` if given, else of `name`: grammar, wmt14, or a data set of the Hub.
+
+    Rows are kept as they are, one for one; a null is an empty text. Data of any size is converted to Arrow files in
+    `cache_dir`, once and in constant memory.
+
+    Raises ValueError for what is not parallel text, FileNotFoundError for a path that does not exist, RuntimeError for
+    trouble with the Hub, and OSError for a `cache_dir` that cannot be written.
+    """
+    direction = Direction(source, target, source_column, target_column)
+    errors: Errors = "replace" if invalid_utf8 == "replace" else "strict"
+    if path is not None:
+        splits, origin = _local_splits(Path(path).expanduser(), direction, errors)
+    elif name is None:
+        raise ValueError("Parallel text needs a name ('grammar', 'wmt14', a Hub name) or a path; got neither.")
+    elif name.lower() == "grammar":
+        return _open_grammar(direction)
+    else:
+        splits, origin = _hub_splits(name, subset, direction, errors)
+    cache = Path(cache_dir).expanduser()
+    opened = {name: _convert(split, f"split '{name}' of {origin}", cache) for name, split in splits.items()}
+    return Corpus(opened, origin, _fingerprint(direction, {name: split.digest for name, split in splits.items()}))
+
+
+# ---- the grammar and the Hub
+
+
+def _open_grammar(direction: Direction) -> Corpus:
+    from translation.grammar import grammar_splits
+
+    if {direction.source, direction.target} != {"en", "de"}:
+        raise ValueError(
+            f"The grammar translates between 'en' and 'de'; got data.source={direction.source!r} and "
+            f"data.target={direction.target!r}. Set them to these two, or take other data."
+        )
+    forth = direction.source == "en"
+    tables = {
+        name: pa.Table.from_batches(_batches((en, de) if forth else (de, en) for en, de in pairs), SIDES)
+        for name, pairs in grammar_splits().items()
+    }
+    digests = {name: _digest_of_rows(table.to_batches()) for name, table in tables.items()}
+    splits = {name: Dataset(table) for name, table in tables.items()}
+    return Corpus(splits, "the embedded grammar", _fingerprint(direction, digests))
+
+
+def _hub_splits(name: str, subset: str | None, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
+    hub_name, usual_subset = HUB_NAMES.get(name.lower(), (name, None))
+    way_out = "pass data.path with local files, or use 'grammar', which needs no download"
+    loaded, origin = open_hub(hub_name, subset or usual_subset, way_out=way_out)
+    splits = {}
+    for split, data in loaded.items():
+        read = partial(_read_hub, data, direction, errors, f"split '{split}' of {origin}")
+        splits[split] = _Split(_digest_of_rows(read()), read)
+    return splits, origin
+
+
+def _read_hub(data: Dataset, direction: Direction, errors: Errors, where: str) -> Batches:
+    columns = direction.choose_columns(_described(data.features.arrow_schema), where)
+    for table in data.select_columns(_top_level(columns)).with_format("arrow").iter(ROWS_AT_A_TIME):
+        for batch in table.combine_chunks().to_batches():
+            yield _sides(batch, columns, where, errors)
+
+
+# ---- local files
+
+
+def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
+    expected = (
+        f"Expected train*.parquet, train*.jsonl, or train*.{direction.source} and train*.{direction.target}; "
+        "other splits alike, as validation* and test*."
+    )
+    if not path.exists():
+        raise FileNotFoundError(f"data.path must exist; got {path}. {expected}")
+    if path.is_file():
+        if path.suffix not in FILES_OF_PAIRS:
+            kinds = ", ".join(FILES_OF_PAIRS)
+            raise ValueError(f"A file as data.path must end in one of {kinds}; got {path}. {expected}")
+        return {"train": _split([(path,)], direction, errors)}, f"file {path}"
+    found = [_find_text_files(path, direction), *(_find_files_of_pairs(path, suffix) for suffix in FILES_OF_PAIRS)]
+    shards: dict[str, list[Shard]] = {}
+    for split, files in ((split, files) for kind in found for split, files in kind.items()):
+        if split in shards:
+            raise ValueError(
+                f"A split must come in one kind of file; '{split}' in {path} is both {files[0][0].name} and "
+                f"{shards[split][0][0].name}. Leave one of them there, or set data.path to a single file."
+            )
+        shards[split] = files
+    if not shards:
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+        raise ValueError(f"No splits in {path}; found {entries}. {expected}")
+    return {split: _split(files, direction, errors) for split, files in shards.items()}, f"files in {path}"
+
+
+def _find_files_of_pairs(path: Path, suffix: str) -> dict[str, list[Shard]]:
+    return {split: [(file,) for file in files] for split, files in find_split_files(path, suffix).items()}
+
+
+def _find_text_files(path: Path, direction: Direction) -> dict[str, list[Shard]]:
+    sources = find_split_files(path, f".{direction.source}")
+    targets = find_split_files(path, f".{direction.target}")
+    pairs: dict[str, list[Shard]] = {}
+    for split in sources | targets:
+        forth = [_partner(file, direction.source, direction.target) for file in sources.get(split, [])]
+        back = [_partner(file, direction.target, direction.source) for file in targets.get(split, [])]
+        lacking = ({*forth} - {*targets.get(split, [])}) | ({*back} - {*sources.get(split, [])})
+        if lacking:
+            raise ValueError(
+                f"Text files must come in pairs, as train.{direction.source} and train.{direction.target}; there is no "
+                f"{min(lacking)}. Add it, or set data.source and data.target to the languages in data.path."
+            )
+        pairs[split] = list(zip(sources[split], forth, strict=True))
+    return pairs
+
+
+def _partner(file: Path, language: str, other: str) -> Path:
+    return file.with_name(file.name.removesuffix(language) + other)
+
+
+def _split(shards: Sequence[Shard], direction: Direction, errors: Errors) -> _Split:
+    files = [[(file.suffix, _digest_of_file(file)) for file in shard] for shard in shards]
+    return _Split(_digest(astuple(direction), errors, files), partial(_read_shards, shards, direction, errors))
+
+
+def _read_shards(shards: Sequence[Shard], direction: Direction, errors: Errors) -> Batches:
+    for shard in shards:
+        if len(shard) == 2:
+            yield from _batches(read_pairs(*shard, errors))
+        else:
+            yield from FILES_OF_PAIRS[shard[0].suffix](shard[0], direction, errors)
+
+
+def _read_json(file: Path, direction: Direction, errors: Errors) -> Batches:
+    return _batches(read_json_pairs(file, direction, errors))
+
+
+def _read_parquet(file: Path, direction: Direction, errors: Errors) -> Batches:
+    try:
+        # Both options make it stream: otherwise a row group is read in one piece, and some files have only one.
+        with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as parquet:
+            columns = direction.choose_columns(_described(parquet.schema_arrow), str(file))
+            for batch in parquet.iter_batches(ROWS_AT_A_TIME, columns=_top_level(columns)):
+                yield _sides(batch, columns, str(file), errors)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{file} must be a readable parquet file: {error}. Write or download it again.") from error
+
+
+FILES_OF_PAIRS: dict[str, Callable[[Path, Direction, Errors], Batches]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json,
+    ".json": _read_json,
+}
+
+
+# ---- columns of text
+
+
+def _described(schema: pa.Schema) -> dict[str, list[str] | str]:
+    return {
+        field.name: [child.name for child in field.type] if pa.types.is_struct(field.type) else str(field.type)
+        for field in schema
+    }
+
+
+def _top_level(columns: Iterable[Column]) -> list[str]:
+    return list(dict.fromkeys(column[0] for column in columns))
+
+
+def _sides(batch: pa.RecordBatch, columns: Iterable[Column], where: str, errors: Errors) -> pa.RecordBatch:
+    return pa.record_batch([_strings(batch, column, where, errors) for column in columns], schema=SIDES)
+
+
+def _strings(batch: pa.RecordBatch, column: Column, where: str, errors: Errors) -> pa.Array:
+    cells = batch.column(column[0])
+    for field in column[1:]:
+        cells = pc.struct_field(cells, field)
+    kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
+    if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):
+        raise ValueError(
+            f"Column {'.'.join(column)!r} must hold text; it holds {kind} in {where}. "
+            "Set data.source_column and data.target_column to columns of text."
+        )
+    strings = cells.cast(pa.string())
+    try:
+        strings.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if errors == "strict":
+            raise ValueError(
+                f"Column {'.'.join(column)!r} must be UTF-8; it is not in {where} ({error}). "
+                "Mend it, or set data.invalid_utf8: replace."
+            ) from error
+        cells = strings.cast(pa.binary()).to_pylist()
+        strings = pa.array([None if cell is None else cell.decode(errors="replace") for cell in cells], pa.string())
+    return strings
+
+
+# ---- Arrow files
+
+
+def _convert(split: _Split, what: str, cache: Path) -> Dataset:
+    name = f"text-{VERSION}-{split.digest}.arrow"
+    return Dataset.from_file(str(build_once(cache, name, lambda file: _write(file, split.read(), what))))
+
+
+def _write(file: Path, batches: Batches, what: str) -> None:
+    rows = 0
+    nulls = [0, 0]
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, SIDES) as writer:
+        for batch in batches:
+            rows += len(batch)
+            nulls = [count + side.null_count for count, side in zip(nulls, batch.columns, strict=True)]
+            writer.write_batch(_without_nulls(batch))
+    if rows == 0:
+        raise ValueError(f"A split must have rows; {what} has none. Fill it, or take it away from data.path.")
+    for side, count in zip(SIDES.names, nulls, strict=True):
+        if count == rows:
+            raise ValueError(
+                f"A split must have text on both sides; the {side} of all {rows} rows is null in {what}. "
+                f"Set data.{side}_column to another column, or take the split away from data.path."
+            )
+
+
+def _batches(pairs: Iterable[Pair]) -> Batches:
+    pairs = iter(pairs)
+    while chunk := list(islice(pairs, ROWS_AT_A_TIME)):
+        yield pa.record_batch([pa.array(side, pa.string()) for side in zip(*chunk, strict=True)], schema=SIDES)
+
+
+def _without_nulls(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.record_batch([side.fill_null("") for side in batch.columns], schema=SIDES)
+
+
+# ---- digests
+
+
+def _fingerprint(direction: Direction, digests: Mapping[str, str]) -> str:
+    return _digest(direction.source, direction.target, sorted(digests.items()))
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _digest_of_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _digest_of_rows(batches: Iterable[pa.RecordBatch]) -> str:
+    """Of the texts and their lengths, however the rows are batched."""
+    hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
+    for batch in map(_without_nulls, batches):
+        for side, text, lengths in zip(batch.columns, hashes[:2], hashes[2:], strict=True):
+            _, ends, characters = side.buffers()
+            ends = np.frombuffer(ends, np.int32)[side.offset : side.offset + len(side) + 1]
+            lengths.update(np.diff(ends).tobytes())
+            text.update(memoryview(characters or b"")[ends[0] : ends[-1]])
+    return _digest([part.hexdigest() for part in hashes])

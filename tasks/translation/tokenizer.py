@@ -1,0 +1,111 @@
+"""The joint vocabulary: byte-level BPE over both languages, lossless on any text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+PAD, END = "<pad>", "</s>"
+VERSION = 1
+"""Of the way tokenizers are trained; a change makes cached ones of the old way unused."""
+
+_ROWS_AT_A_TIME = 10_000
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE of at most `vocab_size` tokens, two special ones and the 256 bytes among them.
+
+    Every text is a sequence of bytes, so nothing is unknown, and decoding gives back exactly what was encoded:
+    no normalisation, no space added or taken. Special tokens are never read out of a text.
+
+    >>> tokenizer = train_tokenizer(["low lower lowest"], vocab_size=264)
+    >>> encoded = tokenizer.encode("slow </s> 🐌")
+    >>> encoded.tokens[-1], tokenizer.decode(encoded.ids)
+    ('</s>', 'slow </s> 🐌')
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, tokenizer.token_to_id(END))]
+    )
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def texts_of(pairs: Dataset) -> Iterator[str]:
+    """All sources and targets of a split, a few thousand in memory at a time."""
+    for rows in pairs.iter(_ROWS_AT_A_TIME):
+        yield from rows["source"]
+        yield from rows["target"]
+
+
+def load_tokenizer(path: Path, positions: int | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer for Transformers, from a tokenizer.json or from a folder with one.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot serve: it lacks the tokens `<pad>` and `</s>`, or does not end sentences with `</s>`.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"tokenizer must be a tokenizer.json or a folder with one; {path} does not exist.")
+    limits: dict[str, Any] = {} if positions is None else {"model_max_length": positions}
+    try:
+        if path.is_dir():
+            loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(path, **limits)  # type: ignore[assignment]
+        else:
+            loaded = PreTrainedTokenizerFast(
+                tokenizer_file=str(path),
+                pad_token=PAD,
+                eos_token=END,
+                split_special_tokens=True,  # "</s>" in a text is text
+                clean_up_tokenization_spaces=False,
+                **limits,
+            )
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+        raise ValueError(
+            f"tokenizer must be a tokenizer.json of the tokenizers library, or a folder with one; {path} cannot be "
+            f"read as such ({type(error).__name__}: {error})."
+        ) from error
+    _check(loaded, path)
+    return loaded
+
+
+def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is None or end is None or max(pad, end) >= len(tokenizer) or pad == end:
+        raise ValueError(
+            f"the tokenizer needs different tokens for padding and sentence ends; {path} has {pad}, {end}."
+        )
+    if tokenizer("a")["input_ids"][-1:] != [end]:
+        raise ValueError(
+            f"the tokenizer must end every sentence with {tokenizer.eos_token}; {path} does not. Give it a "
+            f"post-processor that does, or leave `tokenizer` out to train one."
+        )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, its end included; nothing is cut."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # both stay set from the last call of the tokenizer
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return [encoded.ids for encoded in backend.encode_batch_fast(list(texts))]
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Changes with anything that changes how texts are encoded."""
+    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()

@@ -1,0 +1,360 @@
+"""Translation by adam, dadam or dadam_ac: `accelerate launch tasks/wmt14.py --config configs/wmt14_demo.yaml`."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
+from algorithms import SYNCHRONOUS, make_accelerator
+from demo import CONFIGS, announce_demo
+from endings import starting_up, training
+from progress import WaitingTime, figures
+from run_folder import RunFolder
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import MarianMTModel
+from translation.batches import Collate, TokenBatches
+from translation.checkpoints import LastModels, averaged_parameters, trained_state
+from translation.commands import COMMANDS
+from translation.config import TranslationConfig
+from translation.data import load_translation_data
+from translation.evaluation import Evaluator, write_translations
+from translation.loss import smoothed_loss
+from translation.model import build_model, save_translator, trained_parameters
+from translation.scores import TranslationScores
+
+from dsgdac_accel.averaging import cloned
+from dsgdac_accel.config import parse_config
+
+DEMO = CONFIGS / "wmt14_demo.yaml"
+
+TRAIN_SAMPLE = 2000
+"""Training pairs, evenly spaced over the split, on which the deployed model's training loss is measured."""
+
+
+def inverse_square_root(step: int, warmup_steps: int) -> float:
+    """Factor on the peak rate at 0-based `step`, t = step + 1: t / warm-up, then (warm-up / t)^0.5. Never 0.
+
+    >>> [5e-4 * inverse_square_root(t - 1, warmup_steps=4000) for t in (1, 4000, 16000)]
+    [1.25e-07, 0.0005, 0.00025]
+    """
+    t = step + 1
+    return t / warmup_steps if t < warmup_steps else (warmup_steps / t) ** 0.5
+
+
+class TranslationRun:
+    """One training run: builds everything, trains, evaluates the deployed model, writes the run folder."""
+
+    def __init__(self, config: TranslationConfig) -> None:
+        self.config = config
+        set_seed(config.seed)
+        self.metric = TranslationScores(target_language=config.data.target)
+        # Before any process group: while one worker tokenises millions of pairs, no collective of the others runs out.
+        self.data = load_translation_data(config.data)
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        self.batches = TokenBatches(
+            self.data.train.source_lengths,
+            self.data.train.target_lengths,
+            config.batch_tokens,
+            workers,
+            config.accumulation_steps,
+            config.seed,
+        )
+        self.total_steps = min(config.epochs * self.batches.steps_per_epoch, config.max_steps or sys.maxsize)
+        self.accelerator = make_accelerator(
+            config.algorithm,
+            config.gossip,
+            self.total_steps,
+            self.batches.steps_per_epoch,
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.accumulation_steps,
+            # The batches are dealt out whole, as many to each worker.
+            dataloader_config=DataLoaderConfiguration(split_batches=False, even_batches=False),
+            dynamo_plugin=TorchDynamoPlugin(backend="inductor" if config.compile else "no", dynamic=True),
+            log_with=list(config.trackers) or None,
+            project_dir=str(config.output_dir),
+        )
+        if self.accelerator.num_processes != workers:
+            raise RuntimeError(
+                f"the launcher announced {workers} workers (WORLD_SIZE) and {self.accelerator.num_processes} met. "
+                f"Use accelerate launch or torchrun."
+            )
+        self.folder = RunFolder(config.output_dir, config, self.accelerator, trackers=bool(config.trackers))
+        self._build()
+        self.step = 0
+        self.rate = 0.0  # that the last step used
+        self.worker_loss = math.nan  # of the workers, mean over real tokens since the last record
+        self.waiting = WaitingTime()
+        self.train_seconds = 0.0
+
+    def _build(self) -> None:
+        config, tokenizer, batches = self.config, self.data.tokenizer, self.batches
+        longest = int(max(batches.source_lengths.max(), batches.target_lengths.max()))
+        model = build_model(
+            config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, max(1024, longest)
+        )
+        self.parameters = trained_parameters(model)
+        collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
+        optimizer = torch.optim.Adam(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=config.rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: inverse_square_root(step, config.warmup_steps)
+        )
+        loader = DataLoader(
+            self.data.train.pairs, batch_sampler=batches, collate_fn=collate, num_workers=config.loader_workers
+        )
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.evaluator = Evaluator(
+            tokenizer, self.accelerator.group, config.decoding, config.label_smoothing, self.metric
+        )
+        self.last_models = None
+        if config.average_last > 1 and self.accelerator.is_main_process:
+            self.last_models = LastModels(config.output_dir / "checkpoints", config.average_last)
+
+    # ---- training
+
+    def train(self) -> None:
+        """All steps, with an evaluation on the validation split every `eval_every` epochs, then the test split."""
+        bar = tqdm(total=self.total_steps, disable=None if self.accelerator.is_main_process else True, unit="step")
+        started = time.perf_counter()
+        epoch = 0
+        while self.step < self.total_steps:
+            self._train_epoch(epoch, bar)
+            epoch += 1
+            if self.step == self.total_steps or epoch % self.config.eval_every == 0:
+                self._validate(epoch)
+        bar.close()
+        self._finish(epoch, started)
+
+    def _train_epoch(self, epoch: int, bar: Any) -> None:
+        self.model.train()
+        self.batches.set_epoch(epoch)
+        begun = time.perf_counter()
+        source_tokens, target_tokens = self.batches.epoch_tokens()
+        step_tokens = (source_tokens + target_tokens).sum(axis=(1, 2))
+        scales = self._loss_scales(target_tokens)
+        first = self.step
+        logged, logged_at = first, begun
+        losses: list[Tensor] = []
+        for batch in self.waiting.batches(self.loader):
+            in_epoch = self.step - first
+            labels = batch.pop("labels")
+            with self.accelerator.accumulate(self.model):
+                loss = smoothed_loss(self.model(**batch).logits, labels, self.config.label_smoothing)
+                self.accelerator.backward(loss * scales[in_epoch])
+                if self.accelerator.sync_gradients and self.config.max_grad_norm is not None:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+                self.rate = self.optimizer.param_groups[0]["lr"]
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.detach())
+            if not self.accelerator.sync_gradients:
+                continue
+            self.step += 1
+            bar.update()
+            last = in_epoch + 1 == self.batches.steps_per_epoch or self.step == self.total_steps
+            if self.step % self.config.log_every == 0 or last:
+                window = slice(logged - first, self.step - first)
+                self._set_worker_loss(losses, target_tokens[window])
+                now = time.perf_counter()
+                self._log_training(epoch, step_tokens[window].sum() / (now - logged_at), bar)
+                losses, logged, logged_at = [], self.step, time.perf_counter()
+            self._keep_for_average(last)
+            if last:
+                break
+        self.train_seconds += time.perf_counter() - begun
+
+    def _loss_scales(self, target_tokens: np.ndarray) -> np.ndarray:
+        """For each step, what makes of summed losses the mean over real tokens: for gossip over this worker's own
+        micro-batches, for the synchronous baseline over those of all workers (whose gradients DDP averages).
+        """
+        shares = self.config.accumulation_steps  # Accelerate's backward divides by them
+        if self.config.algorithm in SYNCHRONOUS:
+            return shares * self.accelerator.num_processes / target_tokens.sum(axis=(1, 2))
+        return shares / target_tokens[:, :, self.accelerator.process_index].sum(axis=1)
+
+    def _set_worker_loss(self, losses: list[Tensor], target_tokens: np.ndarray) -> None:
+        total = float(torch.stack(losses).double().sum())
+        totals = self.accelerator.group.gather(total, f"logging step {self.step}")
+        self.worker_loss = math.fsum(totals) / int(target_tokens.sum())
+
+    def _log_training(self, epoch: int, tokens_per_second: float, bar: Any) -> None:
+        values = {
+            "train/loss": self.worker_loss,
+            "train/tokens_per_second": tokens_per_second,
+            "epoch": epoch,
+            "gossip/rate": self.rate,
+        }
+        self.accelerator.log(values, step=self.step)
+        bar.set_postfix(
+            figures(self.accelerator, self.worker_loss, self.rate) | {"tokens/s": f"{tokens_per_second:.0f}"}
+        )
+
+    def _keep_for_average(self, last_of_epoch: bool) -> None:
+        """Write the deployed model to a file when it is due. Collective."""
+        if self.config.average_last == 1:
+            return
+        every = self.config.average_every
+        if last_of_epoch if every is None else self.step % every == 0:
+            with self.accelerator.deployed_model(self.model) as deployed:
+                if self.last_models is not None:
+                    self.last_models.add(self.step, trained_state(self._bare(deployed)))
+
+    # ---- evaluation of the deployed model
+
+    def _validate(self, epoch: int) -> None:
+        pairs = self.data.validation
+        with self.accelerator.deployed_model(self.model) as deployed:
+            model = self._bare(deployed)
+            losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
+            found = self.evaluator.translations(model, pairs, greedy=True)
+        bleu = self.evaluator.scores(found.texts, pairs)["bleu"]
+        values = {f"validation/{name}": value for name, value in losses.items()}
+        self.accelerator.log(
+            values | {"validation/bleu": bleu, "epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step
+        )
+        self._say(
+            f"epoch {epoch}/{self.config.epochs}  step {self.step}  workers' train loss {self.worker_loss:.4f}  "
+            f"deployed validation loss {losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}  "
+            f"BLEU {bleu:.2f} (greedy)  radius {self._radius():.4g}"
+        )
+
+    def _finish(self, epoch: int, started: float) -> None:
+        """Beam search over the test split by the model that is deployed, its scores, and everything on disk."""
+        pairs, folder = self.data.test, self.config.output_dir
+        sample = np.unique(np.linspace(0, len(self.data.train.pairs) - 1, TRAIN_SAMPLE).round().astype(int)).tolist()
+        seen = self.data.train.pairs.__getitems__(sample)
+        with self.accelerator.deployed_model(self.model) as deployed:
+            model = self._bare(deployed)
+            with self._average(model) as averaged:
+                train_losses = self.evaluator.losses(model, seen["source_ids"], seen["target_ids"])
+                losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
+                found = self.evaluator.translations(model, pairs)
+                if self.accelerator.is_main_process:
+                    state = cloned(model.state_dict())
+                    save_translator(model, state, self.data.tokenizer, self.config.decoding, folder / "deployed")
+        scores = self.evaluator.scores(found.texts, pairs)
+        values = {f"test/{name}": value for name, value in losses.items()}
+        values |= {
+            "test/bleu": scores["bleu"],
+            "test/chrf": scores["chrf"],
+            "train/deployed_loss": train_losses["loss"],
+        }
+        self.accelerator.log(values | {"epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step)
+        if not self.accelerator.is_main_process:
+            return
+        write_translations(folder, pairs, found.texts)
+        summary = self._summary(epoch, losses, train_losses, scores, time.perf_counter() - started)
+        self.folder.write_summary(summary | {"averaged_models": averaged, "translations_at_limit": found.at_limit})
+        self._report(found.texts, found.at_limit, losses, scores)
+
+    def _average(self, model: MarianMTModel) -> Any:
+        """Inside, `model` is the average of the last deployed models, if that was asked for."""
+        if self.config.average_last == 1:
+            return nullcontext(1)
+        files = [] if self.last_models is None else self.last_models.files()
+        return averaged_parameters(model, files, self.accelerator.group)
+
+    def _report(self, hypotheses: list[str], at_limit: int, losses: dict[str, float], scores: dict[str, Any]) -> None:
+        pairs = self.data.test
+        for row in range(min(self.config.show_translations, len(pairs))):
+            self._say(f"  {pairs.sources[row]}\n    -> {hypotheses[row]}\n    reference: {pairs.references[row]}")
+        self._say(
+            f"test split {pairs.name!r}: BLEU {scores['bleu']:.2f} ({scores['bleu_signature']})  chrF "
+            f"{scores['chrf']:.2f}  tokenised, compound-split BLEU {scores['bleu_tokenized']:.2f}  loss "
+            f"{losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}"
+        )
+        if at_limit:
+            self._say(
+                f"{at_limit} of {len(hypotheses)} translations are as long as decoding.extra_length allows; they may "
+                f"have been cut short."
+            )
+
+    def _bare(self, deployed: nn.Module) -> MarianMTModel:
+        """Without the wrapper of torch.compile, which would compile anew for every length of a search."""
+        return self.accelerator.unwrap_model(deployed, keep_torch_compile=False)
+
+    def _radius(self) -> float:
+        steps = self.accelerator.gossip_steps
+        return steps[0].metrics().get("radius", math.nan) if steps else 0.0  # measured when the average was taken
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(text, file=sys.stdout)
+
+    def _summary(
+        self,
+        epoch: int,
+        losses: dict[str, float],
+        train_losses: dict[str, float],
+        scores: dict[str, Any],
+        seconds: float,
+    ) -> dict[str, Any]:
+        steps = self.accelerator.gossip_steps
+        return {
+            "algorithm": self.config.algorithm,
+            "workers": self.accelerator.num_processes,
+            "topology": steps[0].mixer.topology.name if steps else "all-reduce",
+            "model": self.config.model.size,
+            "parameters": self.parameters,
+            "data": self.data.origin,
+            "epochs": epoch,
+            "steps": self.step,
+            "train_loss": train_losses["loss"],
+            "worker_train_loss": self.worker_loss,
+            "test_loss": losses["loss"],
+            "test_nll": losses["nll"],
+            "test_perplexity": losses["perplexity"],
+            **scores,
+            "radius": self._radius(),
+            "gamma": steps[0].gamma if steps else None,
+            "padding_share": round(self.batches.padding, 4),
+            "seconds": round(seconds, 3),
+            "data_share": round(self.waiting.seconds / self.train_seconds, 4),
+            "seed": self.config.seed,
+        }
+
+
+def main() -> None:
+    """Train, or run the subcommand `translate` or `score`."""
+    transformers.utils.logging.disable_progress_bar()
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        with starting_up():
+            COMMANDS[sys.argv[1]](sys.argv[2:])
+        return
+    announce_demo(DEMO, ("wmt14*", "multi30k*"))
+    with starting_up():
+        config = parse_config(TranslationConfig, default_file=DEMO, description=__doc__)
+        run = TranslationRun(config)
+    workers = run.accelerator.num_processes
+    run.accelerator.print(
+        f"{config.algorithm} on {run.data.origin}: {run.data.train.described()}, {run.parameters:,} parameters, "
+        f"{workers} worker{'s' if workers > 1 else ''}, {run.total_steps} steps of at most {config.batch_tokens} "
+        f"tokens ({run.batches.padding:.1%} padding)"
+    )
+    with training():
+        run.train()
+        run.accelerator.print(f"results in {config.output_dir}")
+        run.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,762 @@
+"""Parallel text as it is met in the field: ends of lines, encodings, pairs, columns, splits; and the cache."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from translation import cache
+from translation.cache import build_once
+from translation.sources import _read_parquet as read_parquet
+from translation.sources import open_corpus
+from translation.text_files import Direction, decode_line, read_json_lines, read_json_pairs, read_lines, read_pairs
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DATA = REPOSITORY.parent / "shared" / "data"
+
+# All that str.splitlines takes for the end of a line, with "\n" left out.
+OTHER_BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+EN = ["The ferry leaves at nine.", "", "A mill\u2028by the water.", "She lost it.\x85"]
+DE = ["Die Fähre geht um neun.", "Nichts.", "Eine Mühle\x0b am Wasser.", "Sie verlor ihn."]
+
+
+def real_data(name):
+    if not (DATA / name).is_dir():
+        pytest.skip(f"development data set '{name}' is not beside the repository")
+    return DATA / name
+
+
+def write_bytes(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def write_lines(path, lines):
+    return write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def write_text_split(folder, split="train", sources=EN, targets=DE):
+    write_lines(folder / f"{split}.en", sources)
+    write_lines(folder / f"{split}.de", targets)
+    return folder
+
+
+def write_json(path, rows):
+    return write_lines(path, [json.dumps(row, ensure_ascii=False) for row in rows])
+
+
+def write_parquet(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def translations(sources=EN, targets=DE):
+    return [{"en": source, "de": target} for source, target in zip(sources, targets, strict=True)]
+
+
+def pairs_of(corpus, split="train"):
+    rows = corpus.splits[split]
+    return list(zip(rows["source"], rows["target"], strict=True))
+
+
+PAIRS = list(zip(EN, DE, strict=True))
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Open a path, or a name, with a cache of the test's own."""
+
+    def open_(path=None, name=None, **options):
+        return open_corpus(name, path, cache_dir=tmp_path / "cache", **options)
+
+    return open_
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("lines") / "lines.txt"
+
+
+texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\n") | st.sampled_from(OTHER_BREAKS + "\0")
+)
+
+
+class TestLines:
+    @given(lines=st.lists(texts.filter(lambda line: not line.endswith("\r"))))
+    def test_lines_written_with_newlines_come_back(self, scratch, lines):
+        # A byte order mark at the very start is the file's, so it takes one to keep a first character that is one.
+        scratch.write_bytes("\ufeff".encode() + "".join(f"{line}\n" for line in lines).encode())
+        assert list(read_lines(scratch)) == lines
+
+    @given(lines=st.lists(texts))
+    def test_with_crlf_too(self, scratch, lines):
+        scratch.write_bytes("\ufeff".encode() + "".join(f"{line}\r\n" for line in lines).encode())
+        assert list(read_lines(scratch)) == lines
+
+    @pytest.mark.parametrize(
+        ("content", "lines"),
+        [
+            (b"", []),
+            (b"\n", [""]),
+            (b"a", ["a"]),
+            (b"a\nb", ["a", "b"]),
+            (b"a\n\n", ["a", ""]),
+            (b"a\r\nb\r", ["a", "b"]),
+            (b"a\r\r\n", ["a\r"]),
+            (b"a\rb\n", ["a\rb"]),
+            (b" a\t\n", [" a\t"]),
+            (b"a\0b\n\0\n", ["a\0b", "\0"]),
+            (b"\xef\xbb\xbf", []),
+            (b"\xef\xbb\xbf\n", [""]),
+            (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", ["a", "\ufeffb"]),
+        ],
+    )
+    def test_ends_and_marks(self, tmp_path, content, lines):
+        assert list(read_lines(write_bytes(tmp_path / "train.en", content))) == lines
+
+    @pytest.mark.parametrize("character", OTHER_BREAKS[1:])
+    def test_no_other_character_ends_a_line(self, tmp_path, character):
+        file = write_lines(tmp_path / "train.en", [f"a{character}b", f"c{character}"])
+        assert list(read_lines(file)) == [f"a{character}b", f"c{character}"]
+
+    def test_bytes_that_are_not_utf8(self, tmp_path):
+        file = write_bytes(tmp_path / "train.de", "gut\nM\xfchle\n".encode("latin-1"))
+        with pytest.raises(
+            ValueError, match=r"train\.de must be UTF-8; line 2 has byte 0xfc at position 1.*invalid_utf8"
+        ):
+            list(read_lines(file))
+        assert list(read_lines(file, "replace")) == ["gut", "M\ufffdhle"]
+
+    @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+    @pytest.mark.parametrize("errors", ["strict", "replace"])
+    def test_utf16(self, tmp_path, encoding, errors):
+        file = write_bytes(tmp_path / "train.en", "\ufeffa\n".encode(encoding))
+        with pytest.raises(ValueError, match=r"train\.en must be UTF-8; it starts as UTF-16 does"):
+            list(read_lines(file, errors))
+
+    def test_lines_of_a_stream(self):
+        assert decode_line("\ufeffä\u2028\r\n".encode(), "standard input", 1) == "ä\u2028"
+        assert decode_line("\ufeffä".encode(), "standard input", 2) == "\ufeffä"
+        with pytest.raises(ValueError, match="standard input must be UTF-8; line 7 has byte 0xff"):
+            decode_line(b"\xff\n", "standard input", 7)
+
+    def test_memory_does_not_grow_with_the_file(self, tmp_path):
+        file = write_lines(tmp_path / "train.en", ["x" * 200] * 20_000)
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in read_pairs(file, file)) == 20_000
+            assert tracemalloc.get_traced_memory()[1] < 500_000
+        finally:
+            tracemalloc.stop()
+
+
+class TestPairs:
+    def test_side_by_side(self, tmp_path):
+        write_text_split(tmp_path)
+        assert list(read_pairs(tmp_path / "train.en", tmp_path / "train.de")) == PAIRS
+
+    @pytest.mark.parametrize(("english", "german"), [(5, 6), (6, 5), (0, 1)])
+    def test_unequal_counts(self, tmp_path, english, german):
+        write_text_split(tmp_path, "train", ["a"] * english, ["b"] * german)
+        with pytest.raises(ValueError, match=rf"train\.en has {english}, .*train\.de has {german}\."):
+            list(read_pairs(tmp_path / "train.en", tmp_path / "train.de"))
+
+
+class TestJsonLines:
+    def test_only_newlines_end_an_object(self, tmp_path):
+        file = write_bytes(tmp_path / "a.jsonl", '\ufeff{"en": "a\u2028b\x85c"}\r\n{"en": "\\n"}'.encode())
+        assert list(read_json_lines(file)) == [(1, {"en": "a\u2028b\x85c"}), (2, {"en": "\n"})]
+
+    def test_blank_lines_hold_nothing(self, tmp_path):
+        file = write_bytes(tmp_path / "a.jsonl", b'\n{"en": "a"}\n \t\r\n{"en": "b"}\n\n\n')
+        assert list(read_json_lines(file)) == [(2, {"en": "a"}), (4, {"en": "b"})]
+
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ('{"en": "a"', r"is not JSON \("),
+            ('{"en": "a"} {"en": "b"}', r"is not JSON \(Extra data"),
+            ("\xa0", r"is not JSON \("),
+            ('[{"en": "a"}]', "holds a list"),
+            ('"a"', "holds a str"),
+            ("null", "holds a NoneType"),
+        ],
+    )
+    def test_lines_that_hold_no_object(self, tmp_path, line, problem):
+        file = write_bytes(tmp_path / "a.jsonl", f'{{"en": "a"}}\n\n{line}\n'.encode())
+        with pytest.raises(ValueError, match=rf"a\.jsonl must hold one JSON object in each line; line 3 {problem}"):
+            list(read_json_lines(file))
+
+    @pytest.mark.parametrize("rows", [[{"translation": row} for row in translations()], translations()])
+    def test_both_shapes(self, tmp_path, rows):
+        assert list(read_json_pairs(write_json(tmp_path / "a.jsonl", rows), Direction())) == PAIRS
+        backwards = [(german, english) for english, german in PAIRS]
+        assert list(read_json_pairs(tmp_path / "a.jsonl", Direction("de", "en"))) == backwards
+
+    def test_null_is_not_absent(self, tmp_path):
+        rows = [{"translation": None}, {"translation": {"en": None, "de": "b"}}, {"translation": {"en": "c"}}]
+        file = write_json(tmp_path / "a.jsonl", rows)
+        lines = read_json_pairs(file, Direction())
+        assert [next(lines), next(lines)] == [(None, None), (None, "b")]
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 3 must have 'translation\.de' as the first one has"):
+            next(lines)
+        with pytest.raises(ValueError, match=r"line 2 must have 'de' as the first one has; it has en\. Add it"):
+            list(read_json_pairs(write_json(file, [{"en": "a", "de": "b"}, {"en": "c"}]), Direction()))
+
+    def test_cells_that_are_not_text(self, tmp_path):
+        file = write_json(tmp_path / "a.jsonl", [{"en": "a", "de": "b"}, {"en": 3, "de": "b"}])
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 2 must have text or null as 'en'; got int\."):
+            list(read_json_pairs(file, Direction()))
+
+    def test_half_a_surrogate_pair(self, tmp_path):
+        file = write_bytes(tmp_path / "a.jsonl", rb'{"en": "\ud83d\ude00", "de": "a\ud83db"}')
+        with pytest.raises(
+            ValueError, match=r"a\.jsonl, line 1 must be Unicode; 'de' has half .*invalid_utf8: replace"
+        ):
+            list(read_json_pairs(file, Direction()))
+        assert list(read_json_pairs(file, Direction(), "replace")) == [("\U0001f600", "a\ufffdb")]
+
+
+class TestLocalFiles:
+    def test_pairs_of_text_files(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        write_text_split(tmp_path / "data", "valid", ["a"], ["b"])
+        write_text_split(tmp_path / "data", "test_2016", ["c"], ["d"])
+        write_lines(tmp_path / "data" / "train.fr", ["une ligne"])
+        write_lines(tmp_path / "data" / "newstest.en", ["no split's name"])
+        corpus = opened(tmp_path / "data")
+        assert set(corpus.splits) == {"train", "valid", "test"}
+        assert pairs_of(corpus) == PAIRS
+        assert pairs_of(corpus, "test") == [("c", "d")]
+        assert corpus.splits["train"].column_names == ["source", "target"]
+        assert corpus.splits["train"].features == datasets.Features(
+            source=datasets.Value("string"), target=datasets.Value("string")
+        )
+        assert str(tmp_path / "data") in corpus.origin
+
+    def test_the_other_direction(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        assert pairs_of(opened(tmp_path / "data", source="de", target="en")) == list(zip(DE, EN, strict=True))
+
+    def test_a_path_wins_over_a_name(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        assert pairs_of(opened(tmp_path / "data", "grammar")) == PAIRS
+
+    def test_shards_are_paired_by_name_and_joined_in_order(self, tmp_path, opened):
+        write_text_split(tmp_path / "data", "train.b.clean", ["3"], ["drei"])
+        write_text_split(tmp_path / "data", "train.a.clean", ["1", "2"], ["eins", "zwei"])
+        assert pairs_of(opened(tmp_path / "data")) == [("1", "eins"), ("2", "zwei"), ("3", "drei")]
+
+    def test_a_folder_per_split(self, tmp_path, opened):
+        write_text_split(tmp_path / "data" / "train", "europarl")
+        write_text_split(tmp_path / "data" / "test", "news", ["a"], ["b"])
+        assert pairs_of(opened(tmp_path / "data"), "test") == [("a", "b")]
+
+    @pytest.mark.parametrize("lacking", ["train.b.de", "train.b.en"])
+    def test_a_missing_partner(self, tmp_path, opened, lacking):
+        write_text_split(tmp_path / "data", "train.a")
+        write_text_split(tmp_path / "data", "train.b")
+        (tmp_path / "data" / lacking).unlink()
+        with pytest.raises(ValueError, match=rf"must come in pairs.*there is no .*/{lacking}\. .*data\.source"):
+            opened(tmp_path / "data")
+
+    def test_a_missing_language(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        with pytest.raises(ValueError, match=r"there is no .*/train\.fr\."):
+            opened(tmp_path / "data", target="fr")
+
+    def test_unequal_counts_in_the_second_split(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        write_text_split(tmp_path / "data", "test", ["a"] * 5, ["b"] * 6)
+        with pytest.raises(ValueError, match=r"test\.en has 5, .*test\.de has 6\."):
+            opened(tmp_path / "data")
+        assert not list((tmp_path / "cache").glob("**/*.partial"))
+
+    def test_bytes_that_are_not_utf8(self, tmp_path, opened):
+        write_text_split(tmp_path / "data", sources=["a", "b"], targets=["c", "d"])
+        (tmp_path / "data" / "train.de").write_bytes(b"\xfc\nd\n")
+        with pytest.raises(ValueError, match=r"train\.de must be UTF-8; line 1 has"):
+            opened(tmp_path / "data")
+        replaced = opened(tmp_path / "data", invalid_utf8="replace")
+        assert pairs_of(replaced) == [("a", "\ufffd"), ("b", "d")]
+
+    @pytest.mark.parametrize("file", ["train.jsonl", "train.json"])
+    def test_json_lines(self, tmp_path, opened, file):
+        write_json(tmp_path / "data" / file, [{"translation": row} for row in translations()])
+        assert pairs_of(opened(tmp_path / "data")) == PAIRS
+        assert pairs_of(opened(tmp_path / "data" / file)) == PAIRS
+
+    def test_parquet_with_translations(self, tmp_path, opened):
+        write_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", translation=translations()[:1])
+        write_parquet(tmp_path / "data" / "train-00001-of-00002.parquet", translation=translations()[1:])
+        write_parquet(tmp_path / "data" / "test.parquet", translation=translations(["a"], ["b"]))
+        corpus = opened(tmp_path / "data")
+        assert pairs_of(corpus) == PAIRS
+        assert pairs_of(corpus, "test") == [("a", "b")]
+        assert pairs_of(opened(tmp_path / "data" / "test.parquet")) == [("a", "b")]
+
+    def test_the_translation_feature_of_datasets(self, tmp_path, opened):
+        features = datasets.Features(translation=datasets.Translation(languages=["de", "en"]))
+        (tmp_path / "data").mkdir()
+        datasets.Dataset.from_dict({"translation": translations()}, features).to_parquet(
+            tmp_path / "data/train.parquet"
+        )
+        assert pairs_of(opened(tmp_path / "data")) == PAIRS
+
+    @pytest.mark.parametrize(
+        "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+    )
+    def test_every_kind_of_text_column(self, tmp_path, opened, kind):
+        write_parquet(tmp_path / "data" / "train.parquet", id=[1, 2, 3, 4], en=pa.array(EN, kind), de=pa.array(DE))
+        write_parquet(
+            tmp_path / "data" / "test.parquet",
+            translation=pa.StructArray.from_arrays([pa.array(DE, kind), pa.array(EN, kind)], ["de", "en"]),
+        )
+        corpus = opened(tmp_path / "data")
+        assert pairs_of(corpus) == pairs_of(corpus, "test") == PAIRS
+
+    def test_rows_are_kept_one_for_one(self, tmp_path, opened):
+        sources = ["", "a\nb", None, " ", "a\nb"] * 5000
+        write_parquet(tmp_path / "data" / "train.parquet", en=sources, de=[str(i) for i in range(25_000)])
+        expected = [(source or "", str(row)) for row, source in enumerate(sources)]
+        assert pairs_of(opened(tmp_path / "data")) == expected
+
+    def test_parquet_text_that_is_not_utf8(self, tmp_path, opened):
+        write_parquet(
+            tmp_path / "data" / "train.parquet", en=pa.array([b"\xfcb", None, b"c"]).view(pa.string()), de=["d"] * 3
+        )
+        with pytest.raises(ValueError, match=r"Column 'en' must be UTF-8; it is not in .*train\.parquet.*invalid_utf8"):
+            opened(tmp_path / "data")
+        replaced = opened(tmp_path / "data", invalid_utf8="replace")
+        assert replaced.splits["train"]["source"][:] == ["\ufffdb", "", "c"]
+
+    def test_memory_does_not_grow_with_the_parquet_file(self, tmp_path):
+        text = pa.array([os.urandom(100).hex() for _ in range(100_000)])
+        file = write_parquet(tmp_path / "train.parquet", en=text, de=text)
+        assert pq.ParquetFile(file).num_row_groups == 1
+        assert text.nbytes > 20_000_000
+        before = pa.total_allocated_bytes()
+        assert max(pa.total_allocated_bytes() for _ in read_parquet(file, Direction(), "strict")) - before < 15_000_000
+
+    def test_several_kinds_for_one_split(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        write_parquet(tmp_path / "data" / "test.parquet", en=["a"], de=["b"])
+        assert set(opened(tmp_path / "data").splits) == {"train", "test"}
+        write_parquet(tmp_path / "data" / "train.parquet", en=["a"], de=["b"])
+        with pytest.raises(ValueError, match=r"one kind of file; 'train' in .* is both train\.parquet and train\.en\."):
+            opened(tmp_path / "data")
+
+    def test_nothing_to_open(self, tmp_path, opened):
+        with pytest.raises(FileNotFoundError, match=r"data\.path must exist; got .*absent\. Expected train\*\.parquet"):
+            opened(tmp_path / "absent")
+        (tmp_path / "data").mkdir()
+        with pytest.raises(
+            ValueError, match=r"No splits in .*data; found nothing\. Expected.*train\*\.en and train\*\.de"
+        ):
+            opened(tmp_path / "data")
+        write_lines(tmp_path / "data" / "newstest.en", EN)
+        with pytest.raises(ValueError, match=r"found newstest\.en\. Expected"):
+            opened(tmp_path / "data")
+        with pytest.raises(ValueError, match=r"must end in one of \.parquet, \.jsonl, \.json; got .*newstest\.en"):
+            opened(tmp_path / "data" / "newstest.en")
+        with pytest.raises(ValueError, match=r"a name .* or a path; got neither"):
+            opened()
+
+    @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+    def test_an_empty_split(self, tmp_path, opened, kind):
+        write_text_split(tmp_path / "data")
+        if kind == "text":
+            write_text_split(tmp_path / "data", "test", [], [])
+        elif kind == "jsonl":
+            write_lines(tmp_path / "data" / "test.jsonl", [""])
+        else:
+            write_parquet(
+                tmp_path / "data" / "test.parquet", en=pa.array([], pa.string()), de=pa.array([], pa.string())
+            )
+        with pytest.raises(ValueError, match=r"must have rows; split 'test' of files in .*data has none"):
+            opened(tmp_path / "data")
+
+    def test_unreadable_parquet(self, tmp_path, opened):
+        write_bytes(tmp_path / "data" / "train.parquet", b"version https://git-lfs.github.com/spec/v1")
+        with pytest.raises(ValueError, match=r"train\.parquet must be a readable parquet file"):
+            opened(tmp_path / "data")
+
+    def test_splits_are_mapped_from_the_cache_and_converted_once(self, tmp_path, opened, monkeypatch):
+        write_text_split(tmp_path / "data")
+        (file,) = opened(tmp_path / "data").splits["train"].cache_files
+        assert Path(file["filename"]).parent == tmp_path / "cache"
+        monkeypatch.setattr("translation.sources.read_pairs", None)
+        assert pairs_of(opened(tmp_path / "data")) == PAIRS
+
+
+class TestColumns:
+    def test_named_columns(self, tmp_path, opened):
+        file = write_parquet(tmp_path / "train.parquet", text=EN, label=DE, en=DE, de=DE)
+        assert pairs_of(opened(file, source_column="text", target_column="label")) == PAIRS
+        assert pairs_of(opened(file, source_column="text")) == PAIRS
+
+    def test_no_column_by_these_names(self, tmp_path, opened):
+        file = write_parquet(tmp_path / "train.parquet", text=EN, label=[1, 2, 3, 4])
+        with pytest.raises(
+            ValueError,
+            match=r"none is named 'en' in .*train\.parquet\. Set data\.source_column and data\.target_column "
+            r"to two of the columns: text: string, label: int64\.",
+        ):
+            opened(file)
+        with pytest.raises(ValueError, match=r"data\.target_column='absent' is not one in .*train\.parquet"):
+            opened(file, source_column="text", target_column="absent")
+        with pytest.raises(ValueError, match=r"none is named 'en' in .*a\.jsonl, line 1\..*columns: text: str\."):
+            opened(write_json(tmp_path / "a.jsonl", [{"text": "a"}]))
+
+    def test_a_language_that_the_translations_lack(self, tmp_path, opened):
+        file = write_parquet(tmp_path / "train.parquet", translation=translations())
+        with pytest.raises(
+            ValueError,
+            match=r"data\.target must be one of the languages of column 'translation' \(en, de\) in .*; got 'fr'\. "
+            r"Set data\.source and data\.target",
+        ):
+            opened(file, target="fr")
+
+    @pytest.mark.parametrize("cells", [[1, 2], [b"a", b"b"], [["a"], ["b"]], [{"text": "a"}, {"text": "b"}]], ids=str)
+    def test_columns_that_are_not_text(self, tmp_path, opened, cells):
+        file = write_parquet(tmp_path / "train.parquet", en=cells, de=["a", "b"])
+        with pytest.raises(ValueError, match=r"Column 'en' must hold text; it holds .* in .*train\.parquet\. Set data"):
+            opened(file)
+
+    def test_translations_that_are_not_text(self, tmp_path, opened):
+        file = write_parquet(tmp_path / "train.parquet", translation=[{"en": 1, "de": "a"}])
+        with pytest.raises(ValueError, match=r"Column 'translation\.en' must hold text; it holds int64"):
+            opened(file)
+
+    def test_null_translations_are_empty(self, tmp_path, opened):
+        file = write_parquet(tmp_path / "train.parquet", translation=[None, {"en": "a", "de": None}, *translations()])
+        assert pairs_of(opened(file)) == [("", ""), ("a", ""), *PAIRS]
+        assert pairs_of(opened(write_json(tmp_path / "a.jsonl", [{"en": None, "de": "b"}, *translations()])))[0] == (
+            "",
+            "b",
+        )
+
+    @pytest.mark.parametrize("nulls", [pa.nulls(3), pa.nulls(3, pa.string())], ids=lambda nulls: str(nulls.type))
+    def test_a_side_that_is_all_null(self, tmp_path, opened, nulls):
+        file = write_parquet(tmp_path / "train.parquet", en=["a", "b", "c"], de=nulls)
+        with pytest.raises(ValueError, match=r"the target of all 3 rows is null in split 'train' of .*target_column"):
+            opened(file)
+
+
+class TestFingerprint:
+    def test_a_copy_elsewhere_has_the_same_in_another_process(self, tmp_path, opened):
+        first = write_text_split(tmp_path / "first")
+        shutil.copytree(first, tmp_path / "second")
+        fingerprint = opened(first).fingerprint
+        assert int(fingerprint, 16) >= 0
+        command = "import sys; from pathlib import Path; from translation.sources import open_corpus; "
+        command += "print(open_corpus(None, Path(sys.argv[1]), cache_dir=Path(sys.argv[2])).fingerprint)"
+        output = run_python(command, tmp_path / "second", tmp_path / "other_cache")
+        assert output.split() == [fingerprint]
+
+    def test_whatever_changes_the_rows_changes_it(self, tmp_path, opened):
+        folder = write_text_split(write_text_split(tmp_path / "data"), "test")
+        seen = [opened(folder).fingerprint, opened(folder, source="de", target="en").fingerprint]
+        write_text_split(folder, "test", EN, [*DE[:-1], "Sie verlor sie."])
+        seen.append(opened(folder).fingerprint)
+        write_text_split(folder, "test", EN, [*DE[:-1], "Sie verlor sie.\r"])
+        seen.append(opened(folder).fingerprint)
+        (folder / "test.en").rename(folder / "valid.en")
+        (folder / "test.de").rename(folder / "valid.de")
+        seen.append(opened(folder).fingerprint)
+        for file in folder.glob("valid.*"):
+            file.unlink()
+        seen.append(opened(folder).fingerprint)
+        assert len(set(seen)) == len(seen)
+
+    def test_the_cut_between_shards_and_lines_counts(self, tmp_path, opened):
+        one, two = tmp_path / "one", tmp_path / "two"
+        write_text_split(one, "train", ["ab", "c"], ["x", "y"])
+        write_text_split(two, "train", ["a", "bc"], ["x", "y"])
+        assert opened(one).fingerprint != opened(two).fingerprint
+
+    def test_of_the_hub_it_depends_on_the_rows_alone(self, opened, monkeypatch):
+        def fingerprint(sources, targets, order=None):
+            rows = datasets.Dataset.from_dict({"en": sources, "de": targets})
+            hub = datasets.DatasetDict(train=rows.select(order) if order else rows)
+            monkeypatch.setattr(datasets, "load_dataset", lambda name: hub)
+            return opened(name="someone/pairs").fingerprint
+
+        assert fingerprint(EN, DE) == fingerprint(EN[::-1], DE[::-1], order=[3, 2, 1, 0])
+        different = {fingerprint(EN, DE), fingerprint(EN, EN), fingerprint(EN[::-1], DE[::-1])}
+        different |= {fingerprint(["ab", ""], DE[:2]), fingerprint(["a", "b"], DE[:2]), fingerprint(["", "ab"], DE[:2])}
+        assert len(different) == 6
+
+
+class TestHub:
+    def serve(self, monkeypatch, **splits):
+        asked = []
+        hub = datasets.DatasetDict(splits)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *arguments: asked.append(arguments) or hub)
+        return asked
+
+    def test_wmt14_by_its_short_name(self, opened, monkeypatch):
+        features = datasets.Features(translation=datasets.Translation(languages=["de", "en"]))
+        rows = datasets.Dataset.from_dict({"translation": translations()}, features=features)
+        asked = self.serve(monkeypatch, train=rows.select([2, 0]), test=rows)
+        corpus = opened(name="WMT14")
+        assert asked == [("wmt/wmt14", "de-en")]
+        assert pairs_of(corpus) == [PAIRS[2], PAIRS[0]]
+        assert pairs_of(corpus, "test") == PAIRS
+        assert corpus.origin == "wmt/wmt14 (de-en) from the Hugging Face Hub"
+        assert corpus.splits["train"].column_names == ["source", "target"]
+
+    def test_another_name_and_subset(self, opened, monkeypatch):
+        asked = self.serve(monkeypatch, train=datasets.Dataset.from_dict({"id": range(4), "en": EN, "de": DE}))
+        assert pairs_of(opened(name="someone/pairs", subset="small")) == PAIRS
+        assert pairs_of(opened(name="someone/pairs")) == PAIRS
+        opened(name="wmt14", subset="cs-en")
+        assert asked == [("someone/pairs", "small"), ("someone/pairs",), ("wmt/wmt14", "cs-en")]
+
+    def test_splits_that_are_not_parallel_text(self, opened, monkeypatch):
+        pairs = datasets.Dataset.from_dict({"en": EN, "de": DE})
+        self.serve(monkeypatch, train=pairs, test=datasets.Dataset.from_dict({"en": EN}))
+        with pytest.raises(ValueError, match=r"none is named 'de' in split 'test' of someone/pairs from the Hugging"):
+            opened(name="someone/pairs")
+        self.serve(monkeypatch, train=pairs, test=pairs.select([]))
+        with pytest.raises(ValueError, match="must have rows; split 'test' of someone/pairs"):
+            opened(name="someone/pairs")
+
+    def test_out_of_reach(self, opened, monkeypatch):
+        def unreachable(*arguments):
+            raise ConnectionError("no network")
+
+        monkeypatch.setattr(datasets, "load_dataset", unreachable)
+        with pytest.raises(RuntimeError, match=r"'wmt/wmt14' could not be loaded.*pass data\.path.*'grammar'"):
+            opened(name="wmt14")
+
+
+class TestGrammar:
+    @pytest.fixture(autouse=True)
+    def small_grammar(self, monkeypatch):
+        splits = {"train": PAIRS, "validation": PAIRS[:1], "test": PAIRS[2:]}
+        monkeypatch.setitem(sys.modules, "translation.grammar", SimpleNamespace(grammar_splits=lambda: splits))
+
+    def test_both_directions(self, opened, tmp_path):
+        corpus, backwards = opened(name="Grammar"), opened(name="grammar", source="de", target="en")
+        assert set(corpus.splits) == {"train", "validation", "test"}
+        assert pairs_of(corpus, "test") == PAIRS[2:]
+        assert pairs_of(backwards) == list(zip(DE, EN, strict=True))
+        assert corpus.fingerprint == opened(name="grammar").fingerprint != backwards.fingerprint
+        assert not (tmp_path / "cache").exists()
+
+    def test_other_languages(self, opened):
+        with pytest.raises(ValueError, match=r"between 'en' and 'de'; got data\.source='en' and data\.target='fr'"):
+            opened(name="grammar", target="fr")
+
+
+class TestRealData:
+    @pytest.mark.data
+    @pytest.mark.parametrize(
+        ("name", "counts"),
+        [
+            ("multi30k", {"train": 29_000, "validation": 1014, "test": 1000}),
+            ("newstest", {"validation": 3000, "test": 3003}),
+            ("wmt14_10k", {"train": 10_000}),
+        ],
+    )
+    def test_all_rows_in_order(self, opened, name, counts):
+        corpus = opened(real_data(name))
+        assert {split: len(rows) for split, rows in corpus.splits.items()} == counts
+        for split in counts:
+            table = pq.read_table(DATA / name / f"{split}.parquet")["translation"].to_pylist()
+            assert pairs_of(corpus, split) == [(row["en"], row["de"]) for row in table]
+
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from translation import cache
+
+folder, seconds, builders, lock = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+class NoLock:
+    def __init__(self, *arguments, **options): pass
+    def acquire(self):
+        if lock == "refused": raise OSError("no locks here")
+    def release(self): pass
+
+if lock != "works":
+    cache.FileLock = NoLock
+    cache._machine = lambda: f"{os.getpid():x}"
+
+def build(path):
+    with (folder.parent / "builds").open("a") as log: log.write("begun\\n")
+    path.mkdir()
+    (path / "first").write_text("complete")
+    while (folder.parent / "builds").read_text().count("begun") < builders: time.sleep(0.01)
+    time.sleep(seconds)
+    (path / "second").write_text("complete")
+
+result = cache.build_once(folder, "result", build)
+print(*sorted(file.name + " " + file.read_text() for file in result.iterdir()), sep=", ")
+"""
+
+PYTHON_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tasks")}
+
+
+def start_python(command, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", command, *map(str, arguments)],
+        env=PYTHON_ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(command, *arguments):
+    return finish(start_python(command, *arguments))
+
+
+def finish(process, seconds=60):
+    try:
+        output, complaint = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == 0, complaint
+    return output
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def partials(folder):
+    return [entry.name for entry in folder.iterdir() if entry.name.endswith(".partial")]
+
+
+class TestCache:
+    @pytest.mark.parametrize("is_folder", [True, False])
+    def test_built_once_and_found_again(self, tmp_path, is_folder):
+        calls = []
+
+        def build(path):
+            calls.append(path)
+            if is_folder:
+                path.mkdir()
+                path = path / "inside"
+            path.write_text("content")
+
+        first = build_once(tmp_path / "new" / "cache", "result", build)
+        assert first == build_once(tmp_path / "new" / "cache", "result", build) == tmp_path / "new" / "cache" / "result"
+        assert len(calls) == 1
+        assert first.is_dir() == is_folder
+        assert {entry.name for entry in first.parent.iterdir()} <= {"result", ".result.lock"}
+
+    def test_a_build_that_fails_leaves_nothing(self, tmp_path):
+        def fail(path):
+            path.write_text("half")
+            raise ArithmeticError("broken off")
+
+        with pytest.raises(ArithmeticError, match="broken off"):
+            build_once(tmp_path, "result", fail)
+        assert not (tmp_path / "result").exists()
+        assert partials(tmp_path) == []
+        assert build_once(tmp_path, "result", lambda path: path.write_text("whole")).read_text() == "whole"
+
+    def test_of_several_processes_one_builds(self, tmp_path):
+        processes = [start_python(BUILDER, tmp_path / "cache", 0.3, 1, "works") for _ in range(3)]
+        outputs = [finish(process) for process in processes]
+        assert outputs == ["first complete, second complete\n"] * 3
+        assert (tmp_path / "builds").read_text() == "begun\n"
+
+    @pytest.mark.parametrize("lock", ["refused", "ignored"])
+    def test_two_builders_at_once_end_with_one_complete_result(self, tmp_path, lock):
+        processes = [start_python(BUILDER, tmp_path / "cache", 0.05, 2, lock) for _ in range(2)]
+        outputs = [finish(process) for process in processes]
+        assert outputs == ["first complete, second complete\n"] * 2
+        assert (tmp_path / "builds").read_text() == "begun\n" * 2
+        assert partials(tmp_path / "cache") == []
+
+    def test_a_killed_build_is_cleared_away_and_begun_anew(self, tmp_path):
+        process = start_python(BUILDER, tmp_path / "cache", 600, 1, "works")
+        wait_until(lambda: list((tmp_path / "cache").glob(".result.*.partial/result/first")))
+        process.kill()
+        process.communicate()
+        assert not (tmp_path / "cache" / "result").exists()
+        assert len(partials(tmp_path / "cache")) == 1
+        assert run_python(BUILDER, tmp_path / "cache", 0, 1, "works") == "first complete, second complete\n"
+        assert partials(tmp_path / "cache") == []
+
+    def test_a_process_that_waits_takes_over_from_one_that_is_killed(self, tmp_path):
+        first = start_python(BUILDER, tmp_path / "cache", 600, 1, "works")
+        wait_until(lambda: (tmp_path / "builds").exists())
+        second = start_python(BUILDER, tmp_path / "cache", 0, 1, "works")
+        first.kill()
+        first.communicate()
+        assert finish(second) == "first complete, second complete\n"
+
+    def test_builds_of_other_machines_and_names_are_left_alone_for_a_day(self, tmp_path):
+        fresh, stale, other = (
+            tmp_path / f".{name}-x1.partial" for name in ("result.0a", "result.0b", f"result.b.{cache._machine()}")
+        )
+        for folder in (fresh, stale, other):
+            folder.mkdir()
+        os.utime(stale, (0, 0))
+        build_once(tmp_path, "result", Path.touch)
+        assert partials(tmp_path) == [fresh.name, other.name] or partials(tmp_path) == [other.name, fresh.name]
+
+    def test_a_result_that_appears_meanwhile_is_kept(self, tmp_path):
+        def overtaken(path):
+            path.mkdir()
+            (tmp_path / "result").mkdir()
+            (tmp_path / "result" / "inside").write_text("first")
+
+        assert (build_once(tmp_path, "result", overtaken) / "inside").read_text() == "first"
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(OSError, match=rf"must be written to {folder}; that failed .*Set data\.cache_dir"):
+                build_once(folder, "result", Path.touch)
+
+        def refuse(*arguments):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(cache.tempfile, "mkdtemp", refuse)
+        with pytest.raises(OSError, match=r"that failed \(Permission denied\)\. Set data\.cache_dir elsewhere"):
+            build_once(tmp_path / "cache", "result", Path.touch)
+
+    def test_a_result_in_a_folder_that_cannot_be_written_is_used(self, tmp_path, monkeypatch):
+        build_once(tmp_path, "result", Path.touch)
+        monkeypatch.setattr(cache, "FileLock", None)
+        assert build_once(tmp_path, "result", Path.touch).exists()
+
+    def test_a_full_disk(self, tmp_path):
+        def fill(path):
+            with pa.OSFile("/dev/full", "wb") as sink:
+                sink.write(b"x")
+
+        if not Path("/dev/full").exists():
+            pytest.skip("this system has no /dev/full")
+        with pytest.raises(OSError, match=rf"must be written to {tmp_path}; that failed \(No space left.*cache_dir"):
+            build_once(tmp_path, "result", fill)
+
+    def test_other_errors_of_a_build_are_its_own(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"train\.en"):
+            build_once(tmp_path, "result", lambda path: (tmp_path / "train.en").read_text())

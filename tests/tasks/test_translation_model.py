@@ -1,0 +1,208 @@
+"""The Transformer, its loss and its schedule against closed forms and against torch and Transformers themselves."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from translation.batches import IGNORED, Collate, TokenizedPairs
+from translation.checkpoints import (
+    LastModels,
+    average_files,
+    averaged_parameters,
+    load_trained_state,
+    trained_state,
+)
+from translation.config import DecodingConfig, ModelConfig
+from translation.loss import losses_and_tokens, smoothed_loss
+from translation.model import allow_positions, build_model, save_translator, trained_parameters
+from translation.tokenizer import load_tokenizer, train_tokenizer
+from wmt14 import inverse_square_root
+
+from dsgdac_accel import AdaptiveConsensus, WorkerGroup
+
+
+def tiny(vocab_size=60, **changes):
+    torch.manual_seed(0)
+    return build_model(ModelConfig(size="tiny", **{"dropout": 0.0} | changes), vocab_size, pad=0, end=1, positions=32)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    train_tokenizer(["a small text of some words"], 300).save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+# ---- sizes
+
+
+def expected_parameters(vocab_size, width, ffn, layers):
+    norm, attention = 2 * width, 4 * (width * width + width)
+    feed_forward = 2 * width * ffn + ffn + width
+    return vocab_size * width + layers * (3 * attention + 2 * feed_forward + 5 * norm)
+
+
+@pytest.mark.parametrize(("size", "width", "ffn"), [("base", 512, 2048), ("big", 1024, 4096)])
+def test_the_sizes_are_those_of_the_literature(size, width, ffn):
+    with torch.device("meta"):
+        model = build_model(ModelConfig(size=size), 37_000, pad=0, end=1)
+    assert trained_parameters(model) == expected_parameters(37_000, width, ffn, layers=6)
+    if size == "big":
+        assert round(trained_parameters(model) / 1e6) in (213, 214)  # "about 213M"
+
+
+def test_a_key_that_is_set_wins_over_the_size():
+    model = build_model(ModelConfig(size="tiny", d_model=64, encoder_layers=3), 60, pad=0, end=1)
+    assert (model.config.d_model, model.config.encoder_layers, model.config.decoder_layers) == (64, 3, 1)
+    assert model.config.encoder_ffn_dim == 64
+
+
+def test_widths_that_do_not_divide_by_the_heads_are_refused():
+    with pytest.raises(ValueError, match="multiple of 2 x heads.*d_model 30 and 4 heads"):
+        build_model(ModelConfig(size="tiny", d_model=30, heads=4), 60, pad=0, end=1)
+
+
+def test_embeddings_enter_at_unit_size_and_one_matrix_serves_both_languages_and_the_output():
+    model = build_model(ModelConfig(size="small"), 2000, pad=0, end=1)
+    shared = model.model.shared.weight
+    assert model.lm_head.weight is shared
+    assert model.model.encoder.embed_tokens.weight is model.model.decoder.embed_tokens.weight is shared
+    assert (shared * math.sqrt(model.config.d_model)).std().item() == pytest.approx(1, rel=0.02)
+    linear = model.model.encoder.layers[0].fc1
+    assert linear.weight.std().item() == pytest.approx(math.sqrt(2 / sum(linear.weight.shape)), rel=0.03)
+    assert not linear.bias.any()
+
+
+def test_longer_positions_change_nothing_else():
+    model = tiny().eval()
+    ids = torch.randint(2, 60, (2, 9))
+    before = model(input_ids=ids, decoder_input_ids=ids).logits
+    parameters = trained_parameters(model)
+    allow_positions(model, 70)
+    torch.testing.assert_close(model(input_ids=ids, decoder_input_ids=ids).logits, before, rtol=0, atol=0)
+    long = torch.randint(2, 60, (1, 70))
+    assert model(input_ids=long, decoder_input_ids=long).logits.shape == (1, 70, 60)
+    assert trained_parameters(model) == parameters
+
+
+# ---- loss
+
+
+def pairs():
+    rows = [{"source_ids": [5, 9, 7, 1], "target_ids": [8, 3, 1]}, {"source_ids": [4, 1], "target_ids": [6, 2, 9, 1]}]
+    return Collate(pad=0, start=0)(TokenizedPairs(Dataset.from_list(rows)).__getitems__([0, 1]))
+
+
+def padded(batch, length):
+    fill = {"input_ids": 0, "attention_mask": 0, "decoder_input_ids": 0, "labels": IGNORED}
+    return {name: F.pad(tensor, (0, length - tensor.shape[1]), value=fill[name]) for name, tensor in batch.items()}
+
+
+def test_padding_changes_neither_the_loss_nor_the_gradient():
+    results = []
+    for length in (10, 20):
+        model, batch = tiny().double(), padded(pairs(), length)
+        labels = batch.pop("labels")
+        loss = smoothed_loss(model(**batch).logits, labels, 0.1)
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in model.parameters() if p.requires_grad]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_torchs_label_smoothed_cross_entropy_over_real_tokens(smoothing):
+    torch.manual_seed(1)
+    logits, labels = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    labels[0, 2:] = labels[2, 4:] = IGNORED
+    real = labels != IGNORED
+    mean = F.cross_entropy(logits[real], labels[real], label_smoothing=smoothing)
+    loss, nll, tokens = losses_and_tokens(logits, labels, smoothing)
+    assert tokens == int(real.sum()) == 11
+    assert loss / tokens == pytest.approx(mean.item(), abs=1e-6)
+    assert nll / tokens == pytest.approx(F.cross_entropy(logits[real], labels[real]).item(), abs=1e-6)
+
+
+def test_half_precision_logits_are_summed_in_single_precision():
+    logits = torch.randn(4, 6, 50).bfloat16()
+    loss = smoothed_loss(logits, torch.randint(50, (4, 6)), 0.1)
+    assert loss.dtype == torch.float32
+    assert smoothed_loss(logits.double(), torch.zeros(4, 6, dtype=torch.int64), 0.1).dtype == torch.float64
+
+
+# ---- schedule
+
+
+def test_the_rate_is_the_papers_from_its_first_update_and_gamma_follows():
+    rates = [5e-4 * inverse_square_root(t - 1, 4000) for t in range(1, 16_001)]
+    assert (rates[0], rates[3999], rates[15_999]) == pytest.approx((1.25e-7, 5e-4, 2.5e-4), rel=1e-12)
+    assert max(rates) == rates[3999]
+    consensus = AdaptiveConsensus(power=2, start_step=3999)
+    gammas = [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+    assert set(gammas[:4000]) == {1.0}
+    assert gammas[-1] == pytest.approx(0.25)
+
+
+# ---- deployment and averages
+
+
+def test_what_is_saved_loads_by_itself_with_its_vocabulary_and_its_search(tmp_path, tokenizer):
+    model = tiny(len(tokenizer)).eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_translator(model, state, tokenizer, DecodingConfig(beams=3, length_penalty=0.8), tmp_path / "deployed")
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "deployed")
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "deployed")
+    text = "Straße </s> \u2028 x"
+    ids = torch.tensor([vocabulary(text)["input_ids"]])
+    assert vocabulary.decode(ids[0], skip_special_tokens=True) == text
+    assert (loaded.generation_config.num_beams, loaded.generation_config.length_penalty) == (3, 0.8)
+    with torch.no_grad():
+        mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, loaded))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert model.generation_config.num_beams in (None, 1), "the search of the run stays its own"
+
+
+def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_path):
+    model = tiny()
+    (tmp_path / "deployed-000000001.safetensors.partial").write_text("of a killed run")
+    (tmp_path / "deployed-000000009.safetensors").write_text("of an earlier run")
+    last = LastModels(tmp_path, count=3)
+    states = []
+    for step in (10, 20, 30, 100):
+        states.append({name: torch.randn_like(p) for name, p in trained_state(model).items()})
+        last.add(step, states[-1])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"deployed-{s:09d}.safetensors" for s in (20, 30, 100)]
+    before = trained_state(model)
+    with averaged_parameters(model, last.files(), WorkerGroup(torch.device("cpu"))) as count:
+        assert count == 3
+        for name, tensor in trained_state(model).items():
+            torch.testing.assert_close(tensor, torch.stack([state[name] for state in states[1:]]).mean(0))
+    after = trained_state(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_averages_of_nothing_or_of_different_models_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one"):
+        average_files([])
+    last = LastModels(tmp_path, count=2)
+    last.add(1, trained_state(tiny()))
+    last.add(2, trained_state(tiny(70)))
+    with pytest.raises(ValueError, match="same tensors; .*000000002"):
+        average_files(last.files())
+
+
+def test_trained_state_holds_tied_weights_once_and_no_sinusoids():
+    model = tiny()
+    state = trained_state(model)
+    assert sum(tensor.numel() for tensor in state.values()) == trained_parameters(model)
+    other = tiny(dropout=0.1)
+    torch.nn.init.ones_(other.model.shared.weight)
+    load_trained_state(other, state)
+    torch.testing.assert_close(other.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
+
+
+def test_a_dataclass_of_sizes_names_every_field_of_a_size():
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert {"d_model", "heads", "ffn", "encoder_layers", "decoder_layers"} <= fields
