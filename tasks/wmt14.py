@@ -170,7 +170,8 @@ class TranslationRun:
                 continue
             self.step += 1
             bar.update()
-            last = in_epoch + 1 == self.batches.steps_per_epoch or self.step == self.total_steps
+            complete = in_epoch + 1 == self.batches.steps_per_epoch
+            last = complete or self.step == self.total_steps
             if self.step % self.config.log_every == 0 or last:
                 window = slice(logged - first, self.step - first)
                 self._set_worker_loss(losses, target_tokens[window])
@@ -178,7 +179,7 @@ class TranslationRun:
                 self._log_training(epoch, step_tokens[window].sum() / (now - logged_at), bar)
                 losses, logged, logged_at = [], self.step, time.perf_counter()
             self._keep_for_average(last)
-            if last:
+            if last and not complete:  # a complete pass has to end by itself: its loader counts epochs there
                 break
         self.train_seconds += time.perf_counter() - begun
 

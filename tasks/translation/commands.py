@@ -17,8 +17,8 @@ from translation.config import DecodingConfig, TextConfig
 from translation.data import default_cache_dir, open_text
 from translation.decoding import translate
 from translation.scores import TranslationScores
-from translation.text_files import read_lines
-from translation.tokenizer import encode, load_tokenizer
+from translation.text_files import decode_line, read_lines
+from translation.tokenizer import encode_sources, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class ScoreConfig:
 
 def translate_stdin(arguments: Sequence[str]) -> None:
     """Translate lines from standard input to standard output, line by line; an empty line stays empty."""
-    config = parse_config(TranslateConfig, arguments, description=translate_stdin.__doc__)
+    config = parse_config(TranslateConfig, arguments, prog="wmt14.py translate", description=translate_stdin.__doc__)
     if not (config.model / "config.json").is_file():
         raise FileNotFoundError(
             f"model must be the folder of a trained model, as `deployed/` of a run; {config.model} has no config.json."
@@ -65,10 +65,11 @@ def translate_stdin(arguments: Sequence[str]) -> None:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = AutoModelForSeq2SeqLM.from_pretrained(config.model).eval().to(device)
     tokenizer = load_tokenizer(config.model)
+    numbered = enumerate(sys.stdin.buffer, start=1)
     at_once = 1 if sys.stdin.isatty() else config.lines_at_once
-    stdin = read_lines(Path("/dev/stdin"))
-    while lines := list(itertools.islice(stdin, at_once)):
-        found = translate(model, tokenizer, encode(tokenizer, lines), config.decoding)
+    while chunk := list(itertools.islice(numbered, at_once)):
+        lines = [decode_line(line, "standard input", number) for number, line in chunk]
+        found = translate(model, tokenizer, encode_sources(tokenizer, lines), config.decoding)
         sys.stdout.buffer.write("".join(f"{text}\n" for text in found.texts).encode())
         sys.stdout.buffer.flush()
         if found.at_limit:
@@ -81,7 +82,7 @@ def translate_stdin(arguments: Sequence[str]) -> None:
 
 def score_file(arguments: Sequence[str]) -> None:
     """Score a file of translations as the sacrebleu command line does, and by tokenised, compound-split BLEU."""
-    config = parse_config(ScoreConfig, arguments, description=score_file.__doc__)
+    config = parse_config(ScoreConfig, arguments, prog="wmt14.py score", description=score_file.__doc__)
     hypotheses = list(read_lines(config.hypotheses))
     references = list(read_lines(config.references)) if config.references else _references(config)
     scores = TranslationScores(target_language=config.data.target).compute(

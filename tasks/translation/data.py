@@ -20,7 +20,15 @@ from translation.batches import Lengths, TokenizedPairs
 from translation.cache import build_once
 from translation.config import TextConfig
 from translation.sources import Corpus, open_corpus
-from translation.tokenizer import VERSION, encode, load_tokenizer, texts_of, train_tokenizer, vocabulary_digest
+from translation.tokenizer import (
+    VERSION,
+    encode,
+    encode_sources,
+    load_tokenizer,
+    texts_of,
+    train_tokenizer,
+    vocabulary_digest,
+)
 
 _ROWS_AT_A_TIME = 10_000
 _IDS = pa.list_(pa.int32())
@@ -123,7 +131,7 @@ def default_cache_dir() -> Path:
 def evaluation_pairs(name: str, split: Dataset, tokenizer: PreTrainedTokenizerFast) -> EvaluationPairs:
     """All rows of `split`, with their token ids."""
     sources, references = list(split["source"]), list(split["target"])
-    return EvaluationPairs(name, sources, references, encode(tokenizer, sources), encode(tokenizer, references))
+    return EvaluationPairs(name, sources, references, encode_sources(tokenizer, sources), encode(tokenizer, references))
 
 
 def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: str) -> str:

@@ -106,6 +106,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[lis
     return [encoded.ids for encoded in backend.encode_batch_fast(list(texts))]
 
 
+def encode_sources(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> list[list[int]]:
+    """As `encode`, but a line of nothing but space has no token beside its end: there is nothing to translate."""
+    return encode(tokenizer, [line if line.strip() else "" for line in lines])
+
+
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Changes with anything that changes how texts are encoded."""
     return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()

@@ -1,14 +1,9 @@
 """The image task end to end, as its user starts it: launched, broken, killed, repeated."""
 
-import json
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,15 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dsgdac_accel.config import load_config
+from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(120)]
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tasks" / "cifar.py")
-LAUNCH_FILE = str(ROOT / "configs" / "accelerate" / "cpu_4_workers.yaml")
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILE]
-PLAIN = [sys.executable]
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 IMAGES, BATCH = 330, 60
 STEPS_PER_EPOCH = 5  # 30 images, which fill no batch, are left out of each epoch
@@ -48,29 +39,6 @@ log_every: 1
 """
 
 
-def torchrun(num_workers):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_workers)]
-
-
-def start(command, cwd, **variables):
-    inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    return subprocess.Popen(
-        command, cwd=cwd, env=inherited | {"OMP_NUM_THREADS": "1"} | variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(process, timeout=90):
-    """Exit status and output; past the deadline the process and its children are killed and the test fails."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
-    return process.returncode, out, err
-
-
 def launch(launcher, cwd, *arguments, script=SCRIPT):
     return finish(start([*launcher, script, "--config", "settings.yaml", *arguments], cwd))
 
@@ -78,15 +46,6 @@ def launch(launcher, cwd, *arguments, script=SCRIPT):
 def succeed(launcher, cwd, *arguments):
     status, out, err = launch(launcher, cwd, *arguments)
     assert status == 0, f"{out}\n{err}"
-
-
-def records(run, key):
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {record["step"]: record[key] for record in map(json.loads, lines) if key in record}
-
-
-def summary(run):
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +168,6 @@ def test_plain_python_trains_one_worker_on_a_folder_of_images_of_any_mode(work, 
 
 
 # ---- what goes wrong
-
-
-def error_lines(text):
-    assert 'cifar.py", line' not in text, text  # no traceback of a worker
-    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 def test_an_output_folder_that_cannot_be_made_is_one_line_and_status_2(work):

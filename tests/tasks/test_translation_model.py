@@ -61,7 +61,7 @@ def test_a_key_that_is_set_wins_over_the_size():
 
 
 def test_widths_that_do_not_divide_by_the_heads_are_refused():
-    with pytest.raises(ValueError, match="multiple of 2 x heads.*d_model 30 and 4 heads"):
+    with pytest.raises(ValueError, match=r"multiple of 2 x heads.*d_model 30 and 4 heads"):
         build_model(ModelConfig(size="tiny", d_model=30, heads=4), 60, pad=0, end=1)
 
 
@@ -189,7 +189,7 @@ def test_averages_of_nothing_or_of_different_models_are_refused(tmp_path):
     last = LastModels(tmp_path, count=2)
     last.add(1, trained_state(tiny()))
     last.add(2, trained_state(tiny(70)))
-    with pytest.raises(ValueError, match="same tensors; .*000000002"):
+    with pytest.raises(ValueError, match=r"same tensors; .*000000002"):
         average_files(last.files())
 
 

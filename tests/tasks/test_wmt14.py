@@ -1,0 +1,293 @@
+"""The translation task end to end, as its user starts it: launched, averaged, put to use, broken."""
+
+import json
+import subprocess
+
+import pytest
+import sacrebleu
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from translation.commands import COMMANDS
+from translation.config import DecodingConfig, TranslationConfig
+from translation.decoding import translate
+from translation.grammar import grammar_splits
+from translation.tokenizer import encode
+from wmt14 import TranslationRun
+
+from dsgdac_accel.config import load_config, parse_config
+from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun
+
+pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
+
+SCRIPT = str(ROOT / "tasks" / "wmt14.py")
+PAIRS = {"train": 240, "validation": 6, "test": 11}
+SETTINGS = """
+gossip:
+  log_every: 3
+  start_step: 2
+data:
+  path: text
+  vocab_size: 400
+  cache_dir: cache
+model:
+  size: tiny
+  dropout: 0.0
+decoding:
+  beams: 2
+epochs: 2
+batch_tokens: 1600
+rate: 5e-3
+warmup_steps: 3
+betas: [0.9, 0.98]
+log_every: 1
+"""
+
+
+def run(launcher, cwd, *arguments, stdin=None, timeout=150):
+    command = [*launcher, SCRIPT, *arguments]
+    if stdin is None:
+        return finish(start(command, cwd), timeout=timeout)
+    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, timeout=timeout, check=False)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def succeed(launcher, cwd, *arguments, stdin=None):
+    status, out, err = run(launcher, cwd, *arguments, stdin=stdin)
+    assert status == 0, f"{out}\n{err}"
+    return out
+
+
+def train(launcher, work, name, *arguments):
+    out = succeed(launcher, work, "--config", "settings.yaml", "--output_dir", name, *arguments)
+    return work / name, out
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Settings and pairs of text files: Windows line ends, a byte order mark, a pair without a source."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "settings.yaml").write_text(SETTINGS, encoding="utf-8")
+    (folder / "text").mkdir()
+    for split, pairs in grammar_splits().items():
+        english, german = zip(*pairs[: PAIRS[split]], strict=True)
+        if split == "train":
+            english = ("", *english[1:])
+        (folder / "text" / f"{split}.en").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(english).encode())
+        (folder / "text" / f"{split}.de").write_text("".join(f"{line}\n" for line in german), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_run(work):
+    """DAdam-AC by the shipped launch file, into a folder where an earlier run was."""
+    (work / "first").mkdir()
+    (work / "first" / "test.hypotheses.txt").write_text("of an earlier run\n", encoding="utf-8")
+    return train(ACCELERATE, work, "first")
+
+
+def lines(file):
+    return file.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def test_the_summary_says_what_ran_and_how_well(first_run):
+    folder, out = first_run
+    said = summary(folder)
+    assert (said["algorithm"], said["workers"], said["topology"], said["seed"]) == ("dadam_ac", 4, "one_peer_ring", 0)
+    assert said["steps"] == len(records(folder, "train/loss")) > 4
+    assert 0 < said["gamma"] < 1
+    assert said["radius"] > 0
+    assert said.keys() >= {"train_loss", "test_loss", "test_perplexity", "bleu", "bleu_signature", "chrf", "seconds"}
+    assert "239 training pairs (left out of 240: 1 with an empty side)" in out
+    assert said["bleu_signature"] in out
+    assert "reference:" in out
+
+
+def test_a_run_folder_holds_all_that_a_run_writes(first_run):
+    folder, _ = first_run
+    assert {file.name for file in folder.glob("*.png")} == {
+        "bleu.png", "consensus.png", "loss.png", "rate_gamma.png",
+    }  # fmt: skip
+    assert len(records(folder, "validation/bleu")) == 2
+    assert list(folder.rglob("events.out.tfevents.*"))
+    assert load_config(TranslationConfig, folder / "config.yaml").output_dir == folder
+    pairs = grammar_splits()["test"][: PAIRS["test"]]
+    assert lines(folder / "test.sources.txt") == [english for english, _ in pairs]
+    assert lines(folder / "test.references.txt") == [german for _, german in pairs]
+    assert len(lines(folder / "test.hypotheses.txt")) == PAIRS["test"]
+
+
+def test_training_lowers_the_loss_and_the_rate_follows_the_schedule(first_run):
+    folder, _ = first_run
+    losses, rates = records(folder, "train/loss"), records(folder, "gossip/rate")
+    assert losses[max(losses)] < 0.9 * losses[1]
+    for step, rate in rates.items():
+        assert rate == pytest.approx(5e-3 * min(step / 3, (3 / step) ** 0.5))
+
+
+def test_the_scores_are_those_of_the_files_beside_them(first_run, work):
+    folder, _ = first_run
+    files = ["--hypotheses", "first/test.hypotheses.txt", "--references", "first/test.references.txt"]
+    out = succeed(PLAIN, work, "score", *files)
+    bleu = sacrebleu.corpus_bleu(lines(folder / "test.hypotheses.txt"), [lines(folder / "test.references.txt")])
+    assert bleu.score == pytest.approx(summary(folder)["bleu"], abs=1e-12)
+    assert out.startswith(f"{bleu.score:.4f}  nrefs:1|case:mixed")
+    by_split = succeed(PLAIN, work, "score", *files[:2], "--data.path", "text", "--data.cache_dir", "cache")
+    assert by_split == out
+
+
+def test_the_deployed_folder_is_a_normal_transformers_model(first_run):
+    folder, _ = first_run
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "deployed").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "deployed")
+    assert model.generation_config.num_beams == 2
+    ids = encode(tokenizer, lines(folder / "test.sources.txt"))
+    assert translate(model, tokenizer, ids, DecodingConfig(beams=2)).texts == lines(folder / "test.hypotheses.txt")
+    batch = tokenizer(["A word."], text_target=["Ein Wort."], return_tensors="pt")
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_translate_reads_lines_and_writes_as_many(first_run, work):
+    folder, _ = first_run
+    sources = lines(folder / "test.sources.txt")
+    text = "\n".join([sources[0], "", sources[1] + "\r", "one\u2028line"]).encode()
+    arguments = ["translate", "--model", "first/deployed", "--decoding.beams", "2", "--lines_at_once", "3"]
+    found = succeed(PLAIN, work, *arguments, stdin=text).split("\n")
+    hypotheses = lines(folder / "test.hypotheses.txt")
+    assert len(found) == 5
+    assert (found[0], found[1], found[2]) == (hypotheses[0], "", hypotheses[1])
+
+
+def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(work):
+    split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--accumulation_steps", "2")
+    alone, _ = train(PLAIN, work, "alone", "--algorithm", "adam", "--accumulation_steps", "4")
+    assert summary(split)["topology"] == "all-reduce"
+    assert records(split, "train/loss") == pytest.approx(records(alone, "train/loss"), rel=1e-4)
+    assert records(split, "validation/loss") == pytest.approx(records(alone, "validation/loss"), rel=1e-4)
+
+
+def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
+    runs = {}
+    for algorithm in ("adam", "dadam"):
+        still = ["--algorithm", algorithm, "--rate", "1e-9", "--epochs", "1", "--trackers", "[]", "--max_steps", "4"]
+        runs[algorithm], _ = train(torchrun(2), work, f"still_{algorithm}", *still)
+    first, second = (records(folder, "train/loss") for folder in runs.values())
+    assert first == pytest.approx(second, rel=1e-6)
+    assert len({round(loss, 4) for loss in first.values()}) == 4
+    assert set(records(runs["dadam"], "gossip/gamma").values()) == {1.0}
+    assert not (runs["dadam"] / "tracker").exists()
+
+
+def test_the_last_deployed_models_are_averaged(work):
+    every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
+    folder, _ = train(torchrun(2), work, "averaged", *every)
+    files = sorted((folder / "checkpoints").iterdir())
+    assert [file.name for file in files] == ["deployed-000000003.safetensors", "deployed-000000006.safetensors"]
+    assert summary(folder)["averaged_models"] == 2
+    first, second, deployed = (load_file(file) for file in (*files, folder / "deployed" / "model.safetensors"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(deployed[name], (tensor + second[name]) / 2)
+    assert not all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bf16_autocast_and_loader_processes_train_one_worker(work):
+    folder, _ = train(PLAIN, work, "bf16", "--mixed_precision", "bf16", "--loader_workers", "1", "--max_steps", "4")
+    assert (summary(folder)["steps"], summary(folder)["workers"], summary(folder)["radius"]) == (4, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "demo", "others"),
+    [
+        ("wmt14", "wmt14_demo", ("multi30k_small", "wmt14_base_adam", "wmt14_big_dadam_ac")),
+        ("cifar", "digits", ("cifar100_wrn28_10",)),
+    ],
+)
+def test_without_a_configuration_the_first_line_names_the_demo_and_the_others(tmp_path, script, demo, others):
+    status, out, err = finish(start([*PLAIN, str(ROOT / "tasks" / f"{script}.py"), "--epochs", "0"], tmp_path))
+    assert status == 2
+    assert "epochs must be an integer >= 1" in error_lines(err)[0]
+    first = out.split("\n")[0]
+    assert f"running the embedded demo configs/{demo}.yaml" in first
+    assert all(f"configs/{other}.yaml" in first for other in others)
+
+
+# ---- what goes wrong
+
+
+@pytest.fixture(scope="module")
+def broken(work):
+    """Corpora that cannot be used, beside the good one."""
+    good = {split: (work / "text" / f"{split}.de").read_text(encoding="utf-8") for split in PAIRS}
+    for name in ("unequal", "empty", "no_test", "latin1", "columns"):
+        (work / name).mkdir()
+        for split, text in good.items():
+            for language in ("en", "de"):
+                if (name, split) != ("no_test", "test") and name != "columns":
+                    (work / name / f"{split}.{language}").write_text(text, encoding="utf-8")
+    with (work / "unequal" / "train.en").open("a", encoding="utf-8") as file:
+        file.write("One more.\n")
+    for language in ("en", "de"):
+        (work / "empty" / f"validation.{language}").write_text("", encoding="utf-8")
+    (work / "latin1" / "train.de").write_bytes("Gr\u00fc\u00dfe\n".encode("latin-1") * 240)
+    (work / "columns" / "train.jsonl").write_text(json.dumps({"english": "a", "german": "b"}) + "\n", encoding="utf-8")
+    return work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--data.path absent", ["data.path must exist", "absent"]),
+        ("--data.path unequal", ["240", "241", "train.en"]),
+        ("--data.path empty", ["validation", "empty"]),
+        ("--data.path no_test", ["no split named 'test'", "data.test_split"]),
+        ("--data.path latin1", ["UTF-8", "train.de", "line 1", "data.invalid_utf8"]),
+        ("--data.path columns", ["english", "data.source_column"]),
+        ("--data.target fr", ["fr"]),
+        ("--data.vocab_size 200", ["vocab_size must be an integer >= 258"]),
+        ("--batch_tokens 20", ["batch_tokens must have room for the longest pair", "data.max_length"]),
+        ("--batch_tokens 1000000 --accumulation_steps 4", ["one optimizer step needs", "Use a smaller batch_tokens"]),
+        ("--data.tokenizer settings.yaml", ["tokenizer", "settings.yaml"]),
+        ("--betas 0.9", ["betas"]),
+        ("--algorithm sgd", ["'adam', 'dadam'"]),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_begins(broken, monkeypatch, arguments, words):
+    monkeypatch.chdir(broken)
+    with pytest.raises((ValueError, OSError)) as caught:
+        TranslationRun(parse_config(TranslationConfig, ["--config", "settings.yaml", *arguments.split()]))
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not (broken / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--data.path unequal", ["240", "241", "train.en"]),
+        ("--model.d_model 30", ["multiple of 2 x heads"]),
+        ("--gossip.start_step 1000", ["start_step must be <= total_steps"]),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
+    status, _, err = run(PLAIN, broken, "--config", "settings.yaml", "--output_dir", "never", *arguments.split())
+    assert status == 2, err
+    (line,) = error_lines(err)
+    assert all(word in line for word in words), line
+
+
+def test_one_of_several_workers_says_what_is_wrong_and_none_waits(broken):
+    status, _, err = run(torchrun(2), broken, "--config", "settings.yaml", "--data.path", "unequal")
+    (line,) = error_lines(err)
+    assert status != 0
+    assert "240" in line
+
+
+def test_subcommands_say_what_they_miss(first_run, work, monkeypatch):
+    monkeypatch.chdir(work)
+    for (command, *arguments), word in (
+        (["translate"], "model: a value is required"),
+        (["translate", "--model", "text"], "has no config.json"),
+        (["score", "--hypotheses", "absent.txt", "--references", "absent.txt"], "absent.txt"),
+        (["score", "--hypotheses", "first/test.hypotheses.txt", "--references", "text/train.de"], "240"),
+    ):
+        with pytest.raises((ValueError, OSError), match=word):
+            COMMANDS[command](arguments)
