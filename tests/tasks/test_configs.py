@@ -8,18 +8,25 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from cifar import CifarConfig
 from images.models import WIDE_RESNET_NAME
+from translation.config import TranslationConfig
 
 from dsgdac_accel.config import parse_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-TASK_OF_PREFIX = {"cifar10": CifarConfig, "cifar100": CifarConfig, "digits": CifarConfig}
+TASK_OF_PREFIX = {
+    "cifar10": CifarConfig,
+    "cifar100": CifarConfig,
+    "digits": CifarConfig,
+    "multi30k": TranslationConfig,
+    "wmt14": TranslationConfig,
+}
 PAPER_NAME = re.compile(r"(cifar100?)_wrn(\d+)_(\d+)")
 
 
-def load(name):
+def load(name, *overrides):
     prefix = name.partition("_")[0]
     assert prefix in TASK_OF_PREFIX, f"{name}.yaml belongs to no known task; add its prefix to this test"
-    return parse_config(TASK_OF_PREFIX[prefix], ["--config", str(CONFIGS / f"{name}.yaml")])
+    return parse_config(TASK_OF_PREFIX[prefix], ["--config", str(CONFIGS / f"{name}.yaml"), *overrides])
 
 
 def parts(pattern, text):
@@ -40,7 +47,7 @@ def test_every_config_loads_and_writes_below_runs_under_its_own_name(name):
 def test_every_comment_that_names_a_setting_override_is_accepted(name):
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     for key, value in re.findall(r"--([a-z_.]+) (\w+)", text):
-        config = parse_config(CifarConfig, ["--config", str(CONFIGS / f"{name}.yaml"), f"--{key}", value])
+        config = load(name, f"--{key}", value)
         assert Path(str(attrgetter(key)(config))).name == value  # paths come out absolute
 
 
@@ -76,6 +83,36 @@ def test_the_four_runs_of_the_paper_are_shipped():
     assert shipped >= {f"{data}_{model}" for data in ("cifar10", "cifar100") for model in ("wrn28_10", "wrn16_8")}
 
 
+@pytest.mark.parametrize("algorithm", ["adam", "dadam", "dadam_ac"])
+@pytest.mark.parametrize("size", ["base", "big"])
+def test_a_wmt14_config_has_the_settings_of_the_paper_or_says_that_it_is_not_in_it(size, algorithm):
+    # arXiv:2602.02899v2, WMT14 experiments, 8 workers: 20 epochs, about 50k source and target tokens per step, warm-up
+    # of 4000 steps, then a0 (4000 / t)^0.5; synchronous Adam 5e-4 and (0.9, 0.98), decentralized 1.3e-3 and
+    # (0.974, 0.999); one-peer ring, p = 2, gamma 1 during the warm-up. Dropout of Vaswani et al. 2017, table 3.
+    name = f"wmt14_{size}_{algorithm}"
+    config = load(name)
+    assert (config.algorithm, config.model.size) == (algorithm, size)
+    assert (config.data.name, config.data.path, config.data.vocab_size) == ("wmt14", None, 37_000)
+    assert (config.data.source, config.data.target) == ("en", "de")
+    assert (config.epochs, config.batch_tokens, config.accumulation_steps) == (20, 50_000, 1)
+    assert (config.warmup_steps, config.label_smoothing, config.mixed_precision) == (4000, 0.1, "bf16")
+    assert config.betas == ((0.9, 0.98) if algorithm == "adam" else (0.974, 0.999))
+    assert config.model.dropout == (0.1 if size == "base" else 0.3)
+    assert (config.decoding.beams, config.decoding.length_penalty, config.decoding.extra_length) == (4, 0.6, 50)
+    if size == "big":
+        assert config.rate == (5e-4 if algorithm == "adam" else 1.3e-3)
+    else:
+        assert "Not in the paper" in (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    if algorithm == "dadam_ac":
+        gossip = config.gossip
+        assert (gossip.topology, gossip.power, gossip.start_step) == ("one_peer_ring", 2, config.warmup_steps - 1)
+
+
+def test_the_translation_demo_is_embedded():
+    config = load("wmt14_demo")
+    assert (config.algorithm, config.data.name, config.data.path) == ("dadam_ac", "grammar", None)
+
+
 def test_the_demo_uses_embedded_data_and_keeps_mirror_images_apart():
     config = load("digits")
     assert (config.data.name, config.data.path) == ("digits", None)
@@ -86,7 +123,8 @@ def test_the_demo_uses_embedded_data_and_keeps_mirror_images_apart():
 def test_the_local_config_finds_its_data_from_its_own_folder_whatever_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("cifar10_local").data.path == CONFIGS.parent / "data" / "cifar10"
-    here = parse_config(CifarConfig, ["--config", str(CONFIGS / "cifar10_local.yaml"), "--data.path", "mine"])
+    assert load("multi30k_small").data.path == CONFIGS.parent / "data" / "multi30k"
+    here = load("cifar10_local", "--data.path", "mine")
     assert here.data.path == tmp_path / "mine"
 
 
