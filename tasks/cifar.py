@@ -12,21 +12,18 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
-from demo import CONFIGS, announce_demo
-from endings import starting_up, training
 from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig, DataConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, save_image_model
 from progress import WaitingTime, figures
 from run_folder import RunFolder
+from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
-from dsgdac_accel.config import ConfigError, parse_config
-
-DEMO = CONFIGS / "digits.yaml"
+from dsgdac_accel.config import ConfigError
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -118,6 +115,14 @@ class ImageRun:
             model, optimizer, loader, scheduler
         )
         self.augment = CropAndFlip(config.crop_padding, config.flip)
+
+    def described(self) -> str:
+        """Algorithm, data and steps, in words."""
+        workers = self.accelerator.num_processes
+        return (
+            f"{self.config.algorithm} on {self.data.source}: {len(self.data.train_images)} training images, "
+            f"{workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps"
+        )
 
     # ---- training
 
@@ -253,22 +258,5 @@ def _training_part(data: ImageData, config: CifarConfig) -> ImageData:
     return replace(data, train_images=images, train_labels=labels)
 
 
-def main() -> None:
-    """Read the configuration, train, and say where the results are."""
-    announce_demo(DEMO, ("digits*", "cifar*"))
-    with starting_up():
-        config = parse_config(CifarConfig, default_file=DEMO, description=__doc__)
-        run = ImageRun(config)
-    workers = run.accelerator.num_processes
-    run.accelerator.print(
-        f"{config.algorithm} on {run.data.source}: {len(run.data.train_images)} training images, "
-        f"{workers} worker{'s' if workers > 1 else ''}, {run.total_steps} steps"
-    )
-    with training():
-        run.train()
-        run.accelerator.print(f"results in {config.output_dir}")
-        run.accelerator.end_training()
-
-
 if __name__ == "__main__":
-    main()
+    run_task(ImageRun, CifarConfig, "digits", ("digits*", "cifar*"), __doc__)

@@ -42,6 +42,18 @@ def training() -> Iterator[None]:
         _end("interrupted" if _rank() == 0 else "", 130)
 
 
+@contextmanager
+def quiet_ends() -> Iterator[None]:
+    """For filters: a reader that has enough (`| head`) is no error, and an interrupt exits with 130."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end has nowhere to go
+        _end("", 0)
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+
+
 def _rank() -> int:
     """From the launcher: there may be no process group yet, or no longer."""
     return int(os.environ.get("RANK", "0"))

@@ -55,7 +55,8 @@ class RunFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         stale = [self.folder / name for name in ("metrics.jsonl", "summary.json", *PANELS)]
         stale += self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")
-        stale += self.folder.glob("*.hypotheses.txt")  # of translation
+        for pattern in ("*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"):
+            stale += self.folder.glob(pattern)
         for file in stale:
             file.unlink(missing_ok=True)
         write_config(config, self.folder)

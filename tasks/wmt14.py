@@ -14,10 +14,10 @@ import torch
 import transformers
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
 from algorithms import SYNCHRONOUS, make_accelerator
-from demo import CONFIGS, announce_demo
-from endings import starting_up, training
+from endings import quiet_ends, starting_up
 from progress import WaitingTime, figures
 from run_folder import RunFolder
+from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -30,12 +30,9 @@ from translation.data import load_translation_data
 from translation.evaluation import Evaluator, write_translations
 from translation.loss import smoothed_loss
 from translation.model import build_model, save_translator, trained_parameters
-from translation.scores import TranslationScores
+from translation.scores import TranslationScores, one_line
 
 from dsgdac_accel.averaging import cloned
-from dsgdac_accel.config import parse_config
-
-DEMO = CONFIGS / "wmt14_demo.yaml"
 
 TRAIN_SAMPLE = 2000
 """Training pairs, evenly spaced over the split, on which the deployed model's training loss is measured."""
@@ -57,7 +54,7 @@ class TranslationRun:
     def __init__(self, config: TranslationConfig) -> None:
         self.config = config
         set_seed(config.seed)
-        self.metric = TranslationScores(target_language=config.data.target)
+        self.metric = TranslationScores(target_language=config.data.target_language or config.data.target)
         # Before any process group: while one worker tokenises millions of pairs, no collective of the others runs out.
         self.data = load_translation_data(config.data)
         workers = int(os.environ.get("WORLD_SIZE", "1"))
@@ -127,6 +124,15 @@ class TranslationRun:
         self.last_models = None
         if config.average_last > 1 and self.accelerator.is_main_process:
             self.last_models = LastModels(config.output_dir / "checkpoints", config.average_last)
+
+    def described(self) -> str:
+        """Algorithm, data, size and steps, in words."""
+        workers = self.accelerator.num_processes
+        return (
+            f"{self.config.algorithm} on {self.data.origin}: {self.data.train.described()}, {self.parameters:,} "
+            f"parameters, {workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps of at most "
+            f"{self.config.batch_tokens} tokens ({self.batches.padding:.1%} padding)"
+        )
 
     # ---- training
 
@@ -210,11 +216,12 @@ class TranslationRun:
         )
 
     def _keep_for_average(self, last_of_epoch: bool) -> None:
-        """Write the deployed model to a file when it is due. Collective."""
+        """Write the deployed model to a file when it is due, and at the end. Collective."""
         if self.config.average_last == 1:
             return
         every = self.config.average_every
-        if last_of_epoch if every is None else self.step % every == 0:
+        due = last_of_epoch if every is None else self.step % every == 0
+        if due or self.step == self.total_steps:
             with self.accelerator.deployed_model(self.model) as deployed:
                 if self.last_models is not None:
                     self.last_models.add(self.step, trained_state(self._bare(deployed)))
@@ -277,7 +284,8 @@ class TranslationRun:
     def _report(self, hypotheses: list[str], at_limit: int, losses: dict[str, float], scores: dict[str, Any]) -> None:
         pairs = self.data.test
         for row in range(min(self.config.show_translations, len(pairs))):
-            self._say(f"  {pairs.sources[row]}\n    -> {hypotheses[row]}\n    reference: {pairs.references[row]}")
+            source, reference = one_line(pairs.sources[row]), one_line(pairs.references[row])
+            self._say(f"  {source}\n    -> {hypotheses[row]}\n    reference: {reference}")
         self._say(
             f"test split {pairs.name!r}: BLEU {scores['bleu']:.2f} ({scores['bleu_signature']})  chrF "
             f"{scores['chrf']:.2f}  tokenised, compound-split BLEU {scores['bleu_tokenized']:.2f}  loss "
@@ -317,6 +325,10 @@ class TranslationRun:
             "model": self.config.model.size,
             "parameters": self.parameters,
             "data": self.data.origin,
+            "training_pairs": len(self.data.train.pairs),
+            "left_out_empty": self.data.train.empty,
+            "left_out_too_long": self.data.train.too_long,
+            "vocabulary": len(self.data.tokenizer),
             "epochs": epoch,
             "steps": self.step,
             "train_loss": train_losses["loss"],
@@ -338,23 +350,10 @@ def main() -> None:
     """Train, or run the subcommand `translate` or `score`."""
     transformers.utils.logging.disable_progress_bar()
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        with starting_up():
+        with starting_up(), quiet_ends():
             COMMANDS[sys.argv[1]](sys.argv[2:])
         return
-    announce_demo(DEMO, ("wmt14*", "multi30k*"))
-    with starting_up():
-        config = parse_config(TranslationConfig, default_file=DEMO, description=__doc__)
-        run = TranslationRun(config)
-    workers = run.accelerator.num_processes
-    run.accelerator.print(
-        f"{config.algorithm} on {run.data.origin}: {run.data.train.described()}, {run.parameters:,} parameters, "
-        f"{workers} worker{'s' if workers > 1 else ''}, {run.total_steps} steps of at most {config.batch_tokens} "
-        f"tokens ({run.batches.padding:.1%} padding)"
-    )
-    with training():
-        run.train()
-        run.accelerator.print(f"results in {config.output_dir}")
-        run.accelerator.end_training()
+    run_task(TranslationRun, TranslationConfig, "wmt14_demo", ("wmt14*", "multi30k*"), __doc__)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSeq2SeqLM
+from torch import nn
 
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.config.checks import check_integer
 from translation.config import DecodingConfig, TextConfig
 from translation.data import default_cache_dir, open_text
 from translation.decoding import translate
+from translation.model import load_translator
 from translation.scores import TranslationScores
 from translation.text_files import decode_line, read_lines
-from translation.tokenizer import encode_sources, load_tokenizer
+from translation.tokenizer import encode_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,8 @@ class ScoreConfig:
 def translate_stdin(arguments: Sequence[str]) -> None:
     """Translate lines from standard input to standard output, line by line; an empty line stays empty."""
     config = parse_config(TranslateConfig, arguments, prog="wmt14.py translate", description=translate_stdin.__doc__)
-    if not (config.model / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model must be the folder of a trained model, as `deployed/` of a run; {config.model} has no config.json."
-        )
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = AutoModelForSeq2SeqLM.from_pretrained(config.model).eval().to(device)
-    tokenizer = load_tokenizer(config.model)
+    model, tokenizer = load_translator(config.model)
+    nn.Module.to(model, torch.accelerator.current_accelerator() or torch.device("cpu"))
     numbered = enumerate(sys.stdin.buffer, start=1)
     at_once = 1 if sys.stdin.isatty() else config.lines_at_once
     while chunk := list(itertools.islice(numbered, at_once)):
@@ -83,15 +79,26 @@ def translate_stdin(arguments: Sequence[str]) -> None:
 def score_file(arguments: Sequence[str]) -> None:
     """Score a file of translations as the sacrebleu command line does, and by tokenised, compound-split BLEU."""
     config = parse_config(ScoreConfig, arguments, prog="wmt14.py score", description=score_file.__doc__)
-    hypotheses = list(read_lines(config.hypotheses))
-    references = list(read_lines(config.references)) if config.references else _references(config)
-    scores = TranslationScores(target_language=config.data.target).compute(
+    hypotheses = _lines("hypotheses", config.hypotheses)
+    references = _lines("references", config.references) if config.references else _references(config)
+    if len(hypotheses) != len(references):
+        raise ValueError(
+            f"every hypothesis needs its reference, line by line; {config.hypotheses} has {len(hypotheses)} lines and "
+            f"{config.references or f'split {config.split!r} of the data'} {len(references)}."
+        )
+    scores = TranslationScores(target_language=config.data.target_language or config.data.target).compute(
         predictions=hypotheses, references=references
     )
     assert scores is not None
     print(f"{scores['bleu']:.4f}  {scores['bleu_signature']}")
     print(f"{scores['chrf']:.4f}  {scores['chrf_signature']}")
     print(f"{scores['bleu_tokenized']:.4f}  {scores['bleu_tokenized_signature']}")
+
+
+def _lines(key: str, file: Path) -> list[str]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{key} must be a text file with a sentence per line; {file} is none.")
+    return list(read_lines(file))
 
 
 def _references(config: ScoreConfig) -> list[str]:

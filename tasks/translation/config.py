@@ -29,6 +29,9 @@ class TextConfig:
     target: str = "de"
     """Language to translate into."""
 
+    target_language: str | None = None
+    """Two-letter code of the target language, for the tokeniser of compound-split BLEU; null takes `target`."""
+
     subset: str | None = None
     """Configuration of a data set on the Hub; null takes de-en for wmt14."""
 
@@ -57,7 +60,7 @@ class TextConfig:
     """A ready tokenizer.json, or a folder with one, instead of training."""
 
     invalid_utf8: Literal["error", "replace"] = "error"
-    """Stop at bytes of a text file that are no UTF-8, or put U+FFFD in their place."""
+    """Stop at bytes that are no UTF-8, or put U+FFFD in their place, which is done in local training data only."""
 
     cache_dir: Path | None = None
     """Where tokenizers and tokenised pairs are kept, by content; null is ~/.cache/dsgdac_accel (or below
@@ -112,6 +115,8 @@ class ModelConfig:
                 check_integer(name, getattr(self, name), minimum=1)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             check_number(name, getattr(self, name), minimum=0, maximum=1)
+            if getattr(self, name) == 1:
+                raise ValueError(f"{name} must be below 1, which drops everything; got 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +143,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TranslationConfig:
-    """A run of the translation task. The defaults are the paper's WMT14 settings for 8 workers and dadam_ac."""
+    """A run of the translation task. Steps, batch, rate and betas are by default the paper's for decentralized Adam."""
 
     algorithm: Literal["adam", "dadam", "dadam_ac"] = "dadam_ac"
     """adam averages gradients (stock DDP), dadam gossips with gamma 1, dadam_ac with controlled disagreement."""
@@ -202,7 +207,7 @@ class TranslationConfig:
     """Deploy the average of the last so many deployed models, as is usual for this benchmark; 1 takes the last."""
 
     average_every: int | None = None
-    """Optimizer steps between the models to average; null takes one per epoch."""
+    """Optimizer steps between the models to average, the last step's always among them; null takes one per epoch."""
 
     show_translations: int = 3
     """Test sentences to print with their translations at the end."""
@@ -242,6 +247,13 @@ class TranslationConfig:
         check_number("epsilon", self.epsilon, above=0)
         check_number("weight_decay", self.weight_decay, minimum=0)
         check_number("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
+        if self.label_smoothing == 1:
+            raise ValueError("label_smoothing must be below 1, which ignores the references; got 1.")
+        if self.average_every is not None and self.average_last == 1:
+            raise ValueError(
+                f"average_every spaces the models of an average; got {self.average_every} with average_last = 1, which "
+                f"averages none. Set average_last, or leave average_every out."
+            )
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, above=0)
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -176,9 +176,15 @@ def _training_pairs(
     folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config.max_length))
     rows = Dataset.from_file(str(folder / "pairs.arrow"))
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    return TrainingPairs(
+    pairs = TrainingPairs(
         TokenizedPairs(rows), row_lengths(rows, "source_ids"), row_lengths(rows, "target_ids"), **counts
     )
+    if not len(rows):
+        raise ValueError(
+            f"Training needs at least one pair; the corpus ({corpus.origin}) has {pairs.described()}. "
+            f"Fill the empty sides, or raise data.max_length = {config.max_length}."
+        )
+    return pairs
 
 
 def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:

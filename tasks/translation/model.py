@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
 from translation.config import DecodingConfig, ModelConfig
+from translation.tokenizer import load_tokenizer
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 32, "heads": 2, "ffn": 64, "encoder_layers": 1, "decoder_layers": 1},
@@ -68,7 +69,12 @@ def build_model(config: ModelConfig, vocab_size: int, pad: int, end: int, positi
         forced_eos_token_id=None,
         attn_implementation=config.attention,  # type: ignore[call-arg]  # of the base class
     )
-    model = MarianMTModel(marian)
+    try:
+        model = MarianMTModel(marian)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"model.attention: {config.attention} cannot be used here ({str(error)[:200]}). Use sdpa."
+        ) from error
     initialise(model)
     model.generation_config = GenerationConfig(**_special_tokens(model))
     return model
@@ -134,6 +140,25 @@ def save_translator(
     card: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
     card["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def load_translator(folder: Path) -> tuple[MarianMTModel, PreTrainedTokenizerFast]:
+    """What `save_translator` wrote, in eval mode, without the search that was saved with it.
+
+    Raises FileNotFoundError or ValueError, in one line, for a folder that holds no such model.
+    """
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"model must be the folder of a trained translator, as `deployed/` of a run; {folder} has no {name}."
+            )
+    try:
+        model = MarianMTModel.from_pretrained(folder)
+    except Exception as error:  # of safetensors, json and Transformers: as many types as ways to break a file
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"model must be a Marian model that can be read; {folder} is not ({reason}).") from error
+    model.generation_config = GenerationConfig(**_special_tokens(model))
+    return model.eval(), load_tokenizer(folder)
 
 
 def _special_tokens(model: MarianMTModel) -> dict[str, Any]:

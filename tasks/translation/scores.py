@@ -16,8 +16,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 from transformers import PreTrainedTokenizerFast
 
-IGNORED_LABEL = -100
-"""Stands for padding in labels, and in what Transformers' trainers gather."""
+from translation.batches import IGNORED
 
 _LINE_BREAK = re.compile(r"\r\n|\n|\r")
 _HYPHEN = re.compile(rb"(\S)-(\S)")
@@ -310,10 +309,10 @@ def decode_ids(tokenizer: PreTrainedTokenizerFast, ids: Any) -> list[str]:
     rows = [_unpacked(row) for row in rows] if isinstance(rows, list | tuple) else [rows]
     if not all(map(_are_ids, rows)):
         raise ValueError(
-            f"Token ids must be whole numbers from 0, or {IGNORED_LABEL} for padding, in two dimensions (B, T); got "
+            f"Token ids must be whole numbers from 0, or {IGNORED} for padding, in two dimensions (B, T); got "
             f"{_shown(ids)}. Pass generated ids or labels, not logits."
         )
-    kept = [[token for token in row if token != IGNORED_LABEL] for row in rows]
+    kept = [[token for token in row if token != IGNORED] for row in rows]
     return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -323,7 +322,7 @@ def _unpacked(values: Any) -> Any:
 
 def _are_ids(row: Any) -> bool:
     return isinstance(row, list | tuple) and all(
-        isinstance(token, int | np.integer) and (token >= 0 or token == IGNORED_LABEL) for token in row
+        isinstance(token, int | np.integer) and (token >= 0 or token == IGNORED) for token in row
     )
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
-from sources import find_split_files, open_hub
+from sources import TRAIN_NAMES, find_split_files, open_hub
 
 from translation.cache import build_once
 from translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
@@ -163,7 +163,9 @@ def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dic
     if not shards:
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
         raise ValueError(f"No splits in {path}; found {entries}. {expected}")
-    return {split: _split(files, direction, errors) for split, files in shards.items()}, f"files in {path}"
+    # What is scored is never changed: bytes are replaced in training data only.
+    errors_of = {split: errors if split in TRAIN_NAMES else "strict" for split in shards}
+    return {split: _split(files, direction, errors_of[split]) for split, files in shards.items()}, f"files in {path}"
 
 
 def _find_files_of_pairs(path: Path, suffix: str) -> dict[str, list[Shard]]:

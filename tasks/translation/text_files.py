@@ -70,7 +70,7 @@ def decode_line(line: bytes, file: Path | str, number: int, errors: Errors = "st
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} must be UTF-8; line {number} has byte 0x{error.object[error.start]:02x} at position {error.start} "
-            "of the line. Mend or convert it (iconv -t UTF-8); data.invalid_utf8: replace reads training data anyway."
+            "of the line. Mend or convert it (iconv -t UTF-8); data.invalid_utf8: replace reads training files anyway."
         ) from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -53,28 +52,24 @@ def texts_of(pairs: Dataset) -> Iterator[str]:
         yield from rows["target"]
 
 
-def load_tokenizer(path: Path, positions: int | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """A tokenizer for Transformers, from a tokenizer.json or from a folder with one.
+
+    A folder that Transformers saved is read with its settings.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it cannot serve: it lacks the tokens `<pad>` and `</s>`, or does not end sentences with `</s>`.
     """
+    if path.is_dir() and not (path / "tokenizer_config.json").exists():
+        path = path / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(f"tokenizer must be a tokenizer.json or a folder with one; {path} does not exist.")
-    limits: dict[str, Any] = {} if positions is None else {"model_max_length": positions}
     try:
         if path.is_dir():
-            loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(path, **limits)  # type: ignore[assignment]
+            loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(path)  # type: ignore[assignment]
         else:
-            loaded = PreTrainedTokenizerFast(
-                tokenizer_file=str(path),
-                pad_token=PAD,
-                eos_token=END,
-                split_special_tokens=True,  # "</s>" in a text is text
-                clean_up_tokenization_spaces=False,
-                **limits,
-            )
+            loaded = _from_file(path)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         raise ValueError(
             f"tokenizer must be a tokenizer.json of the tokenizers library, or a folder with one; {path} cannot be "
@@ -84,11 +79,30 @@ def load_tokenizer(path: Path, positions: int | None = None) -> PreTrainedTokeni
     return loaded
 
 
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    backend = Tokenizer.from_file(str(path))
+    # Transformers would add a token that is not there, and nothing would say that the file is of another kind.
+    pad, end = (token if backend.token_to_id(token) is not None else None for token in (PAD, END))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        eos_token=end,
+        split_special_tokens=True,  # "</s>" in a text is text
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"tokenizer must be one of the tokenizers library; {path} holds a {type(tokenizer).__name__}. "
+            f"Leave `tokenizer` out to train one."
+        )
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     if pad is None or end is None or max(pad, end) >= len(tokenizer) or pad == end:
         raise ValueError(
-            f"the tokenizer needs different tokens for padding and sentence ends; {path} has {pad}, {end}."
+            f"the tokenizer needs different tokens for padding and sentence ends, {PAD} and {END} in a file alone; "
+            f"{path} has {tokenizer.pad_token!r} and {tokenizer.eos_token!r}. Leave `tokenizer` out to train one."
         )
     if tokenizer("a")["input_ids"][-1:] != [end]:
         raise ValueError(
@@ -99,11 +113,7 @@ def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, its end included; nothing is cut."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # both stay set from the last call of the tokenizer
-    backend.no_padding()
-    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    return [encoded.ids for encoded in backend.encode_batch_fast(list(texts))]
+    return [encoded.ids for encoded in _whole_texts(tokenizer).encode_batch_fast(list(texts))]
 
 
 def encode_sources(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> list[list[int]]:
@@ -113,4 +123,15 @@ def encode_sources(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Changes with anything that changes how texts are encoded."""
-    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
+    backend = _whole_texts(tokenizer)
+    state = f"{backend.encode_special_tokens} {backend.to_str()}"  # to_str leaves the flag out
+    return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+
+
+def _whole_texts(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """The tokenizer below, neither cutting nor padding: both stay set from the last call of the one above."""
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend

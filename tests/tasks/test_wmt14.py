@@ -182,7 +182,7 @@ def test_the_last_deployed_models_are_averaged(work):
     every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
     folder, _ = train(torchrun(2), work, "averaged", *every)
     files = sorted((folder / "checkpoints").iterdir())
-    assert [file.name for file in files] == ["deployed-000000003.safetensors", "deployed-000000006.safetensors"]
+    assert [file.name for file in files] == ["deployed-000000006.safetensors", "deployed-000000008.safetensors"]
     assert summary(folder)["averaged_models"] == 2
     first, second, deployed = (load_file(file) for file in (*files, folder / "deployed" / "model.safetensors"))
     for name, tensor in first.items():
