@@ -41,6 +41,8 @@ def make_accelerator(
         total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
         **kwargs: those of `accelerate.Accelerator`.
     """
+    if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
+        raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
     if algorithm in SYNCHRONOUS:
         return SynchronousAccelerator(timeout=gossip.timeout, cpu=not torch.accelerator.is_available(), **kwargs)
     if algorithm in WITHOUT_CONTROL:

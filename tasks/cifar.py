@@ -16,7 +16,7 @@ from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig, DataConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, save_image_model
-from progress import WaitingTime, figures
+from progress import WaitingTime, figures, require_finite
 from run_folder import RunFolder
 from task import run_task
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class ImageRun:
                 self._log_training(losses[logged:], epoch, bar)
                 logged = len(losses)
         self.worker_loss = self._mean_over_workers(losses)
+        require_finite(self.accelerator, self.worker_loss, self.step)
 
     def _mean_over_workers(self, losses: list[Tensor]) -> float:
         shares = self.accelerator.group.gather(float(torch.stack(losses).mean()), f"logging step {self.step}")

@@ -9,6 +9,8 @@ from typing import Any
 
 from run_folder import AnyAccelerator
 
+from dsgdac_accel import NonFiniteError
+
 
 class WaitingTime:
     """Counts the seconds that training waits for its batches."""
@@ -26,6 +28,18 @@ class WaitingTime:
             if batch is None:
                 return
             yield batch
+
+
+def require_finite(accelerator: AnyAccelerator, loss: float, step: int) -> None:
+    """End a synchronous run whose training loss is not finite; gossip has a policy of its own for that.
+
+    Raises NonFiniteError.
+    """
+    if not accelerator.gossip_steps and not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the training loss is {loss} at step {step}, for all workers. Lower the rate, lengthen the warm-up, or "
+            f"clip the gradients."
+        )
 
 
 def figures(accelerator: AnyAccelerator, loss: float, rate: float) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,15 @@ class RunFolder:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""
         path = self.folder / "summary.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        values = {key: None if _is_not_finite(value) else value for key, value in summary.items()}
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         plot_run(self.folder)
+
+
+def _is_not_finite(value: Any) -> bool:
+    """NaN and infinity, which JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,18 +15,19 @@ import transformers
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
 from algorithms import SYNCHRONOUS, make_accelerator
 from endings import quiet_ends, starting_up
-from progress import WaitingTime, figures
+from progress import WaitingTime, figures, require_finite
 from run_folder import RunFolder
 from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import MarianMTModel
+from translation.averages import LastModels, averaged_parameters, trained_state
 from translation.batches import Collate, TokenBatches
-from translation.checkpoints import LastModels, averaged_parameters, trained_state
 from translation.commands import COMMANDS
 from translation.config import TranslationConfig
 from translation.data import load_translation_data
+from translation.decoding import Translations
 from translation.evaluation import Evaluator, write_translations
 from translation.loss import smoothed_loss
 from translation.model import build_model, save_translator, trained_parameters
@@ -123,7 +124,7 @@ class TranslationRun:
         )
         self.last_models = None
         if config.average_last > 1 and self.accelerator.is_main_process:
-            self.last_models = LastModels(config.output_dir / "checkpoints", config.average_last)
+            self.last_models = LastModels(config.output_dir / "averages", config.average_last)
 
     def described(self) -> str:
         """Algorithm, data, size and steps, in words."""
@@ -175,6 +176,7 @@ class TranslationRun:
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
+            self.accelerator.group.steps_taken = self.step  # which errors name; gossip counts by itself
             bar.update()
             complete = in_epoch + 1 == self.batches.steps_per_epoch
             last = complete or self.step == self.total_steps
@@ -202,6 +204,7 @@ class TranslationRun:
         total = float(torch.stack(losses).double().sum())
         totals = self.accelerator.group.gather(total, f"logging step {self.step}")
         self.worker_loss = math.fsum(totals) / int(target_tokens.sum())
+        require_finite(self.accelerator, self.worker_loss, self.step)
 
     def _log_training(self, epoch: int, tokens_per_second: float, bar: Any) -> None:
         values = {
@@ -272,7 +275,7 @@ class TranslationRun:
         write_translations(folder, pairs, found.texts)
         summary = self._summary(epoch, losses, train_losses, scores, time.perf_counter() - started)
         self.folder.write_summary(summary | {"averaged_models": averaged, "translations_at_limit": found.at_limit})
-        self._report(found.texts, found.at_limit, losses, scores)
+        self._report(found, losses, scores)
 
     def _average(self, model: MarianMTModel) -> Any:
         """Inside, `model` is the average of the last deployed models, if that was asked for."""
@@ -281,8 +284,8 @@ class TranslationRun:
         files = [] if self.last_models is None else self.last_models.files()
         return averaged_parameters(model, files, self.accelerator.group)
 
-    def _report(self, hypotheses: list[str], at_limit: int, losses: dict[str, float], scores: dict[str, Any]) -> None:
-        pairs = self.data.test
+    def _report(self, found: Translations, losses: dict[str, float], scores: dict[str, Any]) -> None:
+        pairs, hypotheses = self.data.test, found.texts
         for row in range(min(self.config.show_translations, len(pairs))):
             source, reference = one_line(pairs.sources[row]), one_line(pairs.references[row])
             self._say(f"  {source}\n    -> {hypotheses[row]}\n    reference: {reference}")
@@ -291,11 +294,8 @@ class TranslationRun:
             f"{scores['chrf']:.2f}  tokenised, compound-split BLEU {scores['bleu_tokenized']:.2f}  loss "
             f"{losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}"
         )
-        if at_limit:
-            self._say(
-                f"{at_limit} of {len(hypotheses)} translations are as long as decoding.extra_length allows; they may "
-                f"have been cut short."
-            )
+        if found.at_limit:
+            self._say(found.warning())
 
     def _bare(self, deployed: nn.Module) -> MarianMTModel:
         """Without the wrapper of torch.compile, which would compile anew for every length of a search."""

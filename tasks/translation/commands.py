@@ -69,11 +69,7 @@ def translate_stdin(arguments: Sequence[str]) -> None:
         sys.stdout.buffer.write("".join(f"{text}\n" for text in found.texts).encode())
         sys.stdout.buffer.flush()
         if found.at_limit:
-            print(
-                f"{found.at_limit} of {len(lines)} translations are as long as decoding.extra_length allows; they may "
-                f"have been cut short.",
-                file=sys.stderr,
-            )
+            print(found.warning(), file=sys.stderr)
 
 
 def score_file(arguments: Sequence[str]) -> None:

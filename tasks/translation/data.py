@@ -32,6 +32,9 @@ from translation.tokenizer import (
 
 _ROWS_AT_A_TIME = 10_000
 _IDS = pa.list_(pa.int32())
+_PAIRS_VERSION = 1
+"""Of the way training pairs are chosen and written."""
+
 _SCHEMA = pa.schema({"source_ids": _IDS, "target_ids": _IDS})
 
 
@@ -172,7 +175,7 @@ def _training_pairs(
     config: TextConfig, corpus: Corpus, train: Dataset, tokenizer: PreTrainedTokenizerFast, cache: Path
 ) -> TrainingPairs:
     limits = (config.train_limit, config.max_length)
-    name = f"pairs-{_digest(VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
+    name = f"pairs-{_digest(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
     folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config.max_length))
     rows = Dataset.from_file(str(folder / "pairs.arrow"))
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))

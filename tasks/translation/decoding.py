@@ -25,6 +25,13 @@ class Translations:
     at_limit: int
     """How many have as many tokens as `extra_length` allows: they may have been cut short."""
 
+    def warning(self) -> str:
+        """How many may be incomplete, in words."""
+        return (
+            f"{self.at_limit} of {len(self.texts)} translations are as long as decoding.extra_length allows; they may "
+            f"have been cut short."
+        )
+
 
 @torch.no_grad()
 def translate(

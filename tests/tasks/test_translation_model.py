@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from translation.batches import IGNORED, Collate, TokenizedPairs
-from translation.checkpoints import (
+from translation.averages import (
     LastModels,
     average_files,
     averaged_parameters,
     load_trained_state,
     trained_state,
 )
+from translation.batches import IGNORED, Collate, TokenizedPairs
 from translation.config import DecodingConfig, ModelConfig
 from translation.loss import losses_and_tokens, smoothed_loss
 from translation.model import allow_positions, build_model, save_translator, trained_parameters

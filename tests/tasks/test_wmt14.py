@@ -1,6 +1,7 @@
 """The translation task end to end, as its user starts it: launched, averaged, put to use, broken."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -12,6 +13,7 @@ from translation.commands import COMMANDS
 from translation.config import DecodingConfig, TranslationConfig
 from translation.decoding import translate
 from translation.grammar import grammar_splits
+from translation.model import load_translator
 from translation.tokenizer import encode
 from wmt14 import TranslationRun
 
@@ -181,7 +183,7 @@ def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
 def test_the_last_deployed_models_are_averaged(work):
     every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
     folder, _ = train(torchrun(2), work, "averaged", *every)
-    files = sorted((folder / "checkpoints").iterdir())
+    files = sorted((folder / "averages").iterdir())
     assert [file.name for file in files] == ["deployed-000000006.safetensors", "deployed-000000008.safetensors"]
     assert summary(folder)["averaged_models"] == 2
     first, second, deployed = (load_file(file) for file in (*files, folder / "deployed" / "model.safetensors"))
@@ -249,6 +251,10 @@ def broken(work):
         ("--data.tokenizer settings.yaml", ["tokenizer", "settings.yaml"]),
         ("--betas 0.9", ["betas"]),
         ("--algorithm sgd", ["'adam', 'dadam'"]),
+        ("--mixed_precision fp16", ["fp16 needs a GPU"]),
+        ("--average_every 3", ["average_every", "average_last = 1"]),
+        ("--label_smoothing 1", ["label_smoothing must be below 1"]),
+        ("--data.target german", ["target_language", "german"]),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_begins(broken, monkeypatch, arguments, words):
@@ -272,6 +278,57 @@ def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
     assert status == 2, err
     (line,) = error_lines(err)
     assert all(word in line for word in words), line
+
+
+def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
+    arguments = ["--algorithm", "adam", "--rate", "1e30", "--warmup_steps", "1", "--output_dir", "diverged"]
+    status, _, err = run(PLAIN, work, "--config", "settings.yaml", *arguments)
+    (line,) = error_lines(err)
+    assert status == 1
+    assert "the training loss is nan at step" in line
+
+
+def test_one_gossip_worker_is_told_that_it_is_alone(work):
+    alone = ["--max_steps", "3", "--trackers", "[]", "--output_dir", "lonely"]
+    status, _, err = run(PLAIN, work, "--config", "settings.yaml", *alone)
+    assert status == 0, err
+    assert "1 worker: there is nobody to gossip with" in err
+
+
+def test_translate_ends_quietly_where_its_reader_does(first_run, work):
+    command = [
+        *PLAIN,
+        SCRIPT,
+        "translate",
+        "--model",
+        "first/deployed",
+        "--decoding.beams",
+        "1",
+        "--lines_at_once",
+        "1",
+    ]
+    with subprocess.Popen(
+        command, cwd=work, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as filter_:
+        filter_.stdin.write("A book.\n" * 30)
+        filter_.stdin.flush()
+        filter_.stdout.readline()
+        filter_.stdout.close()
+        filter_.stdin.close()
+        assert error_lines(filter_.stderr.read()) == []
+        assert filter_.wait(timeout=60) == 0
+
+
+def test_broken_model_folders_are_one_error(first_run, work):
+    folder, _ = first_run
+    shutil.copytree(folder / "deployed", work / "cut")
+    weights = (work / "cut" / "model.safetensors").read_bytes()
+    (work / "cut" / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ValueError, match="Marian model that can be read"):
+        load_translator(work / "cut")
+    (work / "cut" / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        load_translator(work / "cut")
 
 
 def test_one_of_several_workers_says_what_is_wrong_and_none_waits(broken):
