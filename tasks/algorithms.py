@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, WorkerGroup
@@ -56,7 +58,11 @@ class SynchronousAccelerator(Accelerator):
     """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use."""
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        handlers = [
+            *(kwargs.pop("kwargs_handlers", None) or []),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+        ]
+        super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.group = WorkerGroup(self.device, timeout)
         self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
 
@@ -75,6 +81,11 @@ class SynchronousAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As stock; a worker that is lost while DDP averages the gradients is named, as in gossip."""
+        average = super().backward
+        self.group.guarded(lambda: average(loss, **kwargs), "averaging gradients")
 
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
         """Log through the one ConsensusLogger, as the gossip accelerator does."""

@@ -156,6 +156,7 @@ class ImageRun:
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
+            self.accelerator.group.steps_taken = self.step  # which errors name; gossip counts by itself
             bar.update()
             if self.step % self.config.log_every == 0:
                 self._log_training(losses[logged:], epoch, bar)

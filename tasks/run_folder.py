@@ -56,10 +56,11 @@ class RunFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         stale = [self.folder / name for name in ("metrics.jsonl", "summary.json", *PANELS)]
         stale += self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")
-        for pattern in ("*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"):
+        for pattern in ("*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*", "averages/*"):
             stale += self.folder.glob(pattern)
         for file in stale:
-            file.unlink(missing_ok=True)
+            if not file.is_dir():
+                file.unlink(missing_ok=True)
         write_config(config, self.folder)
         self.accelerator.consensus_logger.add_sink(JsonlSink(self.folder / "metrics.jsonl"))
 

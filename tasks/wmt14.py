@@ -30,7 +30,7 @@ from translation.data import load_translation_data
 from translation.decoding import Translations
 from translation.evaluation import Evaluator, write_translations
 from translation.loss import smoothed_loss
-from translation.model import build_model, save_translator, trained_parameters
+from translation.model import DEFAULT_POSITIONS, build_model, save_translator, trained_parameters
 from translation.scores import TranslationScores, one_line
 
 from dsgdac_accel.averaging import cloned
@@ -97,8 +97,9 @@ class TranslationRun:
     def _build(self) -> None:
         config, tokenizer, batches = self.config, self.data.tokenizer, self.batches
         longest = int(max(batches.source_lengths.max(), batches.target_lengths.max()))
+        self.positions = max(DEFAULT_POSITIONS, longest)
         model = build_model(
-            config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, max(1024, longest)
+            config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, self.positions
         )
         self.parameters = trained_parameters(model)
         collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
@@ -261,7 +262,9 @@ class TranslationRun:
                 found = self.evaluator.translations(model, pairs)
                 if self.accelerator.is_main_process:
                     state = cloned(model.state_dict())
-                    save_translator(model, state, self.data.tokenizer, self.config.decoding, folder / "deployed")
+                    save_translator(
+                        model, state, self.data.tokenizer, self.config.decoding, folder / "deployed", self.positions
+                    )
         scores = self.evaluator.scores(found.texts, pairs)
         values = {f"test/{name}": value for name, value in losses.items()}
         values |= {
@@ -275,6 +278,8 @@ class TranslationRun:
         write_translations(folder, pairs, found.texts)
         summary = self._summary(epoch, losses, train_losses, scores, time.perf_counter() - started)
         self.folder.write_summary(summary | {"averaged_models": averaged, "translations_at_limit": found.at_limit})
+        if self.config.average_last > 1:
+            self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
         self._report(found, losses, scores)
 
     def _average(self, model: MarianMTModel) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,17 @@ class TranslateConfig:
     model: Path
     """Folder of a trained model: `deployed/` of a run."""
 
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    """Beam search."""
+    beams: int | None = None
+    """Hypotheses kept per sentence; null takes what was saved with the model."""
+
+    length_penalty: float | None = None
+    """Hypotheses are compared by log-probability / length^penalty; null takes what was saved with the model."""
+
+    extra_length: int = DecodingConfig.extra_length
+    """A translation has at most as many tokens as its source and so many more."""
+
+    batch_tokens: int = DecodingConfig.batch_tokens
+    """Padded source tokens, times beams, that are translated together."""
 
     lines_at_once: int = 512
     """Lines read before they are translated; at a terminal every line is translated at once."""
@@ -59,13 +69,16 @@ class ScoreConfig:
 def translate_stdin(arguments: Sequence[str]) -> None:
     """Translate lines from standard input to standard output, line by line; an empty line stays empty."""
     config = parse_config(TranslateConfig, arguments, prog="wmt14.py translate", description=translate_stdin.__doc__)
-    model, tokenizer = load_translator(config.model)
+    model, tokenizer, decoding = load_translator(config.model)
+    given = {"beams": config.beams, "length_penalty": config.length_penalty}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    decoding = replace(decoding, extra_length=config.extra_length, batch_tokens=config.batch_tokens, **chosen)
     nn.Module.to(model, torch.accelerator.current_accelerator() or torch.device("cpu"))
     numbered = enumerate(sys.stdin.buffer, start=1)
     at_once = 1 if sys.stdin.isatty() else config.lines_at_once
     while chunk := list(itertools.islice(numbered, at_once)):
         lines = [decode_line(line, "standard input", number) for number, line in chunk]
-        found = translate(model, tokenizer, encode_sources(tokenizer, lines), config.decoding)
+        found = translate(model, tokenizer, encode_sources(tokenizer, lines), decoding)
         sys.stdout.buffer.write("".join(f"{text}\n" for text in found.texts).encode())
         sys.stdout.buffer.flush()
         if found.at_limit:

@@ -14,6 +14,8 @@ from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrain
 from translation.config import DecodingConfig, ModelConfig
 from translation.tokenizer import load_tokenizer
 
+DEFAULT_POSITIONS = 1024
+
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 32, "heads": 2, "ffn": 64, "encoder_layers": 1, "decoder_layers": 1},
     "small": {"d_model": 128, "heads": 4, "ffn": 256, "encoder_layers": 2, "decoder_layers": 2},
@@ -23,7 +25,9 @@ SIZES: dict[str, dict[str, int]] = {
 """Sizes by name; base and big are those of Vaswani et al. 2017, table 3."""
 
 
-def build_model(config: ModelConfig, vocab_size: int, pad: int, end: int, positions: int = 1024) -> MarianMTModel:
+def build_model(
+    config: ModelConfig, vocab_size: int, pad: int, end: int, positions: int = DEFAULT_POSITIONS
+) -> MarianMTModel:
     """Build and initialise a Marian model; its decoder starts from the padding token, as Marian's does.
 
     Args:
@@ -121,19 +125,24 @@ def save_translator(
     tokenizer: PreTrainedTokenizerFast,
     decoding: DecodingConfig,
     folder: Path,
+    positions: int = DEFAULT_POSITIONS,
 ) -> None:
-    """Write a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` load: weights `state`, vocabulary, search."""
-    training_search = model.generation_config
+    """Write a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` load: weights `state`, vocabulary, search.
+
+    It says `positions`, whatever longer sentences the model has been evaluated on since it was built.
+    """
+    training_search, evaluated = model.generation_config, model.config.max_position_embeddings
+    model.config.max_position_embeddings = positions
     model.generation_config = GenerationConfig(
         num_beams=decoding.beams,
         length_penalty=decoding.length_penalty,
-        max_new_tokens=model.config.max_position_embeddings - 1,
+        max_new_tokens=positions - 1,
         **_special_tokens(model),
     )
     try:
         model.save_pretrained(folder, state_dict=dict(state))
     finally:
-        model.generation_config = training_search
+        model.generation_config, model.config.max_position_embeddings = training_search, evaluated
     tokenizer.save_pretrained(folder)
     # The class under its name of old, which every version of Transformers with fast tokenizers knows.
     settings = folder / "tokenizer_config.json"
@@ -142,8 +151,8 @@ def save_translator(
     settings.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
-def load_translator(folder: Path) -> tuple[MarianMTModel, PreTrainedTokenizerFast]:
-    """What `save_translator` wrote, in eval mode, without the search that was saved with it.
+def load_translator(folder: Path) -> tuple[MarianMTModel, PreTrainedTokenizerFast, DecodingConfig]:
+    """What `save_translator` wrote: the model in eval mode, its vocabulary, its search.
 
     Raises FileNotFoundError or ValueError, in one line, for a folder that holds no such model.
     """
@@ -157,8 +166,12 @@ def load_translator(folder: Path) -> tuple[MarianMTModel, PreTrainedTokenizerFas
     except Exception as error:  # of safetensors, json and Transformers: as many types as ways to break a file
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(f"model must be a Marian model that can be read; {folder} is not ({reason}).") from error
+    saved = model.generation_config
+    decoding = DecodingConfig(
+        beams=saved.num_beams or 1, length_penalty=1.0 if saved.length_penalty is None else saved.length_penalty
+    )
     model.generation_config = GenerationConfig(**_special_tokens(model))
-    return model.eval(), load_tokenizer(folder)
+    return model.eval(), load_tokenizer(folder), decoding
 
 
 def _special_tokens(model: MarianMTModel) -> dict[str, Any]:

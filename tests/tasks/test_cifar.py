@@ -206,11 +206,13 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
     assert line.startswith("error: worker 1: data.path must exist")
 
 
-def test_a_killed_worker_ends_the_others_in_time_by_name(work):
+@pytest.mark.parametrize("algorithm", ["dsgd_ac", "sgd"])
+def test_a_killed_worker_ends_the_others_in_time_by_name(work, algorithm):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    settings = ["--config", "settings.yaml", "--epochs", "10000", "--gossip.timeout", "15", "--output_dir", "killed"]
+    settings = ["--config", "settings.yaml", "--epochs", "10000", "--gossip.timeout", "15"]
+    settings += ["--algorithm", algorithm, "--output_dir", f"killed_{algorithm}"]
     common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # Without a launcher, which would end the others itself.
     workers = [
@@ -218,7 +220,7 @@ def test_a_killed_worker_ends_the_others_in_time_by_name(work):
         for rank in range(3)
     ]
     try:
-        wait_for_content(work / "killed" / "metrics.jsonl")
+        wait_for_content(work / f"killed_{algorithm}" / "metrics.jsonl")
         workers[1].kill()
         for rank in (0, 2):
             status, _, err = finish(workers[rank], timeout=15 + 30)

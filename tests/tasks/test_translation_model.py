@@ -18,7 +18,7 @@ from translation.averages import (
 from translation.batches import IGNORED, Collate, TokenizedPairs
 from translation.config import DecodingConfig, ModelConfig
 from translation.loss import losses_and_tokens, smoothed_loss
-from translation.model import allow_positions, build_model, save_translator, trained_parameters
+from translation.model import allow_positions, build_model, load_translator, save_translator, trained_parameters
 from translation.tokenizer import load_tokenizer, train_tokenizer
 from wmt14 import inverse_square_root
 
@@ -162,6 +162,20 @@ def test_what_is_saved_loads_by_itself_with_its_vocabulary_and_its_search(tmp_pa
         mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, loaded))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert model.generation_config.num_beams in (None, 1), "the search of the run stays its own"
+
+
+def test_a_saved_model_does_not_depend_on_what_it_was_evaluated_on(tmp_path, tokenizer):
+    model = tiny(len(tokenizer)).eval()
+    allow_positions(model, 3000)
+    search = DecodingConfig(beams=3, length_penalty=0.8)
+    save_translator(model, model.state_dict(), tokenizer, search, tmp_path / "deployed", positions=32)
+    assert model.config.max_position_embeddings == 3000
+    loaded, _, found = load_translator(tmp_path / "deployed")
+    assert (loaded.config.max_position_embeddings, found) == (32, search)
+    ids = torch.randint(2, len(tokenizer), (1, 20))
+    with torch.no_grad():
+        mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, loaded))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_path):

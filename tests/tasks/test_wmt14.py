@@ -153,7 +153,7 @@ def test_translate_reads_lines_and_writes_as_many(first_run, work):
     folder, _ = first_run
     sources = lines(folder / "test.sources.txt")
     text = "\n".join([sources[0], "", sources[1] + "\r", "one\u2028line"]).encode()
-    arguments = ["translate", "--model", "first/deployed", "--decoding.beams", "2", "--lines_at_once", "3"]
+    arguments = ["translate", "--model", "first/deployed", "--lines_at_once", "3"]  # beams as saved
     found = succeed(PLAIN, work, *arguments, stdin=text).split("\n")
     hypotheses = lines(folder / "test.hypotheses.txt")
     assert len(found) == 5
@@ -182,7 +182,8 @@ def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
 
 def test_the_last_deployed_models_are_averaged(work):
     every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
-    folder, _ = train(torchrun(2), work, "averaged", *every)
+    folder, out = train(torchrun(2), work, "averaged", *every)
+    assert "deployed is the average of 2 models" in out
     files = sorted((folder / "averages").iterdir())
     assert [file.name for file in files] == ["deployed-000000006.safetensors", "deployed-000000008.safetensors"]
     assert summary(folder)["averaged_models"] == 2
