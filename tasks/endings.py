@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from dsgdac_accel import NonFiniteError, WorkerLostError
 
@@ -42,6 +43,15 @@ def training() -> Iterator[None]:
         _end("interrupted" if _rank() == 0 else "", 130)
 
 
+def leave() -> NoReturn:
+    """End this process of several, whose work is done and written, with status 0.
+
+    Not by returning: the interpreter's own teardown of what torch.distributed leaves behind aborts now and then
+    ("terminate called without an active exception"), and the launcher would report a failed run.
+    """
+    _end("", 0)
+
+
 @contextmanager
 def quiet_ends() -> Iterator[None]:
     """For filters: a reader that has enough (`| head`) is no error, and an interrupt exits with 130."""
@@ -59,7 +69,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _end(message: str, status: int) -> None:
+def _end(message: str, status: int) -> NoReturn:
     """Say it in one line and end this process."""
     if message:
         print(" ".join(message.split()), file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from algorithms import SYNCHRONOUS
-from endings import starting_up, training
+from endings import leave, starting_up, training
 from run_folder import AnyAccelerator
 
 from dsgdac_accel.config import parse_config
@@ -62,7 +62,10 @@ def run_task(
     with training():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
+        run.accelerator.group.meet("ending the run")  # nobody leaves while another still writes
         run.accelerator.end_training()
+    if run.accelerator.num_processes > 1:
+        leave()
 
 
 def announce_demo(demo: Path, patterns: Sequence[str]) -> None:

@@ -126,13 +126,23 @@ def test_more_workers_than_batches_is_fine(translator):
     assert len(translate(model, tokenizer, ids, DecodingConfig()).texts) == 2
 
 
-def test_autocast_is_lifted_for_the_search_and_comes_back():
+def logits_with_and_without_autocast(rank):
+    torch.manual_seed(0)
     model = build_model(ModelConfig(size="tiny"), 50, 0, 1).eval()
     ids = torch.randint(2, 50, (2, 5))
-    exact = model(input_ids=ids, decoder_input_ids=ids).logits
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    rounded = prepared(input_ids=ids, decoder_input_ids=ids).logits
+    batch = {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        exact = model(**batch).logits
+        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        rounded = prepared(**batch).logits
+        with full_precision(prepared):
+            lifted = prepared(**batch).logits
+        return exact, rounded, lifted, prepared(**batch).logits
+
+
+@pytest.mark.multiprocess  # a process of its own: Accelerate's precision is one per process
+def test_autocast_is_lifted_for_the_search_and_comes_back():
+    ((exact, rounded, lifted, again),) = run_workers(logits_with_and_without_autocast, 1)
     assert not torch.equal(rounded, exact)
-    with full_precision(prepared):
-        torch.testing.assert_close(prepared(input_ids=ids, decoder_input_ids=ids).logits, exact, rtol=0, atol=0)
-    assert torch.equal(prepared(input_ids=ids, decoder_input_ids=ids).logits, rounded)
+    assert torch.equal(lifted, exact)
+    assert torch.equal(again, rounded)

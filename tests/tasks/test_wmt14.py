@@ -297,17 +297,8 @@ def test_one_gossip_worker_is_told_that_it_is_alone(work):
 
 
 def test_translate_ends_quietly_where_its_reader_does(first_run, work):
-    command = [
-        *PLAIN,
-        SCRIPT,
-        "translate",
-        "--model",
-        "first/deployed",
-        "--decoding.beams",
-        "1",
-        "--lines_at_once",
-        "1",
-    ]
+    options = ["--model", "first/deployed", "--beams", "1", "--lines_at_once", "1"]
+    command = [*PLAIN, SCRIPT, "translate", *options]
     with subprocess.Popen(
         command, cwd=work, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as filter_:
