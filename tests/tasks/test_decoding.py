@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM
@@ -12,7 +11,7 @@ from translation.grammar import grammar_splits
 from translation.model import build_model, save_translator
 from translation.tokenizer import encode, load_tokenizer, train_tokenizer
 
-from dsgdac_accel import WorkerGroup
+from dsgdac_accel import GossipAccelerator, WorkerGroup
 from tests.workers import run_workers
 
 LINES = [english for english, _ in grammar_splits()["test"][:30]]
@@ -133,7 +132,7 @@ def logits_with_and_without_autocast(rank):
     batch = {"input_ids": ids, "decoder_input_ids": ids}
     with torch.no_grad():
         exact = model(**batch).logits
-        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        prepared = GossipAccelerator(mixed_precision="bf16").prepare(model)
         rounded = prepared(**batch).logits
         with full_precision(prepared):
             lifted = prepared(**batch).logits
