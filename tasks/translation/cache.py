@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import platform
 import re
@@ -19,6 +20,11 @@ from filelock import FileLock
 DAY = 86_400.0
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def digest_of(*parts: object) -> str:
+    """Hex digest of plain values (what JSON can hold), for names of files that depend on them."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def build_once(folder: Path, name: str, build: Callable[[Path], None]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
 from transformers import PreTrainedTokenizerFast
 
 from translation.batches import Lengths, TokenizedPairs
-from translation.cache import build_once
+from translation.cache import build_once, digest_of
 from translation.config import TextConfig
 from translation.sources import Corpus, open_corpus
 from translation.tokenizer import (
@@ -153,14 +152,10 @@ def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: st
     return chosen
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
 def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) -> PreTrainedTokenizerFast:
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    name = f"bpe-{_digest(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
+    name = f"bpe-{digest_of(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
 
     def build(path: Path) -> None:
         train_tokenizer(texts_of(train), config.vocab_size).save(str(path))
@@ -175,7 +170,7 @@ def _training_pairs(
     config: TextConfig, corpus: Corpus, train: Dataset, tokenizer: PreTrainedTokenizerFast, cache: Path
 ) -> TrainingPairs:
     limits = (config.train_limit, config.max_length)
-    name = f"pairs-{_digest(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
+    name = f"pairs-{digest_of(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
     folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config.max_length))
     rows = Dataset.from_file(str(folder / "pairs.arrow"))
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 from sources import TRAIN_NAMES, find_split_files, open_hub
 
-from translation.cache import build_once
+from translation.cache import build_once, digest_of
 from translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
 
 HUB_NAMES = {"wmt14": ("wmt/wmt14", "de-en")}
@@ -195,7 +194,7 @@ def _partner(file: Path, language: str, other: str) -> Path:
 
 def _split(shards: Sequence[Shard], direction: Direction, errors: Errors) -> _Split:
     files = [[(file.suffix, _digest_of_file(file)) for file in shard] for shard in shards]
-    return _Split(_digest(astuple(direction), errors, files), partial(_read_shards, shards, direction, errors))
+    return _Split(digest_of(astuple(direction), errors, files), partial(_read_shards, shards, direction, errors))
 
 
 def _read_shards(shards: Sequence[Shard], direction: Direction, errors: Errors) -> Batches:
@@ -310,11 +309,7 @@ def _without_nulls(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _fingerprint(direction: Direction, digests: Mapping[str, str]) -> str:
-    return _digest(direction.source, direction.target, sorted(digests.items()))
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    return digest_of(direction.source, direction.target, sorted(digests.items()))
 
 
 def _digest_of_file(file: Path) -> str:
@@ -331,4 +326,4 @@ def _digest_of_rows(batches: Iterable[pa.RecordBatch]) -> str:
             ends = np.frombuffer(ends, np.int32)[side.offset : side.offset + len(side) + 1]
             lengths.update(np.diff(ends).tobytes())
             text.update(memoryview(characters or b"")[ends[0] : ends[-1]])
-    return _digest([part.hexdigest() for part in hashes])
+    return digest_of([part.hexdigest() for part in hashes])
