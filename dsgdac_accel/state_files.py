@@ -1,0 +1,307 @@
+"""Training state as files without pickle: tensors as safetensors, everything else as JSON in the file's metadata.
+
+What is read back can hold values only, never code, so a file from a stranger can spoil a run but not run anything.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import json
+import math
+import os
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_safetensors
+from torch import Tensor
+
+FORMAT = 1
+"""Of the files and of the manifest; raised whenever older readers would misunderstand newer files."""
+
+PARTIAL = ".partial"
+"""Ending of a file that is being written."""
+
+_TREE = "dsgdac_accel.tree"
+_FORMAT = "dsgdac_accel.format"
+_MAX_HEADER = 100_000_000  # bytes; safetensors refuses more
+_MAX_DEPTH = 100
+_STORED_AS_IS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_ARRAY_KINDS = "biufc"  # numbers only: others may hold objects
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or what is read is damaged, incomplete, or of another run."""
+
+
+# ---- trees of state
+
+
+@dataclass
+class Encoded:
+    """A tree of state, ready to be written: `text` is JSON and names the `tensors`, which are contiguous on the CPU."""
+
+    text: str
+    tensors: dict[str, Tensor]
+
+
+def encode(state: Any, copy: bool = False) -> Encoded:
+    """Take a tree apart into JSON and tensors; with `copy` the tensors do not change when those of `state` do.
+
+    A tree is made of dict, OrderedDict, Counter, list, tuple; its leaves are tensors, NumPy arrays and scalars, None,
+    bool, int, float, str and bytes. All come back as they were, bit by bit; parameters as plain tensors, on the CPU.
+
+    Raises CheckpointError for anything else, with its place in the tree.
+
+    >>> encode({"step": 3, "momentum": [torch.ones(2)]}).text
+    '{"step": 3, "momentum": [{"$tensor": "momentum/0"}]}'
+    """
+    encoder = _Encoder(copy)
+    tree = encoder.encoded(state, ())
+    return Encoded(json.dumps(tree), encoder.tensors)
+
+
+def decode(encoded: Encoded) -> Any:
+    """The tree that `encode` took apart; it uses the memory of `encoded.tensors`."""
+    try:
+        return _decoded(json.loads(encoded.text), encoded.tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the saved state is no tree of values as this library writes it ({type(error).__name__}: {error})."
+        ) from error
+
+
+class _Encoder:
+    def __init__(self, copy: bool) -> None:
+        self.copy = copy
+        self.tensors: dict[str, Tensor] = {}
+
+    def encoded(self, value: Any, path: tuple) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            # Python refuses to write or read very long decimal numbers.
+            return value if value.bit_length() <= 1024 else {"$int": hex(value)}
+        if kind is float:
+            # JSON has neither NaN nor infinity.
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": binascii.b2a_base64(value, newline=False).decode()}
+        if len(path) > _MAX_DEPTH:
+            raise CheckpointError(
+                f"the state is nested deeper than {_MAX_DEPTH} levels, or holds itself: {_named(path)}"
+            )
+        if kind is list:
+            return [self.encoded(item, (*path, number)) for number, item in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encoded(item, (*path, number)) for number, item in enumerate(value)]}
+        if kind in _DICTS:
+            return self._encoded_dict(value, path)
+        if isinstance(value, Tensor):
+            return self._encoded_tensor(value, path)
+        if isinstance(value, numpy.generic) and value.dtype.kind in _ARRAY_KINDS:
+            return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+        if kind is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
+            octets = numpy.frombuffer(bytearray(value.tobytes()), dtype=numpy.uint8)  # tobytes: in C order, a copy
+            return {"$array": [self._put(torch.from_numpy(octets), path), value.dtype.str, list(value.shape)]}
+        raise CheckpointError(
+            f"a checkpoint keeps tensors, arrays and plain values, and nothing is pickled; {_named(path)} is a "
+            f"{kind.__module__}.{kind.__qualname__}. Let its state_dict() give plain values instead."
+        )
+
+    def _encoded_dict(self, value: dict, path: tuple) -> Any:
+        items = [(key, self.encoded(item, (*path, key))) for key, item in value.items()]
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(items)
+        return {_DICTS[type(value)]: [[self.encoded(key, (*path, "key")), item] for key, item in items]}
+
+    def _encoded_tensor(self, value: Tensor, path: tuple) -> Any:
+        if value.is_meta or value.layout != torch.strided or value.is_quantized or _is_subclass(value):
+            raise CheckpointError(
+                f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
+                f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
+            )
+        own = value.detach()
+        own = own.resolve_conj().resolve_neg().to("cpu").contiguous()
+        if self.copy and own.data_ptr() == value.data_ptr():
+            own = own.clone()
+        if own.dtype in _STORED_AS_IS:
+            return {"$tensor": self._put(own, path)}
+        octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8)
+        return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
+
+    def _put(self, tensor: Tensor, path: tuple) -> str:
+        # Names are for people who open the file; the tree refers to them, so they only have to be unique.
+        plain = "/".join(str(key) for key in path).encode("utf-8", "replace").decode() or "state"
+        name, number = plain, 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{plain}#{number}"
+        self.tensors[name] = tensor
+        return name
+
+
+def _is_subclass(tensor: Tensor) -> bool:
+    return type(tensor.data) is not Tensor  # a Parameter's data is a plain tensor, that of a DTensor is not
+
+
+def _named(path: tuple) -> str:
+    return "the state itself" if not path else "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decoded(item, tensors) for key, item in value.items()}
+    (content,) = value.values()
+    if tag in _DICTS.values():
+        kind: Any = next(kind for kind, name in _DICTS.items() if name == tag)
+        return kind({_decoded(key, tensors): _decoded(item, tensors) for key, item in content})
+    if tag == "$tuple":
+        return tuple(_decoded(item, tensors) for item in content)
+    return _LEAVES[tag](content, tensors)
+
+
+def _decoded_array(content: list, tensors: dict[str, Tensor]) -> numpy.ndarray:
+    name, dtype, shape = content
+    return numpy.frombuffer(tensors[name].numpy().tobytes(), dtype=_number_dtype(dtype)).reshape(shape).copy()
+
+
+def _decoded_cast(content: list, tensors: dict[str, Tensor]) -> Tensor:
+    name, dtype_name, shape = content
+    dtype = getattr(torch, dtype_name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype_name} is no dtype")
+    octets = tensors[name]
+    return octets.view(dtype).reshape(shape) if octets.numel() else torch.empty(shape, dtype=dtype)
+
+
+def _number_dtype(name: str) -> numpy.dtype:
+    dtype = numpy.dtype(name)
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"{name} is no dtype of numbers")
+    return dtype
+
+
+_LEAVES: dict[str, Any] = {
+    "$int": lambda content, tensors: int(content, 16),
+    "$float": lambda content, tensors: struct.unpack(">d", bytes.fromhex(content))[0],
+    "$bytes": lambda content, tensors: binascii.a2b_base64(content),
+    "$scalar": lambda content, tensors: numpy.frombuffer(bytes.fromhex(content[1]), _number_dtype(content[0]))[0],
+    "$tensor": lambda content, tensors: tensors[content],
+    "$array": _decoded_array,
+    "$cast": _decoded_cast,
+}
+
+
+# ---- files
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint as its manifest knows it."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+def write_whole(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
+    """Write a file so that it is there whole or not at all, also after a power failure; returns its size and sha256."""
+    partial = path.with_name(path.name + PARTIAL)
+    size, digest = 0, hashlib.sha256()
+    try:
+        with partial.open("wb") as file:
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+                size += len(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+    return size, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Let a rename in `folder` survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
+    """The bytes of a safetensors file, piece by piece and without copies of the tensors."""
+    header: dict[str, Any] = {"__metadata__": {_FORMAT: str(FORMAT), _TREE: encoded.text, "format": "pt"}}
+    place = 0
+    for name, tensor in encoded.tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _STORED_AS_IS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, place + size],
+        }  # fmt: skip
+        place += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise CheckpointError(
+            f"the plain values of a state may take {_MAX_HEADER:,} bytes as JSON; these take {len(text):,}. "
+            f"Give long lists of numbers as arrays or tensors."
+        )
+    yield struct.pack("<Q", len(text))
+    yield text
+    for tensor in encoded.tensors.values():
+        if tensor.numel():
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_state(folder: Path, file: SavedFile) -> Any:
+    """The tree in a file of a checkpoint, after a look at its size and checksum.
+
+    Raises CheckpointError for a file that is missing, truncated, altered, or of another format.
+    """
+    path = folder / file.name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). {_ANOTHER}") from error
+    if len(content) != file.size:
+        raise CheckpointError(f"{path} has {len(content)} bytes, and {file.size} were written. {_ANOTHER}")
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise CheckpointError(f"{path} was altered since it was written: its sha256 differs. {_ANOTHER}")
+    try:
+        header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+        metadata = header["__metadata__"]
+        encoded = Encoded(metadata[_TREE], parse_safetensors(content))
+        found = metadata[_FORMAT]
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{path} is no state file of this library ({error}). {_ANOTHER}") from error
+    if found != str(FORMAT):
+        raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT}. {_OTHER_VERSION}")
+    return decode(encoded)
+
+
+_ANOTHER = "Load another checkpoint."
+_OTHER_VERSION = "Load it with the version of dsgdac_accel that wrote it."

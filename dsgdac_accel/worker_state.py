@@ -1,0 +1,116 @@
+"""The state of one worker as trees of tensors and plain values, and putting it back in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgdac_accel.state_files import CheckpointError
+
+_SHOWN = 3  # differences named in an error
+
+# ---- models
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """All parameters, tied ones once, all buffers, also those that `state_dict` leaves out, and extra states, by name.
+
+    The tensors are the model's own. Names are those of the model without `torch.compile` and DDP.
+    """
+    bare = _bare(model)
+    caches = _cache_names(bare)
+    buffers = dict(bare.named_buffers())
+    return {
+        "parameters": _named(dict(bare.named_parameters())),
+        "buffers": _named({name: buffer for name, buffer in buffers.items() if name not in caches}),
+        "caches": _named({name: buffer for name, buffer in buffers.items() if name in caches}),
+        "extra": _named({name: module.get_extra_state() for name, module in _with_extra_state(bare).items()}),
+    }
+
+
+@torch.no_grad()
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copy what `model_state` gave into the model, in place: nothing is re-pointed, and tied tensors stay tied.
+
+    Buffers that `state_dict` leaves out may be there on one side only, as caches that grow during training are.
+
+    Raises CheckpointError for the state of another model, naming the first differences; then nothing was changed.
+    """
+    bare = _bare(model)
+    own = model_state(bare)
+    _require_same_model(own, state)
+    for part in ("parameters", "buffers"):
+        for name, tensor in own[part].items():
+            tensor.copy_(state[part][name])
+    modules = {_eager(name): module for name, module in bare.named_modules()}
+    for name, saved in state["caches"].items():
+        buffer = own["caches"].get(name)
+        if buffer is None:
+            continue
+        if _layout(buffer) == _layout(saved):
+            buffer.copy_(saved)
+        else:
+            owner, _, short = name.rpartition(".")
+            modules[owner]._buffers[short] = saved.to(buffer.device)
+    for name, module in _with_extra_state(bare).items():
+        module.set_extra_state(state["extra"][_eager(name)])
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _eager(name: str) -> str:
+    """Without what `torch.compile` of a part of the model puts into names."""
+    return name.replace("_orig_mod.", "")
+
+
+def _named(values: dict[str, Any]) -> dict[str, Any]:
+    return {_eager(name): value for name, value in values.items()}
+
+
+def _cache_names(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}{'.' if prefix else ''}{name}"
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _require_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    differences = []
+    for part in ("parameters", "buffers", "extra"):
+        mine, saved = own[part], state.get(part, {})
+        kind = {"parameters": "parameter", "buffers": "buffer", "extra": "extra state of"}[part]
+        differences += [f"{kind} {name!r} is not in the checkpoint" for name in mine if name not in saved]
+        differences += [f"{kind} {name!r} is not in the model" for name in saved if name not in mine]
+        if part != "extra":
+            differences += [
+                f"{kind} {name!r} is {_layout(saved[name])} in the checkpoint and {_layout(tensor)} in the model"
+                for name, tensor in mine.items()
+                if name in saved and _layout(saved[name]) != _layout(tensor)
+            ]
+    if differences:
+        more = len(differences) - _SHOWN
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}"
+            f"{f'; and {more} more differences' if more > 0 else ''}. Build the model as it was when saved."
+        )
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
