@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +37,7 @@ from dsgdac_accel.loaders import (
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
+from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.watch import ModelWatch
 
@@ -80,7 +81,7 @@ class GossipOptimizer(AcceleratedOptimizer):
         return False
 
 
-class GossipAccelerator(Accelerator):
+class GossipAccelerator(KeepsEveryWorker, Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
 
     Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;
@@ -99,19 +100,38 @@ class GossipAccelerator(Accelerator):
     """Whether the default process group was there before Accelerate; then `end_training` leaves it running."""
 
     def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
-        self.gossip_config = GossipConfig() if gossip is None else gossip
-        if not isinstance(self.gossip_config, GossipConfig):
-            raise TypeError(
-                f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...)."
-            )
+        config = _checked_config(gossip)
         if not PartialState._shared_state:  # of Accelerate's state there is one per process, so of this there is, too
             GossipAccelerator._group_is_the_users = torch.distributed.is_initialized()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
         if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
-            handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=self.gossip_config.timeout)))
+            handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout)))
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
+        self._begin_gossip(config)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, gossip: GossipConfig | None = None) -> GossipAccelerator:
+        """Make a gossiping accelerator of one that exists, in place, for frameworks that build their own. Collective.
+
+        To be called before anything is prepared. Everybody who holds `accelerator` then holds the gossiping one.
+
+        Raises:
+            ValueError, TypeError: as of the constructor, or something is prepared already.
+        """
+        config = _checked_config(gossip)
+        if accelerator._models or accelerator._optimizers:
+            raise ValueError("`adopt` comes before `prepare`: a model or optimizer of this accelerator is prepared.")
+        refuse_unsupported_launch(accelerator)
+        kind = type(accelerator)
+        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
+        adopted = cast(GossipAccelerator, accelerator)
+        adopted._begin_gossip(config)
+        return adopted
+
+    def _begin_gossip(self, config: GossipConfig) -> None:
+        self.gossip_config = config
         refuse_unsupported_launch(self)
         self.group = WorkerGroup(self.device, self.gossip_config.timeout)
         self.gossip_steps: list[GossipStep] = []
@@ -128,7 +148,7 @@ class GossipAccelerator(Accelerator):
                 refuse_unsupported_model(obj)
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         prepared = super().prepare(*args, device_placement=device_placement)
-        self._make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
+        self.make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
         for optimizer in self._optimizers:
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self._gossip_step(optimizer.optimizer)
@@ -169,7 +189,7 @@ class GossipAccelerator(Accelerator):
         if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
             # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
             self.dataloader_config.data_seed = shared_seed(self.group)
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), self._is_training)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         count_passes(prepared, self._is_training)
@@ -191,7 +211,12 @@ class GossipAccelerator(Accelerator):
         return EqualSteps(loader, self.group, active=self._is_training)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As `Accelerator.skip_first_batches`, for resuming in mid-epoch."""
+        """As `Accelerator.skip_first_batches`; after `load_state` in mid-epoch better use `resumed_batches`.
+
+        Called for what was taken of the loaded pass, it does the same.
+        """
+        if 0 < num_batches == self._batches_taken(dataloader):
+            return self.resumed_batches(dataloader)
         if isinstance(dataloader, EqualSteps):
             return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
         return super().skip_first_batches(dataloader, num_batches)
@@ -216,8 +241,11 @@ class GossipAccelerator(Accelerator):
             seed_workers_differently(self.group)
         return step
 
-    def _make_equal(self, models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> None:
-        """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with."""
+    def make_equal(self, models: list[nn.Module], optimizers: Sequence[AcceleratedOptimizer] = ()) -> None:
+        """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with.
+
+        Collective; `prepare` does it by itself.
+        """
         if self.group.size == 1 or not (models or optimizers):
             return
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
@@ -277,10 +305,43 @@ class GossipAccelerator(Accelerator):
             # A pass inside that was broken off must not look like the active one.
             self.gradient_state.dataloader_references = references
 
-    def measure_consensus(self) -> dict[str, float]:
-        """Measure the exact consensus radius now and return all consensus metrics. Collective."""
+    @contextmanager
+    def not_training(self) -> Iterator[None]:
+        """Inside, passes over prepared loaders are not those of training: never cut short, and not counted."""
+        self._deployed += 1
+        try:
+            yield
+        finally:
+            self._deployed -= 1
+
+    def deploy(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> None:
+        """End the gossip: `model` is the average of the workers from now on, in ordinary memory. Collective.
+
+        Arguments as of `deployed_model`. To train on, prepare model and optimizer again.
+        """
+        with self.deployed_model(model, calibrate, calibration_forward) as deployed:
+            average = [tensor.detach().clone() for tensor in _values_of(deployed)]
+        self._end_gossip()
+        with torch.no_grad():
+            for tensor, value in zip(_values_of(model), average, strict=True):
+                tensor.copy_(value)
+
+    def _end_gossip(self) -> None:
         for step in self.gossip_steps:
-            step.mixer.measure_consensus()
+            step.mixer.release()
+        self.gossip_steps.clear()
+
+    def measure_consensus(self, again: bool = True) -> dict[str, float]:
+        """Measure the exact consensus radius now and return all consensus metrics. Collective.
+
+        With `again=False` a radius that was measured at this very step is not measured again.
+        """
+        for step in self.gossip_steps:
+            last = step.mixer.last_consensus
+            if again or last is None or last.step != step.mixer.step:
+                step.mixer.measure_consensus()
         return consensus_metrics(self.gossip_steps)
 
     # ---- logging
@@ -324,32 +385,17 @@ class GossipAccelerator(Accelerator):
             model = self.unwrap_model(model, keep_torch_compile=False)  # the keys of the eager model
         return cloned(super().get_state_dict(model, unwrap=False))
 
-    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
-        """Refused for several workers: Accelerate's format keeps the model and optimizer of worker 0 only."""
-        self._refuse_state("save_state")
-        return super().save_state(output_dir, **kwargs)
-
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Refused for several workers, as `save_state`."""
-        self._refuse_state("load_state")
-        super().load_state(input_dir, *args, **kwargs)
-
-    def _refuse_state(self, what: str) -> None:
-        if self.group.size > 1:
-            raise NotImplementedError(
-                f"{what} would keep only worker 0's model and optimizer, and this run has {self.group.size} workers "
-                f"with weights of their own. Save the deployed model with `save_model`."
-            )
-
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also lets go of the flat buffers."""
-        for step in self.gossip_steps:
-            step.mixer.drain()  # the other side of an exchange that is dropped would wait for ever
-        self.gossip_steps.clear()
+        self._end_gossip()  # what is in flight is waited for: its other side would wait for ever
+        for optimizer in self._optimizers:
+            optimizer.gossip = None  # prepared again, it gossips again
+        self._seeded = False
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish what is in flight, close the trackers, and end the process group unless the user began it."""
+        """Finish what is in flight or being saved, close the trackers, and end the process group, unless it was there."""
+        self.finish_saving()
         for step in self.gossip_steps:
             step.mixer.drain()
         if self.group.size > 1:
@@ -359,3 +405,15 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
+
+
+def _checked_config(gossip: GossipConfig | None) -> GossipConfig:
+    config = GossipConfig() if gossip is None else gossip
+    if not isinstance(config, GossipConfig):
+        raise TypeError(f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...).")
+    return config
+
+
+def _values_of(model: nn.Module) -> list[torch.Tensor]:
+    """All that a model is made of, tied tensors once."""
+    return [*model.parameters(), *model.buffers()]

@@ -101,6 +101,20 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
+@contextmanager
+def separate_state(model: nn.Module) -> Iterator[None]:
+    """Inside, `model.state_dict()` gives copies, for savers that take views of one buffer for shared weights."""
+
+    def copy_values(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.update(cloned(state))
+
+    hook = model.register_state_dict_post_hook(copy_values)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 # ---- leaving no trace
 
 

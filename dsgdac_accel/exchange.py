@@ -115,6 +115,11 @@ class Exchange:
         self.waited_seconds = time.perf_counter() - started
         return plan
 
+    def release(self) -> None:
+        """Free the receive buffers; nothing can be posted afterwards."""
+        assert self._in_flight is None, "an exchange is in flight"
+        self.sent, self.received = [], []
+
     def _wait_for(self, work: Any, deadline: float) -> None:
         if self.group.backend == "nccl":
             work.wait()  # orders the streams, the host goes on; NCCL's watchdog keeps the timeout

@@ -219,6 +219,17 @@ class FlatParameters:
         for parameter, view in self.moved():
             parameter.data = view
 
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter memory of its own again, with its values and strides; tied memory stays tied."""
+        copies: dict[tuple, Tensor] = {}
+        for buffer in self.buffers:
+            for parameter, view in zip(buffer.parameters, buffer.views, strict=True):
+                if parameter.data_ptr() == view.data_ptr():
+                    place = (view.data_ptr(), view.shape, view.stride())
+                    parameter.data = copies.setdefault(place, view.clone(memory_format=torch.preserve_format))
+        self.parameters, self.buffers = [], []
+
     def remember_versions(self) -> None:
         """Note the state from which `edited` counts."""
         self._versions = [parameter._version for parameter in self.parameters]

@@ -108,6 +108,11 @@ class WorkerGroup:
         for owner in list(self._owners):
             owner.drain()
 
+    def limit_default_group(self) -> None:
+        """Let collectives of others, on the default group, give up on a silent worker after `timeout`, too."""
+        if self.size > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), dist.group.WORLD)
+
     def close(self) -> None:
         """Refuse further use: the process group is about to end."""
         self.closed = True
@@ -198,6 +203,8 @@ class WorkerGroup:
         self.require_open()
         try:
             return communicate()
+        except WorkerLostError:
+            raise  # said already, closer to where it happened
         except RuntimeError as error:
             if not _TRANSPORT_ERRORS.search(str(error)):
                 raise  # a mistake of ours or of the caller, not a lost worker

@@ -65,6 +65,12 @@ class SharedStream:
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch` (0-based)."""
+        self.epoch = epoch
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
         own = random_state()
         words = numpy.random.SeedSequence([self.seed, self.epoch]).generate_state(3)
@@ -88,11 +94,18 @@ def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
     """Put a `SharedStream` under the shard of a prepared loader whose sampler is not one of torch's."""
     shard: Any = getattr(prepared, "batch_sampler", None)
     inner = getattr(shard, "batch_sampler", None)
-    if group.size == 1 or inner is None:
+    if group.size == 1 or inner is None or hasattr(inner, "rank"):  # one that knows its rank orders by itself
         return
     # Accelerate's seedable sampler is a RandomSampler, too.
     if type(inner) is not BatchSampler or not isinstance(inner.sampler, _ORDERED_BY_TORCH):
         shard.batch_sampler = SharedStream(inner, shared_seed(group))
+
+
+def set_shared_epoch(loader: Any, epoch: int) -> None:
+    """Let the samplers under a prepared loader that run on a shared stream order the next pass as that of `epoch`."""
+    for part in parts_of(loader):
+        if isinstance(part, SharedStream):
+            part.set_epoch(epoch)
 
 
 def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
@@ -215,7 +228,8 @@ class EqualSteps:
             return
         batches = iter(self.loader)
         pairs = self._with_last(batches)
-        last, taken = False, 0
+        # A pass that goes on in its middle begins after the batches that were taken before.
+        last, taken = False, getattr(self.loader, "batches_left_out", 0)
         while not last:
             batch, last_here = next(pairs, (None, None))
             last_of_all = self._last_of_all(taken + 1, last_here)
@@ -295,10 +309,10 @@ def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
     That is: epoch counters, marks of the end, random generators of their own, and the processes of persistent workers,
     which two passes at once would otherwise share.
     """
-    parts = {id(part): part for loader in loaders for part in _parts(loader) if hasattr(part, "__dict__")}.values()
+    parts = {id(part): part for loader in loaders for part in parts_of(loader) if hasattr(part, "__dict__")}.values()
     kept = [(part, name, vars(part)[name]) for part in parts for name in _PASS_STATE if name in vars(part)]
-    generators = {id(value): value for part in parts for value in vars(part).values() if _is_generator(value)}
-    states = [(generator, _generator_state(generator)) for generator in generators.values()]
+    generators = {id(value): value for part in parts for value in vars(part).values() if is_generator(value)}
+    states = [(generator, generator_state(generator)) for generator in generators.values()]
     persistent = [part for part in parts if isinstance(part, DataLoader) and vars(part).get("persistent_workers")]
     passes = [(part, vars(part).get("_iterator")) for part in persistent]
     for part, _ in passes:
@@ -313,21 +327,24 @@ def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
         for part, name, value in kept:
             setattr(part, name, value)
         for generator, state in states:
-            _set_generator_state(generator, state)
+            set_generator_state(generator, state)
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Whether this is a random stream of one's own: of torch, NumPy or Python."""
     own = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
     return isinstance(value, own)
 
 
-def _generator_state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """The state of such a stream, as plain values."""
     if isinstance(generator, numpy.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_generator_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Return to a state taken by `generator_state`."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -336,7 +353,7 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _parts(loader: Any) -> list[Any]:
+def parts_of(loader: Any) -> list[Any]:
     """The loader, the one it wraps, and their chain of samplers, without repetition."""
     found: dict[int, Any] = {}
     waiting = [loader]

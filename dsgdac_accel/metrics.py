@@ -60,9 +60,9 @@ class ConsensusLogger:
     >>> records = []
     >>> log = ConsensusLogger(lambda: {"gossip/gamma": 0.5}, [lambda values, step: records.append((step, values))])
     >>> log.log({"train/loss": 2.0}, step=7)
-    {'gossip/gamma': 0.5, 'train/loss': 2.0}
+    {'train/loss': 2.0, 'gossip/gamma': 0.5}
     >>> records
-    [(7, {'gossip/gamma': 0.5, 'train/loss': 2.0})]
+    [(7, {'train/loss': 2.0, 'gossip/gamma': 0.5})]
     """
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]] | None = None, sinks: Iterable[Sink] = ()) -> None:
@@ -75,7 +75,7 @@ class ConsensusLogger:
 
     def log(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         """Write `values` and the consensus metrics of `step` (a given value wins over a metric of the same name)."""
-        merged = {**self.metrics(), **values}
+        merged = {**values, **{name: value for name, value in self.metrics().items() if name not in values}}
         for sink in self.sinks:
             sink(merged, step)
         return merged

@@ -89,6 +89,7 @@ class Mixer:
         self._known = {id(parameter) for parameter in self._find()}
         self._arrived = False
         self._borrowed = False
+        self._released = False
         self._backup: list[Tensor] = []
         self._warned_of_edits = False
         self._update_scale = 0.0
@@ -322,7 +323,25 @@ class Mixer:
             buffer.data.copy_(backup)
         self._backup = []
 
+    def release(self) -> None:
+        """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
+        self.drain()
+        self._refuse_while_borrowed()
+        self._released = True
+        self.flat.release()
+        self.exchange.release()
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether the parameters hold the average of the workers at the moment."""
+        return self._borrowed
+
     def _refuse_while_borrowed(self) -> None:
+        if self._released:
+            raise RuntimeError(
+                "gossip has ended for these parameters (`deploy` or `free_memory`); prepare model and optimizer again "
+                "to train on."
+            )
         if self._borrowed:
             raise RuntimeError(
                 "the parameters are the deployed average now; train only after leaving `with deployed_model(...)`."

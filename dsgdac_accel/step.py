@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.gradients import gradients_are_finite
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.mixing import Mixer, NonFiniteError
+from dsgdac_accel.mixing import Consensus, Mixer, NonFiniteError
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.topology import Topology, build_topology
@@ -67,10 +68,11 @@ class GossipStep:
 
     def plan(self, scheduler: Any) -> None:
         """Look ahead along a fresh scheduler, so that `max_rate` is the true maximum where it can be computed."""
-        if self._planned or self.mixer.step > 0:
-            return
-        rates = planned_rates(scheduler, self.config.total_steps)
-        if rates is not None:
+        self.plan_rates(planned_rates(scheduler, self.config.total_steps))
+
+    def plan_rates(self, rates: list[float] | None) -> None:
+        """Look ahead along the rate of every step of the run, if it is known; only before the first step."""
+        if rates is not None and not self._planned and self.mixer.step == 0:
             self.schedule = adaptive_consensus(self.config, rates)
             self._planned = True
 
@@ -189,12 +191,20 @@ class GossipStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: position in the topology and in the gamma schedule, and the counters."""
+        """Plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
+        consensus = self.mixer.last_consensus
         return {
             "mixer": self.mixer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "nonfinite_steps": self.nonfinite_steps,
             "consecutive_nonfinite": self._consecutive_nonfinite,
+            "latest": {
+                "gamma": self.gamma,
+                "rate": self.rate,
+                "disagreement": float(self.mixer.neighbor_disagreement),
+                "consensus": None if consensus is None else asdict(consensus),
+                "bytes_sent": self.mixer.exchange.bytes_sent,
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,6 +213,11 @@ class GossipStep:
         self.schedule.load_state_dict(state["schedule"])
         self.nonfinite_steps = state["nonfinite_steps"]
         self._consecutive_nonfinite = state["consecutive_nonfinite"]
+        latest = state["latest"]
+        self.gamma, self.rate = latest["gamma"], latest["rate"]
+        self.mixer.neighbor_disagreement = latest["disagreement"]
+        self.mixer.last_consensus = None if latest["consensus"] is None else Consensus(**latest["consensus"])
+        self.mixer.exchange.bytes_sent = latest["bytes_sent"]
 
 
 def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -> AdaptiveConsensus:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 # Forked from a server that has imported everything once: 50 ms a worker instead of several seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "accelerate", "dsgdac_accel", "tests.workers"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "accelerate", "dsgdac_accel", "dsgdac_accel.trainer", "tests.workers"]
+)
 
 
 @dataclass

@@ -1,0 +1,387 @@
+"""`GossipCallback`: one callback makes an unmodified Hugging Face Trainer decentralized.
+
+    trainer = Trainer(model, args, train_dataset=..., callbacks=[GossipCallback(GossipConfig(...))])
+
+Everything that gossip needs is in `GossipAccelerator`. The callback turns the Trainer's own Accelerator into one, and
+wraps the few methods of the Trainer that evaluate, save, log and resume, so that they see the deployed model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dsgdac_accel.accelerator import GossipAccelerator
+from dsgdac_accel.averaging import separate_state
+from dsgdac_accel.calibration import Forward, calibrated_layers
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.loaders import known_length, set_shared_epoch
+from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
+from dsgdac_accel.randomness import set_random_state
+from dsgdac_accel.schedule import planned_rates
+from dsgdac_accel.step import GossipStep
+from dsgdac_accel.trainer_checkpoint import TrainerCheckpoints
+
+logger = logging.getLogger(__name__)
+
+
+class GossipCallback(TrainerCallback):
+    """Trains by DSGD-AC, or DAdam-AC with the Trainer's usual Adam, in place of averaging gradients.
+
+    Every worker keeps its own weights. What the Trainer evaluates, predicts with, saves, compares and pushes is always
+    the deployed model, the average of the workers; `evaluate`, `predict`, `save_model` and `train` must therefore be
+    called on all workers while training is under way. After `train()` the model IS the average, on every worker.
+
+    Args:
+        config: topology, gamma schedule and policies. Default: the paper's.
+        calibrate: where BatchNorm statistics of the average come from. True: a pass over the training data, shared out
+            over the workers; False: the workers' own, pooled; or an iterable of batches (a DataLoader of this worker's
+            part). Models without BatchNorm never read it.
+        calibration_forward: called as `calibration_forward(model, batch)` there; default `model(**batch)`.
+
+    Raises (when the Trainer is built):
+        ValueError: a launch, a model or training arguments under which workers cannot gossip, with the way out.
+    """
+
+    def __init__(
+        self,
+        config: GossipConfig | None = None,
+        *,
+        calibrate: bool | Iterable[Any] = True,
+        calibration_forward: Forward | None = None,
+    ) -> None:
+        self.config = GossipConfig() if config is None else config
+        if not isinstance(self.config, GossipConfig):
+            raise TypeError(
+                f"GossipCallback takes a GossipConfig; got {type(config).__name__}. "
+                f"Write GossipCallback(GossipConfig(...))."
+            )
+        self.calibrate = calibrate
+        self.calibration_forward = calibration_forward
+        self._trainer: Trainer | None = None
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Nothing of an earlier `train()` is left."""
+        self._rates: list[float] | None = None
+        self._deployed_buffers: tuple[int, list[Tensor]] | None = None
+        self._gradients_checked = self._inside = self._warned_of_pooling = False
+        self._random: dict[str, Any] | None = None
+
+    # ---- taking over a Trainer
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called at the end of the Trainer's construction, the only moment at which a callback can meet its Trainer."""
+        self.attach(_trainer_under_construction(control))
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take over a Trainer that exists already, in place of `trainer.add_callback(...)`. Collective.
+
+        Raises:
+            ValueError: see the class; also when the Trainer has already trained in the usual way.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        others = [callback for callback in callbacks if isinstance(callback, GossipCallback) and callback is not self]
+        if others:
+            raise ValueError("this Trainer has two GossipCallbacks, and would mix twice a step; keep one of them.")
+        if self._trainer is trainer:
+            return
+        if self._trainer is not None and self._trainer.is_in_train:
+            raise ValueError("this GossipCallback is training another Trainer now; make one for each Trainer.")
+        _refuse_unsupported(trainer)
+        self._forget_run()
+        self._trainer = trainer
+        # First of all callbacks: those of reporting integrations must find the deployed model when training ends.
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        if trainer.args.average_tokens_across_devices:
+            # It scales this worker's gradient by the tokens of the others, and counts on DDP to divide again.
+            trainer.args.average_tokens_across_devices = False
+        trainer.accelerator.free_memory()  # an `evaluate` before may have prepared the model
+        self._adopt_accelerator()
+        self.checkpoints = TrainerCheckpoints(trainer)
+        self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
+        self._wrap("create_scheduler", self._create_scheduler)
+        self._wrap("train", self._train)
+        self._wrap("evaluate", self._evaluate)
+        self._wrap("predict", self._evaluate)
+        self._wrap("evaluation_loop", self._evaluation_loop)
+        self._wrap("save_model", self._save_model)
+        self._wrap("_save_checkpoint", self._save_checkpoint)
+        self._wrap("_load_best_model", self._load_best_model)
+        self._wrap("log", self._log)
+        if next(self._model.parameters()).device.type == self._group.device.type:
+            self._accelerator.make_equal([self._model])  # for an `evaluate` before training; `prepare` does it again
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that this callback belongs to."""
+        if self._trainer is None:
+            raise ValueError(
+                "GossipCallback came too late: Trainer has already prepared its model for averaging gradients. Give it "
+                "to the constructor, Trainer(..., callbacks=[GossipCallback(...)]), or call "
+                "GossipCallback(...).attach(trainer) in place of trainer.add_callback(...)."
+            )
+        return self._trainer
+
+    @property
+    def _accelerator(self) -> GossipAccelerator:
+        return cast(GossipAccelerator, self.trainer.accelerator)
+
+    @property
+    def _model(self) -> nn.Module:
+        return cast(nn.Module, self.trainer.model)
+
+    @property
+    def _steps(self) -> list[GossipStep]:
+        """The gossip under way; empty before training and after it."""
+        return self._accelerator.gossip_steps
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._accelerator.group
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Let `around(original, *args, **kwargs)` stand for a method of this one Trainer."""
+        original = getattr(self.trainer, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(self.trainer, name, wrapped)
+
+    def _adopt_accelerator(self) -> None:
+        GossipAccelerator.adopt(self.trainer.accelerator, self.config)
+        # Trainer's own collectives (gathered losses and predictions) are on the default group.
+        self._group.limit_default_group()
+
+    def _create_accelerator(self, original: Callable[[], None]) -> None:
+        """A hyperparameter search makes a new Accelerator for each trial."""
+        original()
+        self._adopt_accelerator()
+
+    # ---- training
+
+    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any) -> Any:
+        self._forget_run()
+        resume_from_checkpoint = self.checkpoints.choose(resume_from_checkpoint)
+        return self._group.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training")
+
+    def _create_scheduler(self, original: Callable[..., Any], num_training_steps: int, *args: Any, **kw: Any) -> Any:
+        """Look ahead while the scheduler is fresh: before a checkpoint is loaded into it."""
+        scheduler = original(num_training_steps, *args, **kw)
+        self._rates = planned_rates(self.trainer.lr_scheduler, self.config.total_steps or num_training_steps)
+        return scheduler
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Plan gamma, and give every worker its own state back where training resumes."""
+        wrapper = self.trainer.model_wrapped
+        if isinstance(getattr(wrapper, "_orig_mod", wrapper), DistributedDataParallel) or not self._steps:
+            raise ValueError(
+                "the Trainer wrapped its model in DistributedDataParallel, which averages gradients: something has "
+                "replaced its Accelerator or its `_wrap_model`. Leave both to GossipCallback."
+            )
+        for step in self._steps:
+            step.plan_rates(self._rates)
+            if args.logging_strategy == "steps" and self.config.log_every:
+                # Inside the step, the radius of these steps costs no memory of its own.
+                step.config = replace(step.config, log_every=state.logging_steps)
+        self._random = self.checkpoints.restore(state)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell samplers which epoch begins, also in a run that resumes."""
+        for loader in self._accelerator._dataloaders:
+            set_shared_epoch(loader, math.floor((state.epoch or 0.0) + 1e-6))
+        self._return_to_random_state(keep=self.checkpoints.in_mid_epoch(state))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """In mid-epoch, the batches skipped on resuming have drawn from the random streams: put them back."""
+        self._return_to_random_state()
+
+    def _return_to_random_state(self, keep: bool = False) -> None:
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = self._random if keep else None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """At the first step, make sure that gradients are this worker's own."""
+        if not self._gradients_checked:
+            self._gradients_checked = True
+            norms = self._group.gather(_gradient_norm(self._model), "comparing the first gradients")
+            if len(norms) > 1 and norms[0] > 0 and len(set(norms)) == 1:
+                logger.warning(
+                    "the first gradients are the same on all workers: either something averages them, such as a hook "
+                    "of your own, or all workers read the same batches. Gossip needs neither."
+                )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the average of the workers in the model, unless the best checkpoint has replaced it already."""
+        self._deploy_for_good()
+
+    def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._deploy_for_good()  # all workers meet here, so worker 0 has written what is read now
+        return original(*args, **kwargs)
+
+    # ---- the deployed model
+
+    @contextmanager
+    def _deployed(self) -> Iterator[None]:
+        """Inside, the Trainer's model is the average of the workers, in training or out of it."""
+        if self._inside or not self._steps:  # before and after training the workers are equal
+            with self._accelerator.not_training():
+                yield
+            return
+        model = self._model
+        self._inside = True
+        try:
+            with self._accelerator.deployed_model(model, self._calibration_data(), self.calibration_forward):
+                self._reuse_buffers(model)
+                yield
+        finally:
+            self._inside = False
+
+    def _deploy_for_good(self) -> None:
+        if self._steps:
+            model = self._model
+            data, step = self._calibration_data(), self._steps[0].mixer.step
+            self._accelerator.deploy(model, data, self.calibration_forward)
+            self._reuse_buffers(model, step)
+
+    def _calibration_data(self) -> Iterable[Any] | None:
+        """What to calibrate on now; None where nothing is to be read, or this step's statistics are known."""
+        if self.calibrate is False or self._known_buffers(self._steps[0].mixer.step):
+            return None
+        if self.calibrate is not True:
+            return self.calibrate
+        loader = self.trainer.callback_handler.train_dataloader
+        if loader is not None and known_length(loader) is not None:
+            return loader
+        if not self._warned_of_pooling and calibrated_layers(self._model):
+            self._warned_of_pooling = True
+            logger.warning(
+                "the training data has no length, so BatchNorm statistics of the deployed model are pooled from the "
+                "workers' own. For exact ones pass GossipCallback(calibrate=<DataLoader>)."
+            )
+        return None
+
+    def _known_buffers(self, step: int) -> list[Tensor] | None:
+        return self._deployed_buffers[1] if self._deployed_buffers and self._deployed_buffers[0] == step else None
+
+    def _reuse_buffers(self, model: nn.Module, step: int | None = None) -> None:
+        """Evaluating and saving at one step calibrates once: keep the deployed buffers, or put those kept in place."""
+        step = self._steps[0].mixer.step if step is None else step
+        known = self._known_buffers(step)
+        if known is None:
+            self._deployed_buffers = step, [buffer.detach().clone() for buffer in model.buffers()]
+            return
+        for buffer, value in zip(model.buffers(), known, strict=True):
+            buffer.copy_(value)
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._deployed():
+            return self._group.guarded(lambda: original(*args, **kwargs), "evaluation")
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Also give all workers worker 0's metrics: the best model and an early stop are decided alike everywhere."""
+        with self._deployed():
+            output = original(*args, **kwargs)
+        return output._replace(metrics=self._group.gather(output.metrics, "agreeing on metrics")[0])
+
+    # ---- saving and logging
+
+    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._deployed(), separate_state(self._model):
+            return original(*args, **kwargs)
+
+    def _save_checkpoint(
+        self, original: Callable[..., Any], model: nn.Module, trial: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Every worker's own state first, then what the Trainer writes, which ends with deleting older checkpoints."""
+        if not self.trainer.args.save_only_model:
+            self.checkpoints.save(trial)
+        return original(model, trial, *args, **kw)
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Put the consensus metrics beside whatever the Trainer logs in training, for all its trackers."""
+        if not self._steps:
+            return original(logs, *args, **kwargs)
+        if "loss" in logs and self.config.log_every and not self._inside:
+            self._accelerator.measure_consensus(again=False)
+        metrics = consensus_metrics(self._steps)
+        merged = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)]).log(
+            logs, self.trainer.state.global_step
+        )
+        logs.update({name: value for name, value in merged.items() if name not in metrics})  # Trainer adds its epoch
+        return None
+
+
+def _trainer_under_construction(control: TrainerControl) -> Trainer:
+    """The Trainer whose constructor is calling its callbacks: no event hands it over, but its frame is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer) and getattr(candidate, "control", None) is control:
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ValueError("on_init_end was not called by a Trainer; call GossipCallback(...).attach(trainer) instead.")
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    norms = [float(p.grad.to_dense().double().norm()) for p in model.parameters() if p.grad is not None]
+    return math.hypot(*norms)
+
+
+def _refuse_unsupported(trainer: Trainer) -> None:
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Trainer would spread each batch over {args.n_gpu} GPUs of this one process (DataParallel). Launch one "
+            f"process per GPU, torchrun --nproc_per_node {args.n_gpu} or accelerate launch, or show it one GPU "
+            f"(CUDA_VISIBLE_DEVICES=0)."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > args.world_size:
+        raise ValueError(
+            f"{launched} processes were launched (WORLD_SIZE) but TrainingArguments sees {args.world_size}, so each "
+            f"would train alone. On CPU set use_cpu=True in TrainingArguments."
+        )
+    if isinstance(trainer.model_wrapped, DistributedDataParallel):
+        raise ValueError(
+            "the Trainer's model is wrapped in DistributedDataParallel, which averages gradients. Pass the bare model, "
+            "and attach GossipCallback before the first train()."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ValueError(
+            f"optim='{optimizer}' updates parameters during the backward pass, before the workers can mix. "
+            f"Use an optimizer with a step of its own, such as adamw_torch."
+        )
+    if optimizer.startswith("schedule_free"):
+        raise ValueError(
+            f"optim='{optimizer}' swaps between two sets of weights by itself, which mixing would confuse. "
+            f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
+        )
