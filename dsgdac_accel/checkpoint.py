@@ -280,7 +280,6 @@ class _Saving:
         if not failed:
             return
         self._discard()
-        problems = "; ".join(f"worker {rank}: {error}" for rank, error in failed)
         raise CheckpointError(
             f"the checkpoint of step {self.step} could not be saved to {self.folder}; earlier checkpoints are "
             f"untouched. {' '.join(f'Worker {rank}: {error}' for rank, error in failed)}"

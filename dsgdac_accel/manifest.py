@@ -131,7 +131,7 @@ def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: 
     done = {folder for _, folder in complete} | set(left)
     finished = (newest / MANIFEST).stat().st_mtime
     for folder in _folders(parent, pattern):
-        if folder not in done and _is_leftover(folder) and folder.stat().st_mtime <= finished:
+        if folder not in done and is_leftover(folder) and folder.stat().st_mtime <= finished:
             old.append(folder)
     for folder in old:
         delete_checkpoint(folder)
@@ -154,7 +154,7 @@ def complete_checkpoints(parent: Path | str, pattern: str) -> list[tuple[int, Pa
     return sorted((read_manifest(folder).step, folder) for folder in found)
 
 
-def _is_leftover(folder: Path) -> bool:
+def is_leftover(folder: Path) -> bool:
     """Whether this is what a broken-off save of ours left, and not a folder of somebody else's."""
     workers = folder / WORKERS
     ours = workers.is_dir() and all(OURS.fullmatch(file.name) for file in workers.iterdir())

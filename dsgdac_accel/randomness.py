@@ -17,12 +17,12 @@ def shared_seed(group: WorkerGroup) -> int:
     return group.gather(torch.initial_seed(), "agreeing on a seed")[0]
 
 
-def seed_workers_differently(group: WorkerGroup) -> None:
-    """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed.
+def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:
+    """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed and `salt`.
 
     Repeats when the run is repeated with the same seed. Samplers keep the order that all workers share, see `loaders`.
     """
-    words = numpy.random.SeedSequence([shared_seed(group), group.rank]).generate_state(4)
+    words = numpy.random.SeedSequence([shared_seed(group), group.rank, *salt]).generate_state(4)
     random.seed(int(words[0]))
     numpy.random.seed(int(words[1]))
     torch.manual_seed(int(words[2]) << 32 | int(words[3]))

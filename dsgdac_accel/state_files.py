@@ -133,9 +133,16 @@ class _Encoder:
                 f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
             )
-        own = value.detach()
-        own = own.resolve_conj().resolve_neg().to("cpu").contiguous()
-        if self.copy and own.data_ptr() == value.data_ptr():
+        own = value.detach().resolve_conj().resolve_neg().to("cpu")
+        order = sorted(range(own.ndim), key=own.stride, reverse=True)
+        if not own.is_contiguous() and own.permute(order).is_contiguous():
+            # The order in memory is kept: fused optimizers walk along it, in parameters and states at once.
+            stored = self._encoded_values(own.permute(order), value, path)
+            return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
+        return self._encoded_values(own.contiguous(), value, path)
+
+    def _encoded_values(self, own: Tensor, original: Tensor, path: tuple) -> Any:
+        if self.copy and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
             return {"$tensor": self._put(own, path)}
@@ -205,6 +212,7 @@ _LEAVES: dict[str, Any] = {
     "$bytes": lambda content, tensors: binascii.a2b_base64(content),
     "$scalar": lambda content, tensors: numpy.frombuffer(bytes.fromhex(content[1]), _number_dtype(content[0]))[0],
     "$tensor": lambda content, tensors: tensors[content],
+    "$permuted": lambda content, tensors: _decoded(content[0], tensors).permute(content[1]),
     "$array": _decoded_array,
     "$cast": _decoded_cast,
 }

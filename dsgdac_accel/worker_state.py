@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.state_files import CheckpointError
 
 _SHOWN = 3  # differences named in an error
@@ -40,9 +41,9 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises CheckpointError for the state of another model, naming the first differences; then nothing was changed.
     """
+    require_same_model(model, state)
     bare = _bare(model)
     own = model_state(bare)
-    _require_same_model(own, state)
     for part in ("parameters", "buffers"):
         for name, tensor in own[part].items():
             tensor.copy_(state[part][name])
@@ -91,7 +92,9 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _require_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def require_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless `state` is of a model with the same names, shapes and dtypes."""
+    own = model_state(model)
     differences = []
     for part in ("parameters", "buffers", "extra"):
         mine, saved = own[part], state.get(part, {})
@@ -114,3 +117,48 @@ def _require_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> Non
 
 def _layout(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# ---- parameters that are in no model
+
+
+def loose_parameters(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[list[Tensor]]:
+    """The parameters of each optimizer that belong to none of the models."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return [
+        [parameter for parameter in as_parameter_list(optimizer.param_groups) if id(parameter) not in known]
+        for optimizer in optimizers
+    ]
+
+
+@torch.no_grad()
+def load_loose_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Any], saved: Sequence[Sequence[Tensor]]
+) -> None:
+    """Copy what `loose_parameters` gave into the same parameters, in place."""
+    for mine, theirs in zip(loose_parameters(models, optimizers), saved, strict=True):
+        if [_layout(parameter) for parameter in mine] != [_layout(parameter) for parameter in theirs]:
+            raise CheckpointError(
+                "the checkpoint is of another optimizer: its parameters outside of models have other shapes. Build it "
+                "as it was when saved."
+            )
+        for parameter, value in zip(mine, theirs, strict=True):
+            parameter.copy_(value)
+
+
+# ---- gradients, inside an accumulation window
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that there are, by name."""
+    return _named({name: p.grad for name, p in _bare(model).named_parameters() if p.grad is not None})
+
+
+def load_gradients(model: nn.Module, state: Mapping[str, Tensor] | None) -> None:
+    """Give parameters the gradients of `gradients_of`, and none to the others."""
+    for name, parameter in _bare(model).named_parameters():
+        gradient = None if state is None else state.get(_eager(name))
+        if gradient is None:
+            parameter.grad = None
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
