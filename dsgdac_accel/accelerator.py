@@ -394,7 +394,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish what is in flight or being saved, close the trackers, and end the process group, unless it was there."""
+        """Finish what is in flight or being saved, close the trackers, end the process group unless it was there."""
         self.finish_saving()
         for step in self.gossip_steps:
             step.mixer.drain()

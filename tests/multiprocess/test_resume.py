@@ -103,11 +103,11 @@ class Training:
 
     def run(self, save_after: dict[int, str] | None = None, resume: str | None = None, **saving: Any) -> None:
         """All epochs; folders to save into by the number of batches taken in all."""
-        taken = 0
+        first, taken = 0, 0
         if resume is not None:
             self.accelerator.load_state(resume)
-            epoch, taken = self.position()
-        for epoch in range(epoch if resume else 0, EPOCHS):
+            first, taken = self.position()
+        for epoch in range(first, EPOCHS):
             self.model.train()
             for batch in self.accelerator.resumed_batches(self.loader):
                 self.take(batch, epoch)

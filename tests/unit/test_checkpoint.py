@@ -1,0 +1,550 @@
+"""Checkpoints: trees of state come back bit by bit, and a checkpoint is complete or absent whatever happens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import dsgdac_accel.state_files
+from dsgdac_accel import WorkerGroup
+from dsgdac_accel.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    WorkerCountError,
+    is_complete,
+    load_checkpoint,
+    load_model_state,
+    load_worker,
+    model_state,
+    newest_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    save_checkpoint,
+)
+from dsgdac_accel.other_count import average_of_workers
+from dsgdac_accel.state_files import Encoded, decode, encode
+
+
+@pytest.fixture
+def alone():
+    return WorkerGroup(torch.device("cpu"))
+
+
+def same(one, other):
+    """Equal in kind, structure and every bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
+    elif isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    elif isinstance(one, float):
+        assert struct.pack(">d", one) == struct.pack(">d", other)
+    else:
+        assert one == other
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+# ---- trees
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    tensor = (torch.arange(math.prod(shape)) % 7 - 2).reshape(shape).to(draw(st.sampled_from(DTYPES)))
+    return tensor.transpose(0, -1) if draw(st.booleans()) and shape else tensor
+
+
+@st.composite
+def arrays(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=2))
+    return np.arange(math.prod(shape)).reshape(shape).astype(draw(st.sampled_from(["<u4", ">f8", "?", "<i2", "<c8"])))
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=20), tensors(), arrays(),
+    st.sampled_from([np.float64(0.1), np.int32(-3), np.bool_(True), 1 << 5000, -(1 << 2000), math.nan, -0.0, "\ud800"]),
+)  # fmt: skip
+KEYS = st.one_of(
+    st.text(max_size=4), st.integers(), st.none(), st.booleans(), st.just("$tensor"), st.just("__metadata__")
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
+        st.dictionaries(st.text(max_size=3), st.integers(), max_size=2).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TREES)
+def test_any_tree_comes_back_bit_by_bit(tmp_path_factory, tree):
+    folder = tmp_path_factory.mktemp("tree")
+    save_checkpoint(folder / "c", tree, WorkerGroup(torch.device("cpu")), step=0)
+    same(load_worker(folder / "c", 0), tree)
+
+
+def test_the_states_of_random_streams_come_back(tmp_path, alone):
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    generator = np.random.default_rng(3)
+    state["generator"] = generator.bit_generator.state
+    save_checkpoint(tmp_path / "c", state, alone, step=1)
+    loaded = load_checkpoint(tmp_path / "c", alone)
+    expected = (random.random(), np.random.rand(), torch.rand(()), generator.random())
+    random.setstate(loaded["python"])
+    np.random.set_state(loaded["numpy"])
+    torch.set_rng_state(loaded["torch"])
+    generator.bit_generator.state = loaded["generator"]
+    assert expected == (random.random(), np.random.rand(), torch.rand(()), generator.random())
+
+
+SCHEDULERS = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: SCHEDULERS.MultiStepLR(o, [2, 2, 4]),  # keeps a Counter
+        lambda o: SCHEDULERS.OneCycleLR(o, 0.5, total_steps=9),
+        lambda o: SCHEDULERS.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: SCHEDULERS.ReduceLROnPlateau(o),  # inf
+        lambda o: SCHEDULERS.CyclicLR(o, 0.1, 0.4, step_size_up=2),
+        lambda o: SCHEDULERS.SequentialLR(o, [SCHEDULERS.LinearLR(o), SCHEDULERS.ExponentialLR(o, 0.5)], [2]),
+        lambda o: SCHEDULERS.ChainedScheduler([SCHEDULERS.StepLR(o, 2), SCHEDULERS.PolynomialLR(o, 4)]),
+        lambda o: SCHEDULERS.LambdaLR(o, lambda step: 1 / (1 + step)),
+    ],
+)
+def test_every_scheduler_goes_on_where_it_was(make):
+    def build():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def step(optimizer, scheduler):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, SCHEDULERS.ReduceLROnPlateau) else []))
+        return optimizer.param_groups[0]["lr"]
+
+    one = build()
+    for _ in range(3):
+        step(*one)
+    saved = decode(encode([part.state_dict() for part in one]))
+    other = build()
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    assert [step(*one) for _ in range(5)] == [step(*other) for _ in range(5)]
+
+
+def test_the_order_in_memory_is_kept():
+    """Fused optimizers walk along memory, in parameters and their states at once."""
+    image = torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    back = decode(encode([image, image.permute(3, 1, 0, 2)]))
+    assert back[0].is_contiguous(memory_format=torch.channels_last)
+    assert back[1].stride() == image.permute(3, 1, 0, 2).stride()
+    assert torch.equal(back[0], image)
+
+
+def test_a_view_writes_its_own_values_only(tmp_path, alone):
+    buffer = torch.arange(100_000.0)
+    save_checkpoint(tmp_path / "c", {"few": buffer[5:8], "sparse": buffer[:10:2]}, alone, step=1)
+    assert (tmp_path / "c" / "workers" / "00000.safetensors").stat().st_size < 1000
+    assert load_worker(tmp_path / "c", 0)["few"].tolist() == [5, 6, 7]
+
+
+def test_files_are_plain_safetensors(tmp_path, alone):
+    save_checkpoint(tmp_path / "c", {"model": {"weight": torch.ones(2, 3)}, "count": 3}, alone, step=1)
+    assert load_file(tmp_path / "c" / "workers" / "00000.safetensors")["model/weight"].tolist() == [[1.0] * 3] * 2
+
+
+class Stranger:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Stranger(), r"state\['a'\]\[1\] is a .*Stranger"),
+        (lambda: None, "function"),
+        ({1, 2}, "builtins.set"),
+        (np.array(["text"], dtype=object), r"numpy.ndarray"),
+        (torch.ones(2).to_sparse(), "whole, dense tensors"),
+        (torch.ones(2, device="meta"), "on meta"),
+    ],
+)
+def test_what_would_need_pickle_is_refused_by_its_place(value, message):
+    with pytest.raises(CheckpointError, match=message):
+        encode({"a": [0, value]})
+
+
+def test_a_state_that_holds_itself_is_refused():
+    state = []
+    state.append(state)
+    with pytest.raises(CheckpointError, match="holds itself"):
+        encode(state)
+
+
+def test_a_copy_does_not_change_with_the_original():
+    tensor = torch.zeros(3)
+    copied, shared = encode(tensor, copy=True), encode(tensor)
+    tensor.fill_(1)
+    assert copied.tensors["state"].tolist() == [0, 0, 0]
+    assert shared.tensors["state"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"$call": ["os.system", "true"]}',
+        '{"$array": ["state", "O", [1]]}',
+        '{"$cast": ["state", "load", [1]]}',
+        '{"$tensor": "elsewhere"}',
+        '{"$tensor": "state", "more": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_a_hostile_tree_is_an_error_and_runs_nothing(text):
+    with pytest.raises(CheckpointError, match="no tree of values"):
+        decode(Encoded(text, {"state": torch.zeros(8, dtype=torch.uint8)}))
+
+
+# ---- complete or absent
+
+
+def saved_steps(parent):
+    return [read_manifest(folder).step for folder in sorted(parent.iterdir()) if is_complete(folder)]
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
+    tmp_path, alone, monkeypatch, replaced, overwrite
+):
+    if overwrite:
+        save_checkpoint(tmp_path / "c", torch.zeros(3), alone, step=1)
+    count = 0
+    really = os.replace
+
+    def replace(source, target):
+        nonlocal count
+        if count == replaced:
+            raise KeyboardInterrupt  # as a kill, this is no error that saving could clean up after
+        count += 1
+        really(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dsgdac_accel.state_files.os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
+    assert saved_steps(tmp_path) == ([1] if overwrite else [])
+    if overwrite:
+        assert load_checkpoint(tmp_path / "c", alone).tolist() == [0, 0, 0]
+    save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
+    assert load_checkpoint(tmp_path / "c", alone).tolist() == [1, 1, 1]
+    assert len(list((tmp_path / "c" / "workers").iterdir())) == 1
+
+
+@pytest.mark.parametrize("fails_at", ["00000", "gossip.json"])
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, alone, monkeypatch, fails_at):
+    save_checkpoint(tmp_path / "old", torch.zeros(3), alone, step=1)
+    really = os.fsync
+    opened = []
+
+    def fsync(handle):
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith(fails_at):
+            opened.append(handle)
+            raise OSError(28, "No space left on device")
+        really(handle)
+
+    monkeypatch.setattr(dsgdac_accel.state_files.os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*Worker 0: .*No space left.*Free space"):
+        save_checkpoint(tmp_path / "new", torch.ones(3), alone, step=2)
+    assert opened
+    assert not (tmp_path / "new").exists()
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path, alone):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save_checkpoint(tmp_path / "file" / "c", torch.ones(3), alone, step=2)
+
+
+def damaged(folder, how):
+    file = folder / "workers" / "00000.safetensors"
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        file.write_bytes(content[:-1])
+    elif how == "altered":
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif how == "no manifest":
+        (folder / "gossip.json").unlink()
+    elif how == "half a manifest":
+        (folder / "gossip.json").write_text((folder / "gossip.json").read_text()[:50])
+    else:
+        manifest = json.loads((folder / "gossip.json").read_text())
+        manifest.update(
+            {"another format": {"format": 99, "library": "9.9"}, "worker missing": {"workers": 2}, "lead out": {}}[how]
+        )
+        if how == "lead out":
+            manifest["files"][0]["name"] = "../../secret"
+        (folder / "gossip.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "complete"),
+    [
+        ("missing", "cannot be read", False),
+        ("truncated", "has .* bytes, and .* were written", False),
+        ("altered", "sha256 differs", True),
+        ("no manifest", "no complete checkpoint", False),
+        ("half a manifest", "is damaged", False),
+        ("another format", "has format 99, written by dsgdac_accel 9.9", False),
+        ("worker missing", "is damaged", False),
+        ("lead out", "is damaged", False),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
+    save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
+    assert is_complete(tmp_path / "c")
+    damaged(tmp_path / "c", how)
+    assert is_complete(tmp_path / "c") is complete
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "c", alone)
+
+
+def test_a_pickle_in_place_of_a_file_is_not_run(tmp_path, alone):
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "exploded",)
+
+    save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
+    content = pickle.dumps(Bomb())
+    (tmp_path / "c" / "workers" / "00000.safetensors").write_bytes(content)
+    manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
+    manifest["files"][0].update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    (tmp_path / "c" / "gossip.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="no state file"):
+        load_checkpoint(tmp_path / "c", alone)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_another_number_of_workers_is_named(tmp_path, alone):
+    save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
+    manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
+    manifest["workers"] = 2
+    manifest["files"].append(manifest["files"][0] | {"name": "workers/00001.safetensors"})
+    (tmp_path / "c" / "gossip.json").write_text(json.dumps(manifest))
+    with pytest.raises(WorkerCountError, match="2 workers, but 1 were launched") as caught:
+        load_checkpoint(tmp_path / "c", alone)
+    assert (caught.value.saved, caught.value.launched) == (2, 1)
+
+
+# ---- in the background
+
+
+def test_writing_in_the_background_takes_the_state_of_the_moment(tmp_path, alone):
+    writer = CheckpointWriter(alone)
+    state = {"x": torch.zeros(1000)}
+    assert writer.save(tmp_path / "a", state, step=1) is None
+    state["x"].fill_(1)
+    assert writer.save(tmp_path / "b", state, step=2) == tmp_path / "a"
+    assert writer.finish() == tmp_path / "b"
+    assert writer.finish() is None
+    assert load_worker(tmp_path / "a", 0)["x"].sum() == 0
+    assert load_worker(tmp_path / "b", 0)["x"].sum() == 1000
+
+
+def test_an_error_in_the_background_comes_to_light_at_the_next_save(tmp_path, alone):
+    (tmp_path / "file").write_text("no folder")
+    writer = CheckpointWriter(alone)
+    writer.save(tmp_path / "file" / "c", {}, step=1)
+    with pytest.raises(CheckpointError, match="step 1 could not be saved"):
+        writer.save(tmp_path / "b", {}, step=2)
+    writer.save(tmp_path / "b", {}, step=3)
+    writer.finish()
+    assert saved_steps(tmp_path) == [3]
+
+
+# ---- which to keep
+
+
+def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone):
+    for step in (9, 100, 20):
+        save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
+    save_checkpoint(tmp_path / "other", 1000, alone, step=1000)
+    damaged(tmp_path / "step-100", "missing")
+    assert newest_checkpoint(tmp_path, "step-*") == tmp_path / "step-20"
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-notes" / "notes.txt").write_text("mine")
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
+    damaged(tmp_path / "step-2", "no manifest")
+    assert prune_checkpoints(tmp_path, keep=2, pattern="step-*") == [tmp_path / "step-1", tmp_path / "step-2"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-notes"]
+    with pytest.raises(ValueError, match="at least 1"):
+        prune_checkpoints(tmp_path, keep=0)
+
+
+def test_pruning_deletes_nothing_where_nothing_is_complete(tmp_path, alone):
+    save_checkpoint(tmp_path / "step-1", 1, alone, step=1)
+    damaged(tmp_path / "step-1", "missing")
+    assert prune_checkpoints(tmp_path, keep=1) == []
+    assert (tmp_path / "step-1").exists()
+
+
+def test_pruning_after_going_back_drops_the_future_that_was_left(tmp_path, alone):
+    for step in (1, 5, 9):
+        save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
+    save_checkpoint(tmp_path / "step-2", 2, alone, step=2)
+    prune_checkpoints(tmp_path, keep=2, saved=tmp_path / "step-2")
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+# ---- models
+
+
+class Tied(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def changed(model):
+    with torch.no_grad():
+        for number, tensor in enumerate((*model.parameters(), *model.buffers())):
+            tensor.fill_(number + 1)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [(False, True), (True, False), (False, False)])
+def test_a_model_is_loaded_in_place_compiled_or_not(compiled):
+    saved, fresh = changed(Tied()), Tied()
+    views = [parameter.data_ptr() for parameter in fresh.parameters()]
+    one, other = (torch.compile(m) if c else m for m, c in zip((saved, fresh), compiled, strict=True))
+    load_model_state(other, decode(encode(model_state(one))))
+    assert [parameter.data_ptr() for parameter in fresh.parameters()] == views
+    assert fresh.second.weight is fresh.first.weight
+    for a, b in zip((*saved.parameters(), *saved.buffers()), (*fresh.parameters(), *fresh.buffers()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_part_of_a_model_may_be_compiled():
+    saved, fresh = changed(Tied()), Tied()
+    fresh.first = torch.compile(fresh.first)
+    load_model_state(fresh, model_state(saved))
+    assert torch.equal(fresh.first.bias, saved.first.bias)
+
+
+def test_a_cache_may_have_grown():
+    saved, fresh = changed(Tied()), Tied()
+    saved.cache = torch.arange(5.0)
+    saved.norm.register_buffer("scratch", torch.ones(1), persistent=False)
+    load_model_state(fresh, model_state(saved))
+    assert fresh.cache.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: Tied(4), r"parameter 'first.weight' is float32\[3, 3\] in the checkpoint and float32\[4, 4\]"),
+        (lambda: Tied().double(), r"float64\[3, 3\] in the model; .*and \d more"),
+        (lambda: nn.Linear(3, 3), "parameter 'weight' is not in the checkpoint"),
+    ],
+)
+def test_another_model_is_refused_before_anything_changes(other, message):
+    model = changed(other())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=f"of another model: .*{message}"):
+        load_model_state(model, model_state(Tied()))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+# ---- another number of workers
+
+
+def state_of(rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2 + rank):
+        model(torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * rank + step))).square().sum().backward()
+        optimizer.step()
+    position = {"running": {"order": [{"counters": {}}], "taken": 7, "fetched_at": {}, "passes": 1}}
+    return {
+        "models": {0: model_state(model)}, "optimizers": [optimizer.state_dict()], "loose": [[]], "window": None,
+        "gossip": [{"mixer": {"workers": 3}, "nonfinite_steps": rank, "consecutive_nonfinite": 0}],
+        "loaders": [position | {"global_batches": False}, None],
+    }  # fmt: skip
+
+
+def test_other_workers_start_from_the_average(tmp_path, monkeypatch):
+    states = [state_of(rank) for rank in range(3)]
+    monkeypatch.setattr("dsgdac_accel.other_count.load_worker", lambda folder, rank: decode(encode(states[rank])))
+    average = average_of_workers(tmp_path, 3, launched=2)
+
+    def stack(take):
+        return torch.stack([take(state).double() for state in states])
+
+    for name in ("0.weight", "1.bias"):
+        expected = stack(lambda state, name=name: state["models"][0]["parameters"][name]).mean(0)
+        assert torch.equal(average["models"][0]["parameters"][name], expected.float())
+    means = stack(lambda state: state["models"][0]["buffers"]["1.running_mean"])
+    variances = stack(lambda state: state["models"][0]["buffers"]["1.running_var"])
+    buffers = average["models"][0]["buffers"]
+    torch.testing.assert_close(buffers["1.running_mean"], means.mean(0).float())
+    torch.testing.assert_close(
+        buffers["1.running_var"], (variances.mean(0) + means.var(0, correction=0)).float(), rtol=1e-6, atol=1e-7
+    )
+    assert buffers["1.num_batches_tracked"] == 2  # worker 0's
+    moments = average["optimizers"][0]["state"][0]
+    assert torch.equal(
+        moments["exp_avg"], stack(lambda state: state["optimizers"][0]["state"][0]["exp_avg"]).mean(0).float()
+    )
+    assert moments["step"] == 2  # a count, not a quantity to average
+    assert average["gossip"][0]["mixer"]["workers"] == 2
+    assert average["loaders"][0]["running"]["taken"] == 10  # 3 workers x 7 batches are 10 for each of 2, rounded down
