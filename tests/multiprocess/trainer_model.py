@@ -29,11 +29,12 @@ class Model(nn.Module):
 
     def __init__(self, dropout: float = 0.0, batch_norm: bool = False, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
-        self.second = nn.Linear(8, 2)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first = nn.Linear(6, 8)
+            self.norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+            self.dropout = nn.Dropout(dropout)
+            self.second = nn.Linear(8, 2)
         self.double()
         self.rows: list[list[int]] = []
 

@@ -1,0 +1,199 @@
+"""Ways to set GossipCallback up: each works, or is refused in one sentence that names the way out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+
+from dsgdac_accel import GossipCallback, GossipConfig
+from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+GOSSIP = GossipConfig(timeout=30)
+
+
+def build(folder: Path, *, model=None, callbacks=(), **settings) -> Trainer:
+    model = {"model": Model(dropout=0.1)} if model is None else model
+    return Trainer(
+        args=arguments(str(folder), max_steps=4, **settings),
+        train_dataset=Rows(40),
+        eval_dataset=Rows(16, 1),
+        callbacks=list(callbacks),
+        **model,
+    )
+
+
+# ---- what works
+
+
+def set_up_in_many_ways(rank: int, folder: Path) -> dict[str, tuple]:
+    def attached() -> Trainer:
+        trainer = build(folder)
+        GossipCallback(GOSSIP).attach(trainer)
+        return trainer
+
+    def attached_after_evaluation() -> Trainer:
+        trainer = build(folder)
+        trainer.evaluate()
+        GossipCallback(GOSSIP).attach(trainer)
+        return trainer
+
+    def evaluated_before() -> Trainer:
+        trainer = build(folder, callbacks=[GossipCallback(GOSSIP)])
+        trainer.evaluate()
+        trainer.predict(Rows(8))
+        return trainer
+
+    def used_before() -> Trainer:
+        callback = GossipCallback(GOSSIP)
+        build(folder, callbacks=[callback]).train()
+        return build(folder, callbacks=[callback])
+
+    ways = {
+        "constructor": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)]),
+        "class": lambda: build(folder, callbacks=[GossipCallback]),
+        "model_init": lambda: build(folder, model={"model_init": lambda: Model(dropout=0.1)},
+                                    callbacks=[GossipCallback(GOSSIP)]),
+        "attached": attached,
+        "attached after evaluation": attached_after_evaluation,
+        "evaluated before": evaluated_before,
+        "used before": used_before,
+        "compiled": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], torch_compile=True,
+                                  torch_compile_backend="aot_eager"),
+    }  # fmt: skip
+    found = {}
+    for name, make in ways.items():
+        trainer = make()
+        before = flat(trainer.model)
+        trainer.train()
+        wrapped = any(isinstance(module, DistributedDataParallel) for module in trainer.model_wrapped.modules())
+        found[name] = (flat(trainer.model), before, wrapped, trainer.evaluate()["eval_loss"])
+    return found
+
+
+def test_every_way_to_set_it_up_trains(tmp_path):
+    first, second = run_workers(set_up_in_many_ways, 2, tmp_path, timeout=150.0)
+    reference = first["constructor"][0]
+    for name, (deployed, before, wrapped, loss) in first.items():
+        assert not wrapped, name
+        assert torch.equal(deployed, second[name][0]), f"{name}: the workers must end equal"
+        assert not torch.equal(deployed, before), name
+        assert loss == second[name][3]
+        if name != "used before":
+            torch.testing.assert_close(deployed, reference, rtol=0, atol=1e-9, msg=f"{name} trains otherwise")
+
+
+def search(rank: int, folder: Path) -> list[bool]:
+    """Trials of a hyperparameter search make an Accelerator each."""
+    trainer = build(folder, model={"model_init": lambda: Model()}, callbacks=[GossipCallback(GOSSIP)])
+    wrapped = []
+    for _ in range(2):
+        trainer.create_accelerator_and_postprocess()
+        trainer.train()
+        wrapped.append(isinstance(trainer.model_wrapped, DistributedDataParallel))
+    return wrapped
+
+
+def test_a_new_accelerator_for_every_trial_gossips_too(tmp_path):
+    assert run_workers(search, 2, tmp_path) == [[False, False]] * 2
+
+
+# ---- what is refused
+
+
+class OwnWrapping(Trainer):
+    def _wrap_model(self, model, *args, **kwargs):
+        return DistributedDataParallel(model)
+
+
+def refuse_all(rank: int, folder: Path) -> dict[str, str]:
+    def added_later() -> None:
+        trainer = build(folder)
+        trainer.add_callback(GossipCallback(GOSSIP))
+        trainer.train()
+
+    def attached_too_late() -> None:
+        trainer = build(folder)
+        trainer.train()
+        GossipCallback(GOSSIP).attach(trainer)
+
+    def wrapped_by_a_subclass() -> None:
+        OwnWrapping(Model(), arguments(str(folder)), train_dataset=Rows(40), callbacks=[GossipCallback(GOSSIP)]).train()
+
+    def several_gpus() -> None:
+        class Several(type(arguments(str(folder)))):
+            n_gpu = 2
+
+        settings = arguments(str(folder))
+        settings.__class__ = Several
+        Trainer(Model(), settings, train_dataset=Rows(40), callbacks=[GossipCallback(GOSSIP)])
+
+    def half() -> None:
+        build(folder, model={"model": Model().half()}, callbacks=[GossipCallback(GOSSIP)]).train()
+
+    def launched_but_alone() -> None:
+        os.environ["WORLD_SIZE"] = "4"
+        try:
+            build(folder, callbacks=[GossipCallback(GOSSIP)])
+        finally:
+            os.environ["WORLD_SIZE"] = "2"
+
+    def batch_norm_of_all() -> None:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Model(batch_norm=True))
+        build(folder, model={"model": model}, callbacks=[GossipCallback(GOSSIP)]).train()
+
+    ways = {
+        "added later": added_later,
+        "attached too late": attached_too_late,
+        "two": lambda: build(folder, callbacks=[GossipCallback(GOSSIP), GossipCallback(GOSSIP)]),
+        "DDP": lambda: build(folder, model={"model": DistributedDataParallel(Model())},
+                             callbacks=[GossipCallback(GOSSIP)]).train(),
+        "subclass": wrapped_by_a_subclass,
+        "several GPUs": several_gpus,
+        "half": half,
+        "WORLD_SIZE": launched_but_alone,
+        "lomo": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="lomo"),
+        "layerwise": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="galore_adamw_layerwise"),
+        "schedule free": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="schedule_free_adamw"),
+        "SyncBatchNorm": batch_norm_of_all,
+        "no config": lambda: GossipCallback({"power": 3}),
+        "topology": lambda: build(folder, callbacks=[GossipCallback(GossipConfig(topology="grid"))]).train(),
+    }  # fmt: skip
+    said = {}
+    for name, attempt in ways.items():
+        try:
+            attempt()
+            said[name] = "accepted"
+        except (ValueError, TypeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+REFUSED = {
+    "added later": "callbacks=[GossipCallback(...)]), or call GossipCallback(...).attach(trainer)",
+    "attached too late": "attach GossipCallback before the first train()",
+    "two": "two GossipCallbacks",
+    "DDP": "pass the bare m",
+    "subclass": "wrapped its model in DistributedDataParallel",
+    "several GPUs": "torchrun --nproc_per_node 2",
+    "half": "mixed_precision",
+    "WORLD_SIZE": "use_cpu=True",
+    "lomo": "adamw_torch",
+    "layerwise": "adamw_torch",
+    "schedule free": "adamw_torch",
+    "SyncBatchNorm": "Keep plain BatchNorm",
+    "no config": "GossipCallback(GossipConfig(...))",
+}
+
+
+def test_what_cannot_gossip_is_refused_with_the_way_out(tmp_path):
+    for said in run_workers(refuse_all, 2, tmp_path):
+        for name, words in REFUSED.items():
+            assert words.lower() in said[name].lower(), f"{name}: {said[name]}"
