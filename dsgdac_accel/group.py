@@ -203,10 +203,9 @@ class WorkerGroup:
         self.require_open()
         try:
             return communicate()
-        except WorkerLostError:
-            raise  # said already, closer to where it happened
         except RuntimeError as error:
-            if not _TRANSPORT_ERRORS.search(str(error)):
+            own = type(error).__module__.startswith("dsgdac_accel")  # said already, closer to where it happened
+            if own or not _TRANSPORT_ERRORS.search(str(error)):
                 raise  # a mistake of ours or of the caller, not a lost worker
             where = what if re.search(r"step \d", what) else f"{what} at step {self.steps_taken}"
             raise self._lost(where, _short_cause(error), peer) from error

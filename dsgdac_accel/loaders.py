@@ -42,7 +42,8 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for candidate in (s for s in (sampler, inner) if s is not None):
         if not isinstance(candidate, RandomSampler) and getattr(candidate, "generator", False) is None:
-            candidate.generator = torch.Generator().manual_seed(shared_seed(group))
+            candidate.shared_seed = shared_seed(group)
+            candidate.generator = torch.Generator().manual_seed(candidate.shared_seed)
 
 
 class SharedStream:
@@ -102,10 +103,16 @@ def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
 
 
 def set_shared_epoch(loader: Any, epoch: int) -> None:
-    """Let the samplers under a prepared loader that run on a shared stream order the next pass as that of `epoch`."""
+    """Let the samplers under a prepared loader that run on a shared stream order the next pass as that of `epoch`.
+
+    For frameworks that count epochs by themselves, also in a run that resumes.
+    """
     for part in parts_of(loader):
         if isinstance(part, SharedStream):
             part.set_epoch(epoch)
+        elif "shared_seed" in getattr(part, "__dict__", ()):
+            seed = numpy.random.SeedSequence([part.shared_seed, epoch]).generate_state(1, numpy.uint64)[0]
+            part.generator.manual_seed(int(seed) >> 1)
 
 
 def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:

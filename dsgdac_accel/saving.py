@@ -36,6 +36,7 @@ from dsgdac_accel.worker_state import (
 
 logger = logging.getLogger(__name__)
 
+_FREE_TO_CHANGE = ("timeout", "log_every", "total_steps", "on_other_worker_count")
 _NAMED = re.compile(r"checkpoint_(\d+)")  # Accelerate's automatic names
 
 
@@ -194,7 +195,7 @@ class KeepsEveryWorker:
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
-        on_other_worker_count: Literal["refuse", "deployed"] = "refuse",
+        on_other_worker_count: Literal["refuse", "deployed"] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load what `save_state` saved, each worker its own, into what is prepared as it was then. Collective.
@@ -207,12 +208,15 @@ class KeepsEveryWorker:
             load_kwargs, load_model_func_kwargs: Accelerate's; without effect.
             on_other_worker_count: what to do with a checkpoint of more or fewer workers. "deployed" starts all workers
                 from the average of the saved ones: parameters and floating optimizer states averaged, BatchNorm
-                statistics pooled, everything else worker 0's, random streams seeded anew.
+                statistics pooled, everything else worker 0's, random streams seeded anew. Default: as the GossipConfig
+                says.
 
         Raises:
             WorkerCountError: another worker count, refused.
             CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
         """
+        if on_other_worker_count is None:
+            on_other_worker_count = getattr(getattr(self, "gossip_config", None), "on_other_worker_count", "refuse")
         if on_other_worker_count not in ("refuse", "deployed"):
             raise ValueError(f"on_other_worker_count must be 'refuse' or 'deployed'; got {on_other_worker_count!r}.")
         self._refuse_while_deployed("load_state")
@@ -318,7 +322,7 @@ class KeepsEveryWorker:
         saved, mine = read_manifest(folder).facts.get("gossip"), self._own_facts()["gossip"]
         if not saved or not mine or self.group.rank != 0:
             return
-        names = [name for name in mine if name not in ("timeout", "log_every") and saved.get(name) != mine[name]]
+        names = [name for name in mine if name not in _FREE_TO_CHANGE and saved.get(name) != mine[name]]
         if names:
             changes = ", ".join(f"{name} (now {mine[name]}, was {saved.get(name)})" for name in names)
             logger.warning("this run goes on from %s under another GossipConfig: %s", folder, changes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from dsgdac_accel.accelerator import GossipAccelerator
-from dsgdac_accel.checkpoint import (
-    is_complete,
-    load_checkpoint,
-    load_model_state,
-    model_state,
-    save_checkpoint,
-)
+from dsgdac_accel.checkpoint import CheckpointError, is_complete
 from dsgdac_accel.loaders import EqualSteps
+from dsgdac_accel.manifest import MANIFEST
 from dsgdac_accel.randomness import random_state
 
 
@@ -43,31 +40,26 @@ class TrainerCheckpoints:
         """Write this worker's state into the checkpoint folder that the Trainer is about to fill. Collective."""
         trainer, accelerator = self.trainer, self._accelerator
         folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        with self._without_loaders():
+            accelerator.save_state(folder)
         if accelerator.is_main_process:
-            # Of an earlier run in the same folder: the checkpoint is complete only when the Trainer writes it anew.
+            # Of an earlier run in the same folder: the checkpoint is whole only when the Trainer has written it anew.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        scaler = accelerator.scaler
-        state = {
-            "model": model_state(trainer.model),
-            "optimizer": trainer.optimizer.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "gossip": [step.state_dict() for step in accelerator.gossip_steps],
-            "random": random_state(),
-        }
-        save_checkpoint(folder, state, accelerator.group, step=trainer.state.global_step, facts=self._facts())
 
-    def _facts(self) -> dict[str, Any]:
-        steps = self._accelerator.gossip_steps
-        return {"topology": steps[0].mixer.topology.name}
+    @contextmanager
+    def _without_loaders(self) -> Iterator[None]:
+        """The Trainer keeps the position in the data by itself, as steps, and prepares loaders as it goes."""
+        accelerator = self._accelerator
+        loaders, accelerator._dataloaders = accelerator._dataloaders, []
+        try:
+            yield
+        finally:
+            accelerator._dataloaders = loaders
 
     # ---- resuming
 
     def choose(self, resume: Any) -> Any:
-        """What `Trainer.train(resume_from_checkpoint=...)` is to resume from: for True, the newest whole checkpoint.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none holds the states of the workers.
-        """
+        """What `Trainer.train(resume_from_checkpoint=...)` is to resume from: for True, the newest whole checkpoint."""
         self._resuming = None
         if not resume:
             return resume
@@ -98,20 +90,30 @@ class TrainerCheckpoints:
         """
         if self._resuming is None:
             return None
-        trainer, accelerator = self.trainer, self._accelerator
-        if self.in_mid_epoch(state) and isinstance(trainer.callback_handler.train_dataloader, EqualSteps):
+        accelerator = self._accelerator
+        if self.in_mid_epoch(state) and isinstance(self.trainer.callback_handler.train_dataloader, EqualSteps):
             raise ValueError(
                 "the workers' training data differ in length, and then only a checkpoint from the end of an epoch can "
                 "be resumed exactly. Use save_strategy='epoch', or ignore_data_skip=True to begin a new pass."
             )
-        saved = load_checkpoint(self._resuming, accelerator.group)
-        load_model_state(trainer.model, saved["model"])
-        trainer.optimizer.load_state_dict(saved["optimizer"])
-        if accelerator.scaler is not None and saved["scaler"] is not None:
-            accelerator.scaler.load_state_dict(saved["scaler"])
-        for step, its_state in zip(accelerator.gossip_steps, saved["gossip"], strict=True):
-            step.load_state_dict(its_state)
-        return saved["random"]
+        if not (self._resuming / MANIFEST).exists():
+            self._start_from_one_model(state)
+            return None
+        with self._without_loaders():
+            accelerator.load_state(self._resuming)
+        return random_state()
+
+    def _start_from_one_model(self, state: TrainerState) -> None:
+        """From a checkpoint of a Trainer without gossip, whose model and optimizer the Trainer has loaded already."""
+        accelerator = self._accelerator
+        if accelerator.gossip_config.on_other_worker_count == "refuse":
+            raise CheckpointError(
+                f"{self._resuming} holds no states of workers ({MANIFEST}): a Trainer without gossip has saved it, or "
+                f"saving was broken off. To start all workers from its model, set on_other_worker_count='deployed' in "
+                f"GossipConfig."
+            )
+        for step in accelerator.gossip_steps:
+            step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.group.size})
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Whether the run resumes in the middle of an epoch, whose first batches the Trainer skips."""

@@ -10,6 +10,7 @@ from dsgdac_accel.topology import TOPOLOGIES, Topology
 
 _ORDERS = ("local_first", "mix_first")
 _RATE_WORDS = ("active", "run")
+_OTHER_COUNTS = ("refuse", "deployed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class GossipConfig:
     timeout: float = 600.0
     """Seconds (> 0) within which a lost or silent worker ends the run on every other worker."""
 
+    on_other_worker_count: Literal["refuse", "deployed"] = "refuse"
+    """Resuming from a checkpoint of more or fewer workers: refuse, or let all workers start from the deployed model
+    (deployed): parameters and optimizer states averaged over the saved workers, random streams seeded anew."""
+
     max_consecutive_nonfinite: int = 10
     """Steps in a row (>= 1) with a gradient that is not finite on one worker before the run stops and names it."""
 
@@ -110,6 +115,7 @@ class GossipConfig:
         advice = "Use 0 to measure at evaluations only."
         self._set("log_every", check_integer("log_every", self.log_every, minimum=0, advice=advice))
         self._set("timeout", check_number("timeout", self.timeout, above=0, advice="It is in seconds."))
+        check_choice("on_other_worker_count", self.on_other_worker_count, _OTHER_COUNTS)
         advice = "Use 1 to stop at the first."
         limit = check_integer("max_consecutive_nonfinite", self.max_consecutive_nonfinite, minimum=1, advice=advice)
         self._set("max_consecutive_nonfinite", limit)
