@@ -115,6 +115,11 @@ class KeepsEveryWorker:
         if self._writer is not None and self._writer.finish() is not None and deletions is not None:
             deletions()
 
+    def end_training(self) -> None:
+        """As `Accelerator.end_training`, after what is being saved in the background is complete."""
+        self.finish_saving()
+        super().end_training()  # type: ignore[misc]
+
     def _weights_to_save(self, folder: Path) -> dict[int, Any]:
         """The state of each model by its number, but for those that a user's hook saved by itself and took away."""
         weights = [model_state(model) for model in self._models]
@@ -141,6 +146,7 @@ class KeepsEveryWorker:
             "registered": [registered.state_dict() for registered in self._custom_objects],
             "window": None if self._at_step_boundary() else [gradients_of(model) for model in self._models],
             "micro_step": self.step,
+            "steps_taken": self.group.steps_taken,
             "random": random_state(),
         }
 
@@ -313,6 +319,7 @@ class KeepsEveryWorker:
         for index, model in enumerate(self._models):
             load_gradients(model, None if state["window"] is None else state["window"][index])
         self.step = state["micro_step"]
+        self.group.steps_taken = state["steps_taken"]
         self.gradient_state._set_sync_gradients(state["window"] is None)  # type: ignore[attr-defined]
         for registered, saved in zip(self._custom_objects, state["registered"], strict=True):
             registered.load_state_dict(saved)

@@ -21,6 +21,7 @@ from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, Worke
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.randomness import seed_workers_differently
+from dsgdac_accel.saving import KeepsEveryWorker
 
 SYNCHRONOUS = ("sgd", "adam")
 WITHOUT_CONTROL = ("dsgd", "dadam")
@@ -54,7 +55,7 @@ def make_accelerator(
     return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
 
 
-class SynchronousAccelerator(Accelerator):
+class SynchronousAccelerator(KeepsEveryWorker, Accelerator):
     """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use."""
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
@@ -75,6 +76,10 @@ class SynchronousAccelerator(Accelerator):
                 raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
         seed_workers_differently(self.group)
         return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As stock, and the loader knows how far it was read, for checkpoints."""
+        return self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), torch.is_grad_enabled)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it ticks once per optimizer step, not once per process, as in gossip."""

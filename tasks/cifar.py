@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
+from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig, DataConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, save_image_model
-from progress import WaitingTime, figures, require_finite
+from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
 from run_folder import RunFolder
 from task import run_task
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
 from dsgdac_accel.config import ConfigError
+
+TASK = "cifar"
+MAY_CHANGE = ("eval_batch_size",)
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
@@ -66,13 +69,27 @@ class ImageRun:
             project_dir=str(config.output_dir),
         )
         self._check_batch()
-        self.folder = RunFolder(config.output_dir, config, self.accelerator, trackers=bool(config.trackers))
+        checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE, any_count=True)
+        self.folder = RunFolder(
+            config.output_dir,
+            config,
+            self.accelerator,
+            trackers=bool(config.trackers),
+            resumed_at=step_of_own(checkpoint, config),
+        )
         self._build()
-        self.step = 0
+        self.epoch = self.step = 0
         self.rate = 0.0  # that the last step used
+        self.losses: list[Tensor] = []  # of this epoch, by micro-batch
+        self.logged = 0  # how many of them
         self.worker_loss = math.nan  # of the workers, mean over the last epoch
         self.waiting = WaitingTime()
         self.train_seconds = 0.0
+        self.clock = Clock()
+        self.checkpoints = Checkpoints(config, self.accelerator, TASK, self.total_steps)
+        self.accelerator.register_for_checkpointing(self)
+        if checkpoint is not None:
+            self.accelerator.load_state(checkpoint)
 
     def _check_batch(self) -> None:
         shares = self.accelerator.num_processes * self.config.accumulation_steps
@@ -122,28 +139,52 @@ class ImageRun:
         return (
             f"{self.config.algorithm} on {self.data.source}: {len(self.data.train_images)} training images, "
             f"{workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps"
+            f"{f', resumed at step {self.step}' if self.step else ''}"
         )
+
+    # ---- what a checkpoint keeps of the run itself
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run is."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "rate": self.rate,
+            "losses": torch.stack(self.losses),
+            "logged": self.logged,
+            "log_bytes": self.folder.logged_bytes(),
+            "waited": self.waiting.seconds,
+            "train_seconds": self.train_seconds + self.clock.lap(),
+            "seconds": self.clock.seconds(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be there again."""
+        self.epoch, self.step, self.rate = state["epoch"], state["step"], state["rate"]
+        self.losses, self.logged = list(state["losses"].to(self.accelerator.device)), state["logged"]
+        self.folder.cut_log_back(state["log_bytes"])
+        self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
+        self.clock = Clock(state["seconds"])
 
     # ---- training
 
     def train(self) -> None:
         """All epochs, with an evaluation of the deployed model every `eval_every` and after the last."""
-        bar = tqdm(total=self.total_steps, disable=None if self.accelerator.is_main_process else True, unit="step")
-        started = time.perf_counter()
-        for epoch in range(self.config.epochs):
-            begun = time.perf_counter()
+        bar = progress_bar(self.accelerator, self.step, self.total_steps)
+        for epoch in range(self.epoch, self.config.epochs):
+            self.epoch = epoch
             self._train_epoch(epoch, bar)
-            self.train_seconds += time.perf_counter() - begun
             last = epoch + 1 == self.config.epochs
             if last or (epoch + 1) % self.config.eval_every == 0:
-                self._evaluate(epoch, last, started)
+                self._evaluate(epoch, last)
+            self.losses, self.logged = [], 0
         bar.close()
+        self.checkpoints.finish()
 
     def _train_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
-        losses: list[Tensor] = []
-        logged = 0
-        for batch in self.waiting.batches(self.loader):
+        self.clock.start_lap()
+        for batch in self.waiting.batches(rest_of_epoch(self.accelerator, self.loader, epoch)):
             with self.accelerator.accumulate(self.model):
                 logits = self.model(self._inputs(batch["images"], train=True))
                 loss = F.cross_entropy(logits, batch["labels"])
@@ -152,16 +193,18 @@ class ImageRun:
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-            losses.append(loss.detach())
+            self.losses.append(loss.detach())
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
             self.accelerator.group.steps_taken = self.step  # which errors name; gossip counts by itself
             bar.update()
             if self.step % self.config.log_every == 0:
-                self._log_training(losses[logged:], epoch, bar)
-                logged = len(losses)
-        self.worker_loss = self._mean_over_workers(losses)
+                self._log_training(self.losses[self.logged :], epoch, bar)
+                self.logged = len(self.losses)
+            self.checkpoints.save_if_due(self.step)
+        self.train_seconds += self.clock.end_lap()
+        self.worker_loss = self._mean_over_workers(self.losses)
         require_finite(self.accelerator, self.worker_loss, self.step)
 
     def _mean_over_workers(self, losses: list[Tensor]) -> float:
@@ -182,7 +225,7 @@ class ImageRun:
 
     # ---- evaluation of the deployed model
 
-    def _evaluate(self, epoch: int, last: bool, started: float) -> None:
+    def _evaluate(self, epoch: int, last: bool) -> None:
         calibrate = self.loader if self.config.calibrate else None
         with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
             test_loss, accuracy = self._measure(deployed, self.data.test_images, self.data.test_labels)
@@ -202,7 +245,7 @@ class ImageRun:
                 file=sys.stdout,
             )
             if last:
-                self.folder.write_summary(self._summary(values, radius[0], time.perf_counter() - started))
+                self.folder.write_summary(self._summary(values, radius[0], self.clock.seconds()))
 
     def _calibration_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(self._inputs(batch["images"], train=True))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from dsgdac_accel import NonFiniteError, WorkerLostError
+from dsgdac_accel.checkpoint import CheckpointError
 
 GRACE_SECONDS = 3.0
 """How long the other workers let the first one speak; launchers end them within a fraction of a second of its end."""
@@ -34,10 +35,10 @@ def starting_up() -> Iterator[None]:
 
 @contextmanager
 def training() -> Iterator[None]:
-    """Report a lost worker or a diverged run in one line and exit with status 1; an interrupt exits with 130."""
+    """Report a lost worker, a diverged run or a failed save in one line and exit with 1; of an interrupt with 130."""
     try:
         yield
-    except (WorkerLostError, NonFiniteError) as error:
+    except (WorkerLostError, NonFiniteError, CheckpointError) as error:
         _end(f"error: {error}", 1)
     except KeyboardInterrupt:
         _end("interrupted" if _rank() == 0 else "", 130)

@@ -8,8 +8,52 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from run_folder import AnyAccelerator
+from tqdm.auto import tqdm
 
 from dsgdac_accel import NonFiniteError
+
+
+class Clock:
+    """Seconds since the run began, those before it was resumed included, and of the lap that is being run.
+
+    Args:
+        before: seconds that the run took before.
+    """
+
+    def __init__(self, before: float = 0.0) -> None:
+        self._started = time.perf_counter() - before
+        self._lap: float | None = None
+
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.perf_counter() - self._started
+
+    def start_lap(self) -> None:
+        """Begin to count a lap."""
+        self._lap = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds of the lap so far; 0 between laps."""
+        return 0.0 if self._lap is None else time.perf_counter() - self._lap
+
+    def end_lap(self) -> float:
+        """Seconds of the lap, which ends here."""
+        seconds, self._lap = self.lap(), None
+        return seconds
+
+
+def progress_bar(accelerator: AnyAccelerator, step: int, total_steps: int) -> Any:
+    """A bar on the main process, at `step` of `total_steps`."""
+    hidden = None if accelerator.is_main_process else True
+    return tqdm(initial=step, total=total_steps, disable=hidden, unit="step")
+
+
+def rest_of_epoch(accelerator: AnyAccelerator, loader: Iterable[Any], epoch: int) -> Iterable[Any]:
+    """The batches of `epoch` that are still to be taken; none where the run was resumed after the last of them."""
+    if accelerator.data_position(loader).epoch > epoch:
+        return ()
+    # The data sets of the tasks draw no random numbers, so what was taken need not be read again.
+    return accelerator.resumed_batches(loader, replay=False)
 
 
 class WaitingTime:

@@ -23,14 +23,25 @@ AnyAccelerator = SynchronousAccelerator | GossipAccelerator
 class RunFolder:
     """The output folder of one run, opened on all workers and written by the main one.
 
+    Args:
+        folder: its path.
+        config: of the run.
+        accelerator: of the run.
+        trackers: whether the run has any.
+        resumed_at: the step at which the run that is in this folder goes on; then its log stays.
+
     Raises:
         ValueError: the workers have different configurations.
         OSError: the folder cannot be written; the message names it.
     """
 
-    def __init__(self, folder: Path, config: Any, accelerator: AnyAccelerator, trackers: bool) -> None:
+    def __init__(
+        self, folder: Path, config: Any, accelerator: AnyAccelerator, trackers: bool, resumed_at: int | None = None
+    ) -> None:
         self.folder = folder
         self.accelerator = accelerator
+        self.resumed_at = resumed_at
+        self._log = folder / "metrics.jsonl"
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
         # The main worker alone writes; all of them stop if it cannot.
         problems = accelerator.group.gather(self._try_to_open(config, trackers), "opening the output folder")
@@ -43,7 +54,9 @@ class RunFolder:
             if self.accelerator.is_main_process:
                 self._begin_files(config)
             if trackers:
-                self.accelerator.init_trackers(TRACKER, config=_flat(config_to_dict(config)))
+                # TensorBoard then hides what the earlier run wrote after the step that is gone on from.
+                purge = {} if self.resumed_at is None else {"tensorboard": {"purge_step": self.resumed_at + 1}}
+                self.accelerator.init_trackers(TRACKER, config=flat_config(config_to_dict(config)), init_kwargs=purge)
         except OSError as error:
             return (
                 f"output_dir must be a folder that can be written; {self.folder} is not ({error.strerror or error}). "
@@ -52,17 +65,31 @@ class RunFolder:
         return None
 
     def _begin_files(self, config: Any) -> None:
-        """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays."""
+        """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays.
+
+        Of a run that is gone on with, what it had logged stays, and so do the models it wants to average.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        stale = [self.folder / name for name in ("metrics.jsonl", "summary.json", *PANELS)]
-        stale += self.folder.glob(f"{TRACKER}/**/events.out.tfevents.*")
-        for pattern in ("*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*", "averages/*"):
+        stale = [self.folder / name for name in ("summary.json", *PANELS)]
+        patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
+        if self.resumed_at is None:
+            patterns += ["metrics.jsonl", f"{TRACKER}/**/events.out.tfevents.*", "averages/*"]
+        for pattern in patterns:
             stale += self.folder.glob(pattern)
         for file in stale:
             if not file.is_dir():
                 file.unlink(missing_ok=True)
         write_config(config, self.folder)
-        self.accelerator.consensus_logger.add_sink(JsonlSink(self.folder / "metrics.jsonl"))
+        self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
+
+    def logged_bytes(self) -> int:
+        """How long the log is, on the main process; 0 on others."""
+        return self._log.stat().st_size if self.accelerator.is_main_process else 0
+
+    def cut_log_back(self, size: int) -> None:
+        """Drop what the earlier run logged after the checkpoint that is gone on from."""
+        if self.accelerator.is_main_process and self._log.stat().st_size > size:
+            os.truncate(self._log, size)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""
@@ -79,12 +106,12 @@ def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_config(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys with plain values, which is what trackers take."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_config(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat

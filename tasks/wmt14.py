@@ -14,8 +14,9 @@ import torch
 import transformers
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
 from algorithms import SYNCHRONOUS, make_accelerator
+from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from endings import quiet_ends, starting_up
-from progress import WaitingTime, figures, require_finite
+from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
 from run_folder import RunFolder
 from task import run_task
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ from translation.model import DEFAULT_POSITIONS, build_model, save_translator, t
 from translation.scores import TranslationScores, one_line
 
 from dsgdac_accel.averaging import cloned
+from dsgdac_accel.config import ConfigError
+
+TASK = "wmt14"
+MAY_CHANGE = ("epochs", "max_steps", "decoding.", "show_translations", "data.cache_dir")
 
 TRAIN_SAMPLE = 2000
 """Training pairs, evenly spaced over the split, on which the deployed model's training loss is measured."""
@@ -86,15 +91,31 @@ class TranslationRun:
                 f"the launcher announced {workers} workers (WORLD_SIZE) and {self.accelerator.num_processes} met. "
                 f"Use accelerate launch or torchrun."
             )
-        self.folder = RunFolder(config.output_dir, config, self.accelerator, trackers=bool(config.trackers))
-        self._build()
-        self.step = 0
+        checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE)
+        resumed_at = step_of_own(checkpoint, config)
+        if checkpoint is not None and resumed_at is None and config.average_last > 1:
+            raise ConfigError(
+                f"resume: average_last = {config.average_last} needs the models that the earlier run left in its own "
+                f"output_dir. Go on there, with resume: auto."
+            )
+        self.folder = RunFolder(
+            config.output_dir, config, self.accelerator, trackers=bool(config.trackers), resumed_at=resumed_at
+        )
+        self._build(keep_models_to=resumed_at)
+        self.epoch = self.step = 0
         self.rate = 0.0  # that the last step used
+        self.losses: list[Tensor] = []  # since the last record, by micro-batch
+        self.logged = 0  # step of the last record
         self.worker_loss = math.nan  # of the workers, mean over real tokens since the last record
         self.waiting = WaitingTime()
         self.train_seconds = 0.0
+        self.clock = Clock()
+        self.checkpoints = Checkpoints(config, self.accelerator, TASK, self.total_steps)
+        self.accelerator.register_for_checkpointing(self)
+        if checkpoint is not None:
+            self.accelerator.load_state(checkpoint)
 
-    def _build(self) -> None:
+    def _build(self, keep_models_to: int | None) -> None:
         config, tokenizer, batches = self.config, self.data.tokenizer, self.batches
         longest = int(max(batches.source_lengths.max(), batches.target_lengths.max()))
         self.positions = max(DEFAULT_POSITIONS, longest)
@@ -125,7 +146,7 @@ class TranslationRun:
         )
         self.last_models = None
         if config.average_last > 1 and self.accelerator.is_main_process:
-            self.last_models = LastModels(config.output_dir / "averages", config.average_last)
+            self.last_models = LastModels(config.output_dir / "averages", config.average_last, keep_models_to)
 
     def described(self) -> str:
         """Algorithm, data, size and steps, in words."""
@@ -134,34 +155,68 @@ class TranslationRun:
             f"{self.config.algorithm} on {self.data.origin}: {self.data.train.described()}, {self.parameters:,} "
             f"parameters, {workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps of at most "
             f"{self.config.batch_tokens} tokens ({self.batches.padding:.1%} padding)"
+            f"{f', resumed at step {self.step}' if self.step else ''}"
         )
+
+    # ---- what a checkpoint keeps of the run itself
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run is."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "rate": self.rate,
+            "losses": [loss.clone() for loss in self.losses],
+            "logged": self.logged,
+            "worker_loss": self.worker_loss,
+            "log_bytes": self.folder.logged_bytes(),
+            "waited": self.waiting.seconds,
+            "train_seconds": self.train_seconds + self.clock.lap(),
+            "seconds": self.clock.seconds(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be there again."""
+        if state["step"] > self.total_steps:
+            raise ConfigError(
+                f"resume: the checkpoint is of step {state['step']}, and this run has {self.total_steps} steps only. "
+                f"Raise epochs or max_steps."
+            )
+        self.epoch, self.step, self.rate = state["epoch"], state["step"], state["rate"]
+        self.losses = [loss.to(self.accelerator.device) for loss in state["losses"]]
+        self.logged, self.worker_loss = state["logged"], state["worker_loss"]
+        self.folder.cut_log_back(state["log_bytes"])
+        self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
+        self.clock = Clock(state["seconds"])
 
     # ---- training
 
     def train(self) -> None:
         """All steps, with an evaluation on the validation split every `eval_every` epochs, then the test split."""
-        bar = tqdm(total=self.total_steps, disable=None if self.accelerator.is_main_process else True, unit="step")
-        started = time.perf_counter()
-        epoch = 0
-        while self.step < self.total_steps:
-            self._train_epoch(epoch, bar)
-            epoch += 1
-            if self.step == self.total_steps or epoch % self.config.eval_every == 0:
-                self._validate(epoch)
+        bar = progress_bar(self.accelerator, self.step, self.total_steps)
+        while True:  # the last epoch of a resumed run may have no step left
+            self._train_epoch(self.epoch, bar)
+            done = self.step == self.total_steps
+            if done or (self.epoch + 1) % self.config.eval_every == 0:
+                self._validate(self.epoch + 1)
+            if done:
+                break
+            self.epoch += 1
         bar.close()
-        self._finish(epoch, started)
+        self.checkpoints.finish()
+        self._finish(self.epoch + 1)
 
     def _train_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
         self.batches.set_epoch(epoch)
-        begun = time.perf_counter()
+        self.clock.start_lap()
         source_tokens, target_tokens = self.batches.epoch_tokens()
         step_tokens = (source_tokens + target_tokens).sum(axis=(1, 2))
         scales = self._loss_scales(target_tokens)
-        first = self.step
-        logged, logged_at = first, begun
-        losses: list[Tensor] = []
-        for batch in self.waiting.batches(self.loader):
+        first = epoch * self.batches.steps_per_epoch
+        timed_from, timed_at = self.step, time.perf_counter()
+        rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, self.loader, epoch)
+        for batch in self.waiting.batches(rest):
             in_epoch = self.step - first
             labels = batch.pop("labels")
             with self.accelerator.accumulate(self.model):
@@ -173,7 +228,7 @@ class TranslationRun:
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-            losses.append(loss.detach())
+            self.losses.append(loss.detach())
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
@@ -182,15 +237,16 @@ class TranslationRun:
             complete = in_epoch + 1 == self.batches.steps_per_epoch
             last = complete or self.step == self.total_steps
             if self.step % self.config.log_every == 0 or last:
-                window = slice(logged - first, self.step - first)
-                self._set_worker_loss(losses, target_tokens[window])
-                now = time.perf_counter()
-                self._log_training(epoch, step_tokens[window].sum() / (now - logged_at), bar)
-                losses, logged, logged_at = [], self.step, time.perf_counter()
+                self._set_worker_loss(target_tokens[self.logged - first : self.step - first])
+                tokens = step_tokens[timed_from - first : self.step - first].sum()
+                self._log_training(epoch, tokens / (time.perf_counter() - timed_at), bar)
+                self.losses, self.logged = [], self.step
+                timed_from, timed_at = self.step, time.perf_counter()
             self._keep_for_average(last)
+            self.checkpoints.save_if_due(self.step)
             if last and not complete:  # a complete pass has to end by itself: its loader counts epochs there
                 break
-        self.train_seconds += time.perf_counter() - begun
+        self.train_seconds += self.clock.end_lap()
 
     def _loss_scales(self, target_tokens: np.ndarray) -> np.ndarray:
         """For each step, what makes of summed losses the mean over real tokens: for gossip over this worker's own
@@ -201,8 +257,8 @@ class TranslationRun:
             return shares * self.accelerator.num_processes / target_tokens.sum(axis=(1, 2))
         return shares / target_tokens[:, :, self.accelerator.process_index].sum(axis=1)
 
-    def _set_worker_loss(self, losses: list[Tensor], target_tokens: np.ndarray) -> None:
-        total = float(torch.stack(losses).double().sum())
+    def _set_worker_loss(self, target_tokens: np.ndarray) -> None:
+        total = float(torch.stack(self.losses).double().sum())
         totals = self.accelerator.group.gather(total, f"logging step {self.step}")
         self.worker_loss = math.fsum(totals) / int(target_tokens.sum())
         require_finite(self.accelerator, self.worker_loss, self.step)
@@ -249,7 +305,7 @@ class TranslationRun:
             f"BLEU {bleu:.2f} (greedy)  radius {self._radius():.4g}"
         )
 
-    def _finish(self, epoch: int, started: float) -> None:
+    def _finish(self, epoch: int) -> None:
         """Beam search over the test split by the model that is deployed, its scores, and everything on disk."""
         pairs, folder = self.data.test, self.config.output_dir
         sample = np.unique(np.linspace(0, len(self.data.train.pairs) - 1, TRAIN_SAMPLE).round().astype(int)).tolist()
@@ -276,7 +332,7 @@ class TranslationRun:
         if not self.accelerator.is_main_process:
             return
         write_translations(folder, pairs, found.texts)
-        summary = self._summary(epoch, losses, train_losses, scores, time.perf_counter() - started)
+        summary = self._summary(epoch, losses, train_losses, scores, self.clock.seconds())
         self.folder.write_summary(summary | {"averaged_models": averaged, "translations_at_limit": found.at_limit})
         if self.config.average_last > 1:
             self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")

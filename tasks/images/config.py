@@ -120,6 +120,17 @@ class CifarConfig:
     seed: int = 0
     """Of initialisation, data order, label noise and, per worker, augmentation."""
 
+    save_every: int | None = None
+    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
+    null saves none."""
+
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
+
+    resume: Literal["auto", "never"] | Path = "auto"
+    """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
+    not stopped; a path goes on from that checkpoint; never begins anew."""
+
     output_dir: Path = Path("runs/cifar")
     """Where config, metrics, summary, plots and the deployed model go."""
 
@@ -128,6 +139,9 @@ class CifarConfig:
             check_integer(name, getattr(self, name), minimum=1)
         for name in ("crop_padding", "loader_workers", "seed"):
             check_integer(name, getattr(self, name), minimum=0)
+        check_integer("keep_checkpoints", self.keep_checkpoints, minimum=1)
+        if self.save_every is not None:
+            check_integer("save_every", self.save_every, minimum=1)
         check_number("rate", self.rate, above=0)
         for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
             check_number(name, getattr(self, name), minimum=0)

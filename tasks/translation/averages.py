@@ -19,15 +19,20 @@ PATTERN = "deployed-*.safetensors"
 class LastModels:
     """Keeps the last `count` deployed models as files of `folder`. For the main worker alone.
 
-    Files that an earlier run left there are removed: they would be averaged with those of this run.
+    Files that an earlier run left there are removed: they would be averaged with those of this run. Of a run that is
+    resumed, those up to step `keep_to` stay.
     """
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, keep_to: int | None = None) -> None:
         self.folder = folder
         self.count = count
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{PATTERN}*"):
+        kept = [] if keep_to is None else [file for file in self.files() if file <= self._file(keep_to)]
+        for stale in set(folder.glob(f"{PATTERN}*")).difference(kept):
             stale.unlink()
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"deployed-{step:09d}.safetensors"
 
     def files(self) -> list[Path]:
         """The kept ones, the oldest first."""
@@ -35,7 +40,7 @@ class LastModels:
 
     def add(self, step: int, state: Mapping[str, Tensor]) -> None:
         """Write the model of `step`, then delete what is too old."""
-        file = self.folder / f"deployed-{step:09d}.safetensors"
+        file = self._file(step)
         partial = file.with_name(f"{file.name}.partial")
         save_file(dict(state), partial)
         os.replace(partial, file)

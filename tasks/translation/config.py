@@ -224,6 +224,17 @@ class TranslationConfig:
     seed: int = 0
     """Of initialisation, data order and, per worker, dropout."""
 
+    save_every: int | None = None
+    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
+    null saves none."""
+
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
+
+    resume: Literal["auto", "never"] | Path = "auto"
+    """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
+    not stopped; a path goes on from that checkpoint; never begins anew."""
+
     output_dir: Path = Path("runs/wmt14")
     """Where config, metrics, summary, plots, translations and the deployed model go."""
 
@@ -236,9 +247,10 @@ class TranslationConfig:
             "eval_every",
             "log_every",
             "average_last",
+            "keep_checkpoints",
         ):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("max_steps", "average_every"):
+        for name in ("max_steps", "average_every", "save_every"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
         for name in ("show_translations", "loader_workers", "seed"):
