@@ -24,12 +24,14 @@ from torch import Tensor
 T = TypeVar("T")
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # key in the rendezvous store
+_REPORT_OF = "dsgdac_accel/report_of"
 _TRANSPORT_ERRORS = re.compile(
     r"timed? ?out|connection|read error|write error|broken pipe|socket|monitoredBarrier|nccl|gloo/transport",
     re.IGNORECASE,
 )
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 _STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
+_CHAIN_SECONDS = 2.5  # two waits that began in one step run out about as far apart
 _ROLL_CALL_SECONDS = 4.0  # survivors notice a loss at different moments; longer than they are apart
 
 
@@ -223,6 +225,10 @@ class WorkerGroup:
         mine = f"{who} {happened} in {what}, as worker {self.rank} saw it"
         first = self.report(mine)
         news = "" if first == mine else f" First report of this run: {first}."
+        if peer is not None and not first.endswith(f"as worker {peer} saw it"):
+            # The peer may itself have waited in vain for another worker: then that one is to blame.
+            reported = self._report_of(peer, _CHAIN_SECONDS if silent else 0.0)
+            news += f" Worker {peer} reports: {reported}." if reported else ""
         return WorkerLostError(
             f"worker {self.rank}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
             f"If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass its "
@@ -245,6 +251,21 @@ class WorkerGroup:
         self._ask_store(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
         return f"worker {', '.join(map(str, missing))}" if missing else "a worker"
 
+    def _report_of(self, rank: int, patience: float) -> str:
+        """What this worker wrote before it ended, or writes within `patience` seconds; empty if nothing."""
+        found = [""]
+
+        def read(store: Any) -> None:
+            key = f"{_REPORT_OF}/{rank}"
+            deadline = time.monotonic() + patience
+            while not store.check([key]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if store.check([key]):
+                found[0] = store.get(key).decode()
+
+        self._ask_store(read, patience + _STORE_PATIENCE)
+        return found[0]
+
     def _first_report(self) -> str:
         """What the first worker that noticed a failure wrote; empty if none did yet."""
         found = [""]
@@ -263,6 +284,7 @@ class WorkerGroup:
         def write(store: Any) -> None:
             # compare_set answers with the value that is there now: ours, or an earlier worker's.
             first[0] = store.compare_set(_FIRST_FAILURE, "", message).decode() or message
+            store.set(f"{_REPORT_OF}/{self.rank}", message)
 
         self._ask_store(write, _STORE_PATIENCE)
         return first[0]

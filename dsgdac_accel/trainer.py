@@ -121,6 +121,7 @@ class GossipCallback(TrainerCallback):
         self._wrap("evaluation_loop", self._evaluation_loop)
         self._wrap("save_model", self._save_model)
         self._wrap("_save_checkpoint", self._save_checkpoint)
+        self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
         if next(self._model.parameters()).device.type == self._group.device.type:
@@ -203,6 +204,10 @@ class GossipCallback(TrainerCallback):
                 # Inside the step, the radius of these steps costs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)
         self._random = self.checkpoints.restore(state)
+
+    def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Leave out worker 0's optimizer where every worker's own is there."""
+        return None if self.checkpoints.holds_workers else original(*args, **kwargs)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

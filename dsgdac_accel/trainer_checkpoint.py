@@ -40,21 +40,22 @@ class TrainerCheckpoints:
         """Write this worker's state into the checkpoint folder that the Trainer is about to fill. Collective."""
         trainer, accelerator = self.trainer, self._accelerator
         folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        with self._without_loaders():
+        with self._as_prepared():
             accelerator.save_state(folder)
         if accelerator.is_main_process:
             # Of an earlier run in the same folder: the checkpoint is whole only when the Trainer has written it anew.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
     @contextmanager
-    def _without_loaders(self) -> Iterator[None]:
-        """The Trainer keeps the position in the data by itself, as steps, and prepares loaders as it goes."""
+    def _as_prepared(self) -> Iterator[None]:
+        """With the Trainer's scheduler, which it steps by itself, and without loaders: it counts batches by itself."""
         accelerator = self._accelerator
-        loaders, accelerator._dataloaders = accelerator._dataloaders, []
+        kept = accelerator._dataloaders, accelerator._schedulers
+        accelerator._dataloaders, accelerator._schedulers = [], [self.trainer.lr_scheduler]
         try:
             yield
         finally:
-            accelerator._dataloaders = loaders
+            accelerator._dataloaders, accelerator._schedulers = kept
 
     # ---- resuming
 
@@ -82,6 +83,11 @@ class TrainerCheckpoints:
         last = get_last_checkpoint(str(folder))
         return Path(last) if last else None  # not whole, and reading it says why
 
+    @property
+    def holds_workers(self) -> bool:
+        """Whether the checkpoint to resume from has the states of workers, optimizer and schedule included."""
+        return self._resuming is not None and (self._resuming / MANIFEST).exists()
+
     def restore(self, state: TrainerState) -> dict[str, Any] | None:
         """Give this worker its own state back, if the Trainer resumes; returns that of its random streams. Collective.
 
@@ -96,10 +102,10 @@ class TrainerCheckpoints:
                 "the workers' training data differ in length, and then only a checkpoint from the end of an epoch can "
                 "be resumed exactly. Use save_strategy='epoch', or ignore_data_skip=True to begin a new pass."
             )
-        if not (self._resuming / MANIFEST).exists():
+        if not self.holds_workers:
             self._start_from_one_model(state)
             return None
-        with self._without_loaders():
+        with self._as_prepared():
             accelerator.load_state(self._resuming)
         return random_state()
 

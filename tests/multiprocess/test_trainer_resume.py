@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
@@ -187,6 +188,9 @@ def test_another_number_of_workers_is_refused_or_starts_from_the_deployed_model(
         assert manifest["files"][1]["name"] in said
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.0."), reason="5.0 itself cannot resume several processes on CPU"
+)
 def test_a_checkpoint_of_a_trainer_without_gossip_is_a_start_if_that_is_asked_for(tmp_path):
     run_workers(stock, 2, tmp_path)
     checkpoint = tmp_path / "stock" / "checkpoint-5"

@@ -1,0 +1,80 @@
+"""A worker lost while a Trainer trains, evaluates or saves ends the others in time, naming it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from dsgdac_accel import GossipCallback, GossipConfig
+from tests.multiprocess.trainer_model import Model, Rows, arguments
+from tests.workers import try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT = 4.0
+
+
+class Failure(TrainerCallback):
+    """Lets worker 1 fail in some way at some moment of step 4."""
+
+    def __init__(self, rank: int, how: str, when: str) -> None:
+        self.rank, self.how = rank, how
+        setattr(self, f"on_{when}", self._fail)
+
+    def _fail(self, args, state, control, **kwargs):
+        if self.rank != 1 or state.global_step < 4:
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raise":
+            raise ZeroDivisionError("a mistake of the user")
+        if self.how == "stop":
+            control.should_training_stop = True
+        if self.how == "silence":
+            time.sleep(TIMEOUT + 14)
+
+
+def train(rank: int, folder: Path, how: str, when: str) -> None:
+    model = Model(batch_norm=True)
+    Trainer(
+        model,
+        arguments(
+            str(folder), max_steps=12, eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
+            per_device_eval_batch_size=2, logging_strategy="steps", logging_steps=4,
+        ),
+        train_dataset=Rows(40),
+        eval_dataset=Rows(16, 1),
+        callbacks=[Failure(rank, how, when), GossipCallback(GossipConfig(timeout=TIMEOUT))],
+    ).train()  # fmt: skip
+
+
+CASES = [
+    ("kill", "step_begin"),
+    ("kill", "prediction_step"),
+    ("kill", "log"),
+    ("kill", "evaluate"),
+    ("kill", "save"),
+    ("raise", "prediction_step"),
+    ("raise", "pre_optimizer_step"),
+    ("silence", "prediction_step"),
+    ("silence", "step_begin"),
+    ("stop", "step_end"),
+]
+
+
+@pytest.mark.parametrize(("how", "when"), CASES)
+def test_a_lost_worker_is_named_in_time(how, when, tmp_path):
+    outcomes = try_workers(train, 3, tmp_path, how, when, timeout=60.0)
+    if how == "raise":
+        assert "a mistake of the user" in outcomes[1].error
+    for rank in (0, 2):
+        last = outcomes[rank].error.splitlines()[-1]
+        assert outcomes[rank].exit_code == 1
+        assert "WorkerLostError" in last or "different places" in last, last
+        assert "worker 1" in outcomes[rank].error, last
+        assert outcomes[rank].seconds < TIMEOUT + 30
