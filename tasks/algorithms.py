@@ -74,8 +74,19 @@ class SynchronousAccelerator(KeepsEveryWorker, Accelerator):
             bare = getattr(model, "_orig_mod", model)
             if self.num_processes > 1 and isinstance(bare, nn.Module) and not isinstance(bare, DistributedDataParallel):
                 raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
+            if isinstance(model, DistributedDataParallel):  # a compiled one would be compiled in pieces
+                self._name_lost_workers_in_forward(model)
         seed_workers_differently(self.group)
         return prepared
+
+    def _name_lost_workers_in_forward(self, model: DistributedDataParallel) -> None:
+        """DDP sends buffers in the forward pass, where a worker may turn out to be lost, too."""
+        forward = model.forward
+
+        def guarded_forward(*args: Any, **kwargs: Any) -> Any:
+            return self.group.guarded(lambda: forward(*args, **kwargs), "sharing buffers")
+
+        model.forward = guarded_forward  # type: ignore[method-assign]
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, and the loader knows how far it was read, for checkpoints."""
