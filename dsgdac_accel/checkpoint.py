@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _POLL_SECONDS = 0.05
+_VISIBLE_SECONDS = 30.0  # network file systems show a new file to other machines a little later
 
 # ---- saving
 
@@ -247,6 +249,7 @@ class _Saving:
         manifest = Manifest(self.group.size, self.step, self.facts, tuple(files))
         path = self.folder / MANIFEST
         try:
+            self._require_shared(files)
             text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
             write_whole(path, [text.encode() + b"\n"])
         except Exception as error:
@@ -257,6 +260,17 @@ class _Saving:
         for file in (self.folder / WORKERS).glob("*"):
             if file not in named and OURS.fullmatch(file.name):
                 file.unlink(missing_ok=True)
+
+    def _require_shared(self, files: Sequence[SavedFile]) -> None:
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        for rank, file in enumerate(files):
+            while not (self.folder / file.name).exists():
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"worker {rank} wrote {file.name}, and worker 0 does not see it. Save to a folder on a file "
+                        f"system that all workers share."
+                    )
+                time.sleep(_POLL_SECONDS)
 
     # ---- together
 

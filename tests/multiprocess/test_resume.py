@@ -32,6 +32,8 @@ class Case:
 
     algorithm: str = "dsgd_ac"
     optimizer: str = "sgd"
+    scaled: bool = False
+    """With a gradient scaler, as fp16 has on a GPU, whose scale grows."""
     samples: int = 24
     batch_size: int = 2
     loader_workers: int = 0
@@ -101,6 +103,8 @@ class Training:
             dataloader_config=DataLoaderConfiguration(even_batches=case.even_batches),
             **accelerate,
         )
+        if case.scaled:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=3)
         model = make_model()
         optimizer = OPTIMIZERS[case.optimizer](model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay)
@@ -159,6 +163,7 @@ class Training:
         step = self.accelerator.group.steps_taken
         figures = {k: v for gossip in self.accelerator.gossip_steps for k, v in gossip.metrics().items()}
         figures.pop("wait_seconds", None)
+        figures["scale"] = self.accelerator.scaler.get_scale() if self.case.scaled else 1.0
         self.notes.append((epoch, batch["index"].tolist(), loss.item(), step, tuple(figures.items())))
 
     def end(self) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def same(one: dict[str, Any], other: dict[str, Any], last: int | None = None) ->
         (2, Case(), (3, 8, "epoch 1")),  # 6 batches an epoch; adaptive consensus begins with step 5
         (
             3,
-            Case(optimizer="adam", samples=30, topology="base_graph", start_step=2),
+            Case(optimizer="adam", scaled=True, samples=30, topology="base_graph", start_step=2),
             (1, 5),
         ),  # 5 an epoch: 5 is its end
         (2, Case(loader_workers=2, accumulation=2, optimizer="adam", start_step=2, epochs=2), (3,)),  # inside a window
