@@ -1,0 +1,123 @@
+"""The two examples for the Hugging Face Trainer, launched as their users launch them: results, files, equal workers."""
+
+import re
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_images import load_splits
+from transformers import AutoModelForImageClassification, AutoModelForSeq2SeqLM, AutoTokenizer
+from translation.grammar import grammar_splits
+
+from tests.launching import ACCELERATE, PLAIN, ROOT, finish, start, torchrun
+
+pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
+
+WATCH = """
+import os, runpy, sys
+import torch, transformers
+
+say = transformers.Trainer.log_metrics
+
+def log_metrics(trainer, split, metrics):
+    say(trainer, split, metrics)
+    seen = {"model": trainer.model.state_dict(), "metrics": metrics, "best": trainer.state.best_metric,
+            "processes": trainer.accelerator.num_processes, "history": trainer.state.log_history}
+    torch.save(seen, f"worker{os.environ.get('RANK', 0)}.pt")
+
+transformers.Trainer.log_metrics = log_metrics
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs the example as it is, and keeps what each worker has when it says its results."""
+
+
+def run(launcher, cwd, example, *arguments):
+    """Run an example to its end in `cwd`: what it printed, and what each worker had in the end."""
+    script = str(ROOT / "tasks" / f"{example}.py")
+    (cwd / "watch.py").write_text(WATCH, encoding="utf-8")
+    status, out, err = finish(start([*launcher, "watch.py", script, *arguments], cwd), timeout=150)
+    assert status == 0, f"{out}\n{err}"
+    return out, [torch.load(file, weights_only=True) for file in sorted(cwd.glob("worker*.pt"))]
+
+
+def printed(out, name):
+    (value,) = re.findall(rf"^ *{name} += +([\d.]+)$", out, re.MULTILINE)
+    return float(value)
+
+
+def assert_equal_workers(workers, number):
+    assert [worker["processes"] for worker in workers] == [number] * number
+    for worker in workers[1:]:
+        torch.testing.assert_close(worker["model"], workers[0]["model"], rtol=0, atol=0)
+
+
+def radii(worker):
+    return [entry["gossip/radius"] for entry in worker["history"] if "gossip/radius" in entry]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    return folder, *run(torchrun(2), folder, "trainer_images", "--epochs", "3", "--output_dir", "run")
+
+
+def test_images_are_learned_and_all_workers_end_with_the_deployed_model(images):
+    _, out, workers = images
+    assert printed(out, "test_accuracy") > 0.95
+    assert_equal_workers(workers, 2)
+    assert min(radii(workers[0])) > 1e-3, "the workers kept apart while they trained"
+
+
+def test_the_best_deployed_model_is_what_is_saved(images):
+    folder, out, workers = images
+    model = AutoModelForImageClassification.from_pretrained(folder / "run" / "deployed").eval()
+    torch.testing.assert_close(model.state_dict(), workers[0]["model"], rtol=0, atol=0)
+    _, validation, test = load_splits()
+    for rows, accuracy in ((test, workers[0]["metrics"]["test_accuracy"]), (validation, workers[0]["best"])):
+        with torch.no_grad():
+            right = model(rows["pixel_values"][:]).logits.argmax(-1) == rows["labels"][:]
+        assert float(right.double().mean()) == pytest.approx(accuracy, abs=1e-9)
+    assert printed(out, "test_accuracy") == pytest.approx(workers[0]["metrics"]["test_accuracy"], abs=1e-4)
+
+
+def test_consensus_metrics_stand_in_tensorboard(images):
+    folder, _, workers = images
+    (file,) = (folder / "run").rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    logged = {event.step: event.value for event in events.Scalars("train/gossip/radius")}
+    assert len(logged) == 3
+    assert max(logged.values()) == pytest.approx(max(radii(workers[0])), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def translation(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("translation")
+    launcher = [*ACCELERATE, "--num_processes", "2"]
+    arguments = ["--epochs", "2", "--output_dir", "run"]
+    return folder, *run(launcher, folder, "trainer_translation", *arguments)
+
+
+def test_translation_is_learned_and_all_workers_end_with_the_deployed_model(translation):
+    folder, out, workers = translation
+    assert printed(out, "test_bleu") > 10
+    assert_equal_workers(workers, 2)
+    assert max(radii(workers[0])) > 1e-3
+    assert out.count("reference: ") == 3
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "run" / "deployed").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "deployed")
+    sources = [source for source, _ in grammar_splits()["test"][:3]]
+    found = model.generate(**tokenizer(sources, padding=True, return_tensors="pt"))
+    for source, text in zip(sources, tokenizer.batch_decode(found, skip_special_tokens=True), strict=True):
+        assert f"  {source}\n    -> {text}\n" in out
+
+
+def test_a_saved_model_is_fine_tuned_by_one_process_alone(translation, tmp_path):
+    folder, before, _ = translation
+    arguments = ["--model", str(folder / "run" / "deployed"), "--epochs", "1", "--output_dir", "run"]
+    out, workers = run(PLAIN, tmp_path, "trainer_translation", *arguments)
+    assert printed(out, "test_loss") < 0.9 * printed(before, "test_loss")
+    assert printed(out, "test_bleu") > printed(before, "test_bleu") + 5
+    assert [worker["processes"] for worker in workers] == [1]
+    assert (tmp_path / "run" / "deployed" / "model.safetensors").is_file()
