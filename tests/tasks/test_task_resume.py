@@ -9,6 +9,7 @@ import torch
 from checkpoints import checkpoint_to_resume, step_of_own
 from images.config import CifarConfig
 from safetensors.torch import load_file
+from translation.grammar import grammar_splits
 
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, newest_checkpoint, read_manifest, save_checkpoint
@@ -49,7 +50,7 @@ eval_every: 2
 
 TEXT = """
 gossip: {log_every: 3, start_step: 2, timeout: 30}
-data: {train_limit: 160, vocab_size: 400, cache_dir: cache}
+data: {path: text, vocab_size: 400, cache_dir: cache}
 model: {size: tiny, dropout: 0.2}
 decoding: {beams: 2}
 epochs: 2
@@ -61,6 +62,13 @@ average_last: 2
 average_every: 4
 max_grad_norm: 1.0
 """
+
+
+def write_pairs(folder):
+    folder.mkdir()
+    for split, count in {"train": 160, "validation": 4, "test": 4}.items():
+        for language, lines in zip(("en", "de"), zip(*grammar_splits()[split][:count], strict=True), strict=True):
+            (folder / f"{split}.{language}").write_text("\n".join(lines), encoding="utf-8")
 
 
 def launch(work, script, *arguments, kill_at=None):
@@ -92,6 +100,7 @@ def assert_same_tensors(one, other):
 )
 def test_a_killed_run_started_again_is_the_unbroken_one(tmp_path, script, settings, algorithm, kill_at, resumed_at):
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
+    write_pairs(tmp_path / "text")
     common = [script, "--algorithm", algorithm]
     status, out, err = launch(tmp_path, *common, "--output_dir", "unbroken", "--save_every", "1000")
     assert status == 0, f"{out}\n{err}"
