@@ -38,7 +38,8 @@ class Case:
     batch_size: int = 2
     loader_workers: int = 0
     accumulation: int = 1
-    start_step: int = 5
+    start_step: int | None = 5
+    start_epoch: int | None = None
     data: str = "map"
     topology: str = "one_peer_ring"
     epochs: int = 3
@@ -93,7 +94,13 @@ class Training:
         set_seed(0)
         self.case = case
         gossip = GossipConfig(
-            topology=case.topology, power=2, start_step=case.start_step, total_steps=60, log_every=3, timeout=30
+            topology=case.topology,
+            power=2,
+            start_step=case.start_step,
+            start_epoch=case.start_epoch,
+            total_steps=60,
+            log_every=3,
+            timeout=30,
         )
         self.accelerator = make_accelerator(
             case.algorithm,
@@ -202,7 +209,7 @@ def same(one: dict[str, Any], other: dict[str, Any], last: int | None = None) ->
             (1, 5),
         ),  # 5 an epoch: 5 is its end
         (2, Case(loader_workers=2, accumulation=2, optimizer="adam", start_step=2, epochs=2), (3,)),  # inside a window
-        (2, Case(data="stream", epochs=2), (4,)),
+        (2, Case(data="stream", epochs=2, start_step=None, start_epoch=1), (4,)),
         (2, Case(samples=30, batch_size=6, even_batches=False, skip="skip_first_batches"), (2, 3)),  # 3 batches and 2
         (1, Case(samples=12), (4,)),
         (3, Case(algorithm="sgd", samples=30), (4,)),
