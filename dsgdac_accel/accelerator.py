@@ -99,6 +99,9 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
     _group_is_the_users = False
     """Whether the default process group was there before Accelerate; then `end_training` leaves it running."""
 
+    _adopted_group: WorkerGroup | None = None
+    """The workers of the last accelerator that was adopted in this process."""
+
     def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
         config = _checked_config(gossip)
         if not PartialState._shared_state:  # of Accelerate's state there is one per process, so of this there is, too
@@ -124,16 +127,20 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         if accelerator._models or accelerator._optimizers:
             raise ValueError("`adopt` comes before `prepare`: a model or optimizer of this accelerator is prepared.")
         refuse_unsupported_launch(accelerator)
+        earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
         accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)
-        adopted._begin_gossip(config)
+        # A search makes an Accelerator for each trial, and process groups cost threads and sockets: use them again.
+        again = earlier is not None and earlier.serves(accelerator.device, config.timeout)
+        adopted._begin_gossip(config, earlier if again else None)
+        GossipAccelerator._adopted_group = adopted.group
         return adopted
 
-    def _begin_gossip(self, config: GossipConfig) -> None:
+    def _begin_gossip(self, config: GossipConfig, group: WorkerGroup | None = None) -> None:
         self.gossip_config = config
         refuse_unsupported_launch(self)
-        self.group = WorkerGroup(self.device, self.gossip_config.timeout)
+        self.group = WorkerGroup(self.device, self.gossip_config.timeout) if group is None else group
         self.gossip_steps: list[GossipStep] = []
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
         self._seeded = False

@@ -29,6 +29,7 @@ _TRANSPORT_ERRORS = re.compile(
     r"timed? ?out|connection|read error|write error|broken pipe|socket|monitoredBarrier|nccl|gloo/transport",
     re.IGNORECASE,
 )
+_SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 _STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
 _CHAIN_SECONDS = 2.5  # two waits that began in one step run out about as far apart
@@ -62,6 +63,7 @@ class WorkerGroup:
         self._channels = itertools.count()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
+        self._world = dist.group.WORLD if launched else None
         if self.size == 1:
             return
         if device.type not in ("cpu", "cuda"):
@@ -118,6 +120,11 @@ class WorkerGroup:
     def close(self) -> None:
         """Refuse further use: the process group is about to end."""
         self.closed = True
+
+    def serves(self, device: torch.device, timeout: float) -> bool:
+        """Whether this group can be used again, for another training in the same process and process group."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return not self.closed and self._world is world and (self.device, self.timeout) == (device, timeout)
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
@@ -194,20 +201,22 @@ class WorkerGroup:
 
     # ---- failures
 
-    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None) -> T:
+    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
         """Run `communicate`; turn the transport's error into one that names the lost worker and what was going on.
 
         Args:
             communicate: posts or waits for something that needs other workers.
             what: names it in the error, with the step.
             peer: the only other worker involved, where there is but one.
+            strict: others' code runs in it, whose own timeouts and connections are none of ours.
         """
         self.require_open()
         try:
             return communicate()
         except RuntimeError as error:
             own = type(error).__module__.startswith("dsgdac_accel")  # said already, closer to where it happened
-            if own or not _TRANSPORT_ERRORS.search(str(error)):
+            pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
+            if own or not (isinstance(error, dist.DistError) or pattern.search(str(error))):
                 raise  # a mistake of ours or of the caller, not a lost worker
             where = what if re.search(r"step \d", what) else f"{what} at step {self.steps_taken}"
             raise self._lost(where, _short_cause(error), peer) from error

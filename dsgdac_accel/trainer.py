@@ -27,7 +27,7 @@ from dsgdac_accel.averaging import separate_state
 from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import known_length, set_shared_epoch
+from dsgdac_accel.loaders import known_length
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_rates
@@ -42,13 +42,17 @@ class GossipCallback(TrainerCallback):
 
     Every worker keeps its own weights. What the Trainer evaluates, predicts with, saves, compares and pushes is always
     the deployed model, the average of the workers; `evaluate`, `predict`, `save_model` and `train` must therefore be
-    called on all workers while training is under way. After `train()` the model IS the average, on every worker.
+    called on all workers while training is under way. After `train()` the model IS the average, on every worker. The
+    `model` that other callbacks are given in training is this worker's own.
+
+    Attaching switches `average_tokens_across_devices` off in the Trainer's arguments, and lets its own collectives give
+    up after the GossipConfig's `timeout`.
 
     Args:
         config: topology, gamma schedule and policies. Default: the paper's.
         calibrate: where BatchNorm statistics of the average come from. True: a pass over the training data, shared out
-            over the workers; False: the workers' own, pooled; or an iterable of batches (a DataLoader of this worker's
-            part). Models without BatchNorm never read it.
+            over the workers; False: the workers' own, pooled; or batches that can be read again and again (a DataLoader
+            of this worker's part, a list). Models without BatchNorm never read it.
         calibration_forward: called as `calibration_forward(model, batch)` there; default `model(**batch)`.
 
     Raises (when the Trainer is built):
@@ -68,15 +72,17 @@ class GossipCallback(TrainerCallback):
                 f"GossipCallback takes a GossipConfig; got {type(config).__name__}. "
                 f"Write GossipCallback(GossipConfig(...))."
             )
+        _check_calibration(calibrate, calibration_forward)
         self.calibrate = calibrate
         self.calibration_forward = calibration_forward
         self._trainer: Trainer | None = None
+        self._training = False
         self._forget_run()
 
     def _forget_run(self) -> None:
         """Nothing of an earlier `train()` is left."""
         self._rates: list[float] | None = None
-        self._deployed_buffers: tuple[int, list[Tensor]] | None = None
+        self._statistics: tuple[int, list[Tensor]] | None = None
         self._gradients_checked = self._inside = self._warned_of_pooling = False
         self._random: dict[str, Any] | None = None
 
@@ -98,7 +104,7 @@ class GossipCallback(TrainerCallback):
             raise ValueError("this Trainer has two GossipCallbacks, and would mix twice a step; keep one of them.")
         if self._trainer is trainer:
             return
-        if self._trainer is not None and self._trainer.is_in_train:
+        if self._training:
             raise ValueError("this GossipCallback is training another Trainer now; make one for each Trainer.")
         _refuse_unsupported(trainer)
         self._forget_run()
@@ -112,6 +118,11 @@ class GossipCallback(TrainerCallback):
             trainer.args.average_tokens_across_devices = False
         trainer.accelerator.free_memory()  # an `evaluate` before may have prepared the model
         self._adopt_accelerator()
+        if self._group.size == 1:
+            logger.warning(
+                "1 worker: there is nobody to gossip with, and the Trainer trains as ever. Start several with torchrun "
+                "--nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (the flag is for CPUs, too)."
+            )
         self.checkpoints = TrainerCheckpoints(trainer)
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
@@ -157,13 +168,20 @@ class GossipCallback(TrainerCallback):
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Let `around(original, *args, **kwargs)` stand for a method of this one Trainer."""
-        original = getattr(self.trainer, name)
+        trainer = self.trainer
+        original = getattr(trainer, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
+            if self._trainer is trainer:
+                return around(original, *args, **kwargs)
+            if name == "train":
+                raise ValueError(
+                    "the GossipCallback of this Trainer has been given to another one since; make one for each Trainer."
+                )
+            return original(*args, **kwargs)  # it has trained, or never will: its model is the same on all workers
 
-        setattr(self.trainer, name, wrapped)
+        setattr(trainer, name, wrapped)
 
     def _adopt_accelerator(self) -> None:
         GossipAccelerator.adopt(self.trainer.accelerator, self.config)
@@ -178,9 +196,18 @@ class GossipCallback(TrainerCallback):
     # ---- training
 
     def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any) -> Any:
+        if self not in self.trainer.callback_handler.callbacks:
+            raise ValueError(
+                "GossipCallback was removed from this Trainer, whose Accelerator gossips for good. Build a new Trainer "
+                "without it, or add the callback again."
+            )
         self._forget_run()
         resume_from_checkpoint = self.checkpoints.choose(resume_from_checkpoint)
-        return self._group.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training")
+        self._training = True
+        try:
+            return self._group.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True)
+        finally:
+            self._training = False
 
     def _create_scheduler(self, original: Callable[..., Any], num_training_steps: int, *args: Any, **kw: Any) -> Any:
         """Look ahead while the scheduler is fresh: before a checkpoint is loaded into it."""
@@ -213,8 +240,7 @@ class GossipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell samplers which epoch begins, also in a run that resumes."""
-        for loader in self._accelerator._dataloaders:
-            set_shared_epoch(loader, math.floor((state.epoch or 0.0) + 1e-6))
+        self.checkpoints.begin_pass(state)
         self._return_to_random_state(keep=self.checkpoints.in_mid_epoch(state))
 
     def on_step_begin(
@@ -235,7 +261,7 @@ class GossipCallback(TrainerCallback):
         if not self._gradients_checked:
             self._gradients_checked = True
             norms = self._group.gather(_gradient_norm(self._model), "comparing the first gradients")
-            if len(norms) > 1 and norms[0] > 0 and len(set(norms)) == 1:
+            if len(norms) > 1 and 0 < norms[0] < math.inf and len(set(norms)) == 1:
                 logger.warning(
                     "the first gradients are the same on all workers: either something averages them, such as a hook "
                     "of your own, or all workers read the same batches. Gossip needs neither."
@@ -260,25 +286,27 @@ class GossipCallback(TrainerCallback):
             with self._accelerator.not_training():
                 yield
             return
-        model = self._model
+        model, loaders = self._model, self._accelerator._dataloaders
+        before = len(loaders)
         self._inside = True
         try:
             with self._accelerator.deployed_model(model, self._calibration_data(), self.calibration_forward):
-                self._reuse_buffers(model)
+                self._reuse_statistics(model)
                 yield
         finally:
             self._inside = False
+            del loaders[before:]  # the Trainer prepares new ones for each evaluation, and they would pile up
 
     def _deploy_for_good(self) -> None:
         if self._steps:
             model = self._model
             data, step = self._calibration_data(), self._steps[0].mixer.step
             self._accelerator.deploy(model, data, self.calibration_forward)
-            self._reuse_buffers(model, step)
+            self._reuse_statistics(model, step)
 
     def _calibration_data(self) -> Iterable[Any] | None:
         """What to calibrate on now; None where nothing is to be read, or this step's statistics are known."""
-        if self.calibrate is False or self._known_buffers(self._steps[0].mixer.step):
+        if self.calibrate is False or self._known_statistics(self._steps[0].mixer.step):
             return None
         if self.calibrate is not True:
             return self.calibrate
@@ -293,22 +321,24 @@ class GossipCallback(TrainerCallback):
             )
         return None
 
-    def _known_buffers(self, step: int) -> list[Tensor] | None:
-        return self._deployed_buffers[1] if self._deployed_buffers and self._deployed_buffers[0] == step else None
+    def _known_statistics(self, step: int) -> list[Tensor] | None:
+        return self._statistics[1] if self._statistics is not None and self._statistics[0] == step else None
 
-    def _reuse_buffers(self, model: nn.Module, step: int | None = None) -> None:
-        """Evaluating and saving at one step calibrates once: keep the deployed buffers, or put those kept in place."""
+    def _reuse_statistics(self, model: nn.Module, step: int | None = None) -> None:
+        """Evaluating and saving at one step calibrates once: keep the statistics found, or put those kept in place."""
         step = self._steps[0].mixer.step if step is None else step
-        known = self._known_buffers(step)
+        layers = calibrated_layers(model)
+        now = [tensor for layer in layers for tensor in (layer.running_mean, layer.running_var) if tensor is not None]
+        known = self._known_statistics(step)
         if known is None:
-            self._deployed_buffers = step, [buffer.detach().clone() for buffer in model.buffers()]
+            self._statistics = step, [tensor.detach().clone() for tensor in now]
             return
-        for buffer, value in zip(model.buffers(), known, strict=True):
-            buffer.copy_(value)
+        for tensor, value in zip(now, known, strict=True):
+            tensor.copy_(value)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._deployed():
-            return self._group.guarded(lambda: original(*args, **kwargs), "evaluation")
+            return self._group.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Also give all workers worker 0's metrics: the best model and an early stop are decided alike everywhere."""
@@ -334,7 +364,8 @@ class GossipCallback(TrainerCallback):
         """Put the consensus metrics beside whatever the Trainer logs in training, for all its trackers."""
         if not self._steps:
             return original(logs, *args, **kwargs)
-        if "loss" in logs and self.config.log_every and not self._inside:
+        # The Trainer's own record, which all workers write; anybody may log something on one worker alone.
+        if "loss" in logs and self.trainer.control.should_log and self.config.log_every and not self._inside:
             self._accelerator.measure_consensus(again=False)
         metrics = consensus_metrics(self._steps)
         merged = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)]).log(
@@ -360,8 +391,26 @@ def _gradient_norm(model: nn.Module) -> float:
     return math.hypot(*norms)
 
 
+def _check_calibration(calibrate: Any, forward: Any) -> None:
+    batches = not isinstance(calibrate, bool | str) and isinstance(calibrate, Iterable)
+    if not isinstance(calibrate, bool) and (not batches or isinstance(calibrate, Iterator)):
+        raise TypeError(
+            f"calibrate must be True, False or batches that can be read more than once, such as a DataLoader; got a "
+            f"{type(calibrate).__name__}."
+        )
+    if forward is not None and not callable(forward):
+        raise TypeError(
+            f"calibration_forward must be a function of a model and a batch; got a {type(forward).__name__}."
+        )
+
+
 def _refuse_unsupported(trainer: Trainer) -> None:
     args = trainer.args
+    if args.deepspeed or args.fsdp:
+        raise ValueError(
+            "DeepSpeed and FSDP split the model over the processes, and every worker needs a whole one to gossip. "
+            "Leave deepspeed and fsdp out of the training arguments."
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"Trainer would spread each batch over {args.n_gpu} GPUs of this one process (DataParallel). Launch one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
-from dsgdac_accel.loaders import EqualSteps
+from dsgdac_accel.loaders import EqualSteps, set_shared_epoch
 from dsgdac_accel.manifest import MANIFEST
 from dsgdac_accel.randomness import random_state
+from dsgdac_accel.resuming import inner_loader, order_state, set_order_state
 
 
 class TrainerCheckpoints:
@@ -29,6 +31,9 @@ class TrainerCheckpoints:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer  # by type its model and optimizer may be None, in training they are not
         self._resuming: Path | None = None
+        self._order: Any = None
+        """Where the samplers of the training data stood when the running pass began."""
+        self._loaded_order: Any = None
 
     @property
     def _accelerator(self) -> GossipAccelerator:
@@ -48,20 +53,43 @@ class TrainerCheckpoints:
 
     @contextmanager
     def _as_prepared(self) -> Iterator[None]:
-        """With the Trainer's scheduler, which it steps by itself, and without loaders: it counts batches by itself."""
+        """With the scheduler that the Trainer steps, and, of the loaders whose batches it counts, the order."""
         accelerator = self._accelerator
-        kept = accelerator._dataloaders, accelerator._schedulers
+        kept = accelerator._dataloaders, accelerator._schedulers, accelerator._custom_objects
         accelerator._dataloaders, accelerator._schedulers = [], [self.trainer.lr_scheduler]
+        accelerator._custom_objects = [self]
         try:
             yield
         finally:
-            accelerator._dataloaders, accelerator._schedulers = kept
+            accelerator._dataloaders, accelerator._schedulers, accelerator._custom_objects = kept
+
+    # ---- the order of the training data
+
+    @property
+    def _loader(self) -> Any:
+        return inner_loader(self.trainer.callback_handler.train_dataloader)
+
+    def begin_pass(self, state: TrainerState) -> None:
+        """Tell samplers which epoch begins, and where they stood when it began in the run that is resumed."""
+        if self._loaded_order is not None:
+            set_order_state(self._loader, self._loaded_order, lenient=True)
+            self._loaded_order = None
+        set_shared_epoch(self._loader, math.floor((state.epoch or 0.0) + 1e-6))
+        self._order = order_state(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order of the pass that is to go on: the running one, or at its end the next."""
+        return {"order": self._order if self.in_mid_epoch(self.trainer.state) else order_state(self._loader)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for the pass that begins next."""
+        self._loaded_order = state["order"]
 
     # ---- resuming
 
     def choose(self, resume: Any) -> Any:
         """What `Trainer.train(resume_from_checkpoint=...)` is to resume from: for True, the newest whole checkpoint."""
-        self._resuming = None
+        self._resuming = self._loaded_order = None
         if not resume:
             return resume
         chosen = self._newest() if resume is True else resume
@@ -114,9 +142,9 @@ class TrainerCheckpoints:
         accelerator = self._accelerator
         if accelerator.gossip_config.on_other_worker_count == "refuse":
             raise CheckpointError(
-                f"{self._resuming} holds no states of workers ({MANIFEST}): a Trainer without gossip has saved it, or "
-                f"saving was broken off. To start all workers from its model, set on_other_worker_count='deployed' in "
-                f"GossipConfig."
+                f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with save_only_model=True, by "
+                f"a Trainer without gossip, or not to the end. To start all workers from its model, set "
+                f"on_other_worker_count='deployed' in GossipConfig."
             )
         for step in accelerator.gossip_steps:
             step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.group.size})

@@ -115,6 +115,35 @@ def test_evaluating_and_saving_leave_training_alone(tmp_path):
     torch.testing.assert_close(torch.cat([forced[name].flatten() for name in names]), mean, rtol=0, atol=1e-12)
 
 
+class Growing(Model):
+    """Has a cache that is as long as the longest batch so far, as position tables are."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_norm=True)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x, labels, row=None):
+        if len(x) > len(self.cache):
+            self.cache = torch.zeros(len(x))
+        return super().forward(x, labels, row)
+
+
+def train_growing(rank: int, folder: Path) -> int:
+    trainer = Trainer(
+        Growing(),
+        arguments(str(folder), max_steps=6, **EVERY_3),
+        train_dataset=Rows(40),
+        eval_dataset=EVALUATION,
+        callbacks=[GossipCallback(GOSSIP)],
+    )
+    trainer.train()
+    return len(trainer.accelerator._dataloaders)
+
+
+def test_a_buffer_may_grow_in_evaluation_and_loaders_do_not_pile_up(tmp_path):
+    assert run_workers(train_growing, 2, tmp_path) == [1, 1]
+
+
 # ---- best model, early stop, slow disks
 
 

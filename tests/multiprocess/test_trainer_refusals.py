@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from dsgdac_accel import GossipCallback, GossipConfig
+from dsgdac_accel import GossipCallback, GossipConfig, build_topology
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
 from tests.workers import run_workers
 
@@ -39,6 +40,16 @@ def set_up_in_many_ways(rank: int, folder: Path) -> dict[str, tuple]:
         GossipCallback(GOSSIP).attach(trainer)
         return trainer
 
+    def used_after_an_error() -> Trainer:
+        class Mistake(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                raise ZeroDivisionError
+
+        callback = GossipCallback(GOSSIP)
+        with contextlib.suppress(ZeroDivisionError):
+            build(folder, callbacks=[callback, Mistake()]).train()
+        return build(folder, callbacks=[callback])
+
     def attached_after_evaluation() -> Trainer:
         trainer = build(folder)
         trainer.evaluate()
@@ -65,6 +76,7 @@ def set_up_in_many_ways(rank: int, folder: Path) -> dict[str, tuple]:
         "attached after evaluation": attached_after_evaluation,
         "evaluated before": evaluated_before,
         "used before": used_before,
+        "used after an error": used_after_an_error,
         "compiled": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], torch_compile=True,
                                   torch_compile_backend="aot_eager"),
     }  # fmt: skip
@@ -86,23 +98,26 @@ def test_every_way_to_set_it_up_trains(tmp_path):
         assert torch.equal(deployed, second[name][0]), f"{name}: the workers must end equal"
         assert not torch.equal(deployed, before), name
         assert loss == second[name][3]
-        if name != "used before":
+        if not name.startswith("used"):
             torch.testing.assert_close(deployed, reference, rtol=0, atol=1e-9, msg=f"{name} trains otherwise")
 
 
 def search(rank: int, folder: Path) -> list[bool]:
     """Trials of a hyperparameter search make an Accelerator each."""
     trainer = build(folder, model={"model_init": lambda: Model()}, callbacks=[GossipCallback(GOSSIP)])
+    trainer.train()
+    before = len(os.listdir("/proc/self/fd"))
     wrapped = []
     for _ in range(2):
         trainer.create_accelerator_and_postprocess()
         trainer.train()
         wrapped.append(isinstance(trainer.model_wrapped, DistributedDataParallel))
+        wrapped.append(len(os.listdir("/proc/self/fd")) > before)
     return wrapped
 
 
 def test_a_new_accelerator_for_every_trial_gossips_too(tmp_path):
-    assert run_workers(search, 2, tmp_path) == [[False, False]] * 2
+    assert run_workers(search, 2, tmp_path) == [[False] * 4] * 2, "nor does each trial cost sockets"
 
 
 # ---- what is refused
@@ -149,7 +164,35 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Model(batch_norm=True))
         build(folder, model={"model": model}, callbacks=[GossipCallback(GOSSIP)]).train()
 
+    def shared() -> None:
+        callback = GossipCallback(GOSSIP)
+        first = build(folder, callbacks=[callback])
+        build(folder, callbacks=[callback])
+        first.train()
+
+    def removed() -> None:
+        trainer = build(folder, callbacks=[GossipCallback(GOSSIP)])
+        trainer.remove_callback(GossipCallback)
+        trainer.train()
+
+    def impatient_metric() -> None:
+        trainer = build(folder, callbacks=[GossipCallback(GOSSIP)])
+
+        def compute_metrics(prediction):
+            raise RuntimeError("the connection to the glossary server timed out")
+
+        trainer.compute_metrics = compute_metrics
+        trainer.evaluate()
+
+    three = build_topology("ring", 3)
     ways = {
+        "shared": shared,
+        "removed": removed,
+        "error of the user": impatient_metric,
+        "calibrate": lambda: GossipCallback(GOSSIP, calibrate=5),
+        "read once": lambda: GossipCallback(GOSSIP, calibrate=iter([1])),
+        "forward": lambda: GossipCallback(GOSSIP, calibration_forward=3),
+        "fsdp": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], fsdp="full_shard"),
         "added later": added_later,
         "attached too late": attached_too_late,
         "two": lambda: build(folder, callbacks=[GossipCallback(GOSSIP), GossipCallback(GOSSIP)]),
@@ -164,19 +207,27 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         "schedule free": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="schedule_free_adamw"),
         "SyncBatchNorm": batch_norm_of_all,
         "no config": lambda: GossipCallback({"power": 3}),
-        "topology": lambda: build(folder, callbacks=[GossipCallback(GossipConfig(topology="grid"))]).train(),
+        "topology": lambda: build(folder, callbacks=[GossipCallback(GossipConfig(topology=three))]).train(),
     }  # fmt: skip
     said = {}
     for name, attempt in ways.items():
         try:
             attempt()
             said[name] = "accepted"
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
 
 
 REFUSED = {
+    "shared": "make one for each Trainer",
+    "removed": "was removed from this Trainer",
+    "error of the user": "RuntimeError: the connection to the glossary server timed out",
+    "calibrate": "TypeError: calibrate must be True, False or batches",
+    "read once": "more than once",
+    "forward": "TypeError: calibration_forward must be a function",
+    "fsdp": "leave deepspeed and fsdp out",
+    "topology": "is for 3 workers, but 2 were launched",
     "added later": "callbacks=[GossipCallback(...)]), or call GossipCallback(...).attach(trainer)",
     "attached too late": "attach GossipCallback before the first train()",
     "two": "two GossipCallbacks",

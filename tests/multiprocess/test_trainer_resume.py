@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.utils.data import WeightedRandomSampler
 from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import GossipCallback, GossipConfig
@@ -49,6 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "before the start": {"save_steps": 3, "gossip": {"start_step": 10}},
     "before the starting epoch": {"save_steps": 3, "gossip": {"start_epoch": 1, "max_rate": "active"}},
     "grouped by length": {"save_steps": 11, **by_length(), "remove_unused_columns": False},
+    "a sampler of its own": {"save_steps": 13},
     "loader process": {"save_steps": 5, "dataloader_num_workers": 1},
 }
 
@@ -83,6 +85,10 @@ def run(rank: int, folder: Path, names: list[str], resume: str, kill_at: int | N
             callbacks=[watched, GossipCallback(gossip)],
         )
         watched.trainer = trainer
+        if name == "a sampler of its own":
+            trainer._get_train_sampler = lambda *_: WeightedRandomSampler(
+                [1.0 + row for row in range(44)], 44, generator=torch.Generator().manual_seed(7)
+            )
         checkpoints = sorted((folder / name).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
         trainer.train(resume_from_checkpoint={"no": None, "oldest": str(*checkpoints[:1]), "newest": True}[resume])
         gammas = [(r["step"], r["gossip/gamma"]) for r in trainer.state.log_history if "loss" in r]
