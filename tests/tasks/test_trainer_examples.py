@@ -11,7 +11,7 @@ from translation.grammar import grammar_splits
 
 from tests.launching import ACCELERATE, PLAIN, ROOT, finish, start, torchrun
 
-pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.task, pytest.mark.timeout(320)]
 
 WATCH = """
 import os, runpy, sys
@@ -33,13 +33,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """Runs the example as it is, and keeps what each worker has when it says its results."""
 
 
-def run(launcher, cwd, example, *arguments):
-    """Run an example to its end in `cwd`: what it printed, and what each worker had in the end."""
-    script = str(ROOT / "tasks" / f"{example}.py")
+def begin(launcher, cwd, example, *arguments):
+    """Start an example in `cwd`, whose results go to `run`."""
     (cwd / "watch.py").write_text(WATCH, encoding="utf-8")
-    status, out, err = finish(start([*launcher, "watch.py", script, *arguments], cwd), timeout=150)
+    script = str(ROOT / "tasks" / f"{example}.py")
+    return start([*launcher, "watch.py", script, "--output_dir", "run", *arguments], cwd)
+
+
+def end(process, cwd):
+    """The folder, what the example printed, and what each worker had in the end."""
+    status, out, err = finish(process, timeout=150)
     assert status == 0, f"{out}\n{err}"
-    return out, [torch.load(file, weights_only=True) for file in sorted(cwd.glob("worker*.pt"))]
+    return cwd, out, [torch.load(file, weights_only=True) for file in sorted(cwd.glob("worker*.pt"))]
 
 
 def printed(out, name):
@@ -58,9 +63,24 @@ def radii(worker):
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    return folder, *run(torchrun(2), folder, "trainer_images", "--epochs", "3", "--output_dir", "run")
+def translation(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("translation")
+    return end(begin([*ACCELERATE, "--num_processes", "2"], folder, "trainer_translation", "--epochs", "2"), folder)
+
+
+@pytest.fixture(scope="module")
+def two_runs(translation, tmp_path_factory):
+    """A fine-tune by one process and images by two, side by side: much of either is the start of one process."""
+    model = ["--model", str(translation[0] / "run" / "deployed"), "--epochs", "1"]
+    folders = [tmp_path_factory.mktemp(name) for name in ("finetuned", "images")]
+    alone = begin(PLAIN, folders[0], "trainer_translation", *model)
+    together = begin(torchrun(2), folders[1], "trainer_images", "--epochs", "3")
+    return [end(process, folder) for process, folder in zip((alone, together), folders, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def images(two_runs):
+    return two_runs[1]
 
 
 def test_images_are_learned_and_all_workers_end_with_the_deployed_model(images):
@@ -91,14 +111,6 @@ def test_consensus_metrics_stand_in_tensorboard(images):
     assert max(logged.values()) == pytest.approx(max(radii(workers[0])), rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def translation(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("translation")
-    launcher = [*ACCELERATE, "--num_processes", "2"]
-    arguments = ["--epochs", "2", "--output_dir", "run"]
-    return folder, *run(launcher, folder, "trainer_translation", *arguments)
-
-
 def test_translation_is_learned_and_all_workers_end_with_the_deployed_model(translation):
     folder, out, workers = translation
     assert printed(out, "test_bleu") > 10
@@ -113,11 +125,10 @@ def test_translation_is_learned_and_all_workers_end_with_the_deployed_model(tran
         assert f"  {source}\n    -> {text}\n" in out
 
 
-def test_a_saved_model_is_fine_tuned_by_one_process_alone(translation, tmp_path):
-    folder, before, _ = translation
-    arguments = ["--model", str(folder / "run" / "deployed"), "--epochs", "1", "--output_dir", "run"]
-    out, workers = run(PLAIN, tmp_path, "trainer_translation", *arguments)
+def test_a_saved_model_is_fine_tuned_by_one_process_alone(translation, two_runs):
+    _, before, _ = translation
+    folder, out, workers = two_runs[0]
     assert printed(out, "test_loss") < 0.9 * printed(before, "test_loss")
     assert printed(out, "test_bleu") > printed(before, "test_bleu") + 5
-    assert [worker["processes"] for worker in workers] == [1]
-    assert (tmp_path / "run" / "deployed" / "model.safetensors").is_file()
+    assert_equal_workers(workers, 1)
+    assert (folder / "run" / "deployed" / "model.safetensors").is_file()
