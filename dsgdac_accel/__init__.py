@@ -6,6 +6,7 @@ Importing it has no side effects: no process group, no device and no Accelerate 
 from typing import TYPE_CHECKING, Any
 
 from dsgdac_accel.accelerator import GossipAccelerator
+from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.group import WorkerGroup, WorkerLostError
 from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveConsensus",
+    "CheckpointError",
     "ConsensusLogger",
     "GossipAccelerator",
     "GossipCallback",
@@ -27,6 +29,7 @@ __all__ = [
     "Mixer",
     "NonFiniteError",
     "Topology",
+    "WorkerCountError",
     "WorkerGroup",
     "WorkerLostError",
     "__version__",

@@ -250,7 +250,7 @@ class WorkerGroup:
         missing = [rank for rank in range(self.size) if rank != self.rank]
 
         def call(store: Any) -> None:
-            prefix = f"dsgdac_accel/roll_call/{what}"
+            prefix = "dsgdac_accel/roll_call"  # one for all: survivors may notice the loss in different places
             store.set(f"{prefix}/{self.rank}", "present")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
             while missing and time.monotonic() < deadline:

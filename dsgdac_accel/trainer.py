@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -28,13 +28,17 @@ from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.loaders import known_length
-from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
+from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_rates
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.trainer_checkpoint import TrainerCheckpoints
 
 logger = logging.getLogger(__name__)
+
+_IN_TRAINING = ("rate", "gamma", "radius", "neighbor_disagreement", "wait_seconds")
+_ELSEWHERE = ("gamma", "radius")
+"""The consensus metrics beside training losses, and beside evaluations and the end of training."""
 
 
 class GossipCallback(TrainerCallback):
@@ -367,12 +371,22 @@ class GossipCallback(TrainerCallback):
         # The Trainer's own record, which all workers write; anybody may log something on one worker alone.
         if "loss" in logs and self.trainer.control.should_log and self.config.log_every and not self._inside:
             self._accelerator.measure_consensus(again=False)
-        metrics = consensus_metrics(self._steps)
+        metrics = self._logged_metrics(_IN_TRAINING if "loss" in logs else _ELSEWHERE)
         merged = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)]).log(
             logs, self.trainer.state.global_step
         )
         logs.update({name: value for name, value in merged.items() if name not in metrics})  # Trainer adds its epoch
         return None
+
+    def _logged_metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Few, since every record is one line on the console; the radius only while it is this step's."""
+        metrics = consensus_metrics(self._steps)
+        chosen = {f"{PREFIX}{name}": metrics[f"{PREFIX}{name}"] for name in names if f"{PREFIX}{name}" in metrics}
+        if metrics.get(f"{PREFIX}radius_step") != self._steps[0].mixer.step:
+            chosen.pop(f"{PREFIX}radius", None)
+        if metrics[f"{PREFIX}nonfinite_steps"]:
+            chosen[f"{PREFIX}nonfinite_steps"] = metrics[f"{PREFIX}nonfinite_steps"]
+        return chosen
 
 
 def _trainer_under_construction(control: TrainerControl) -> Trainer:

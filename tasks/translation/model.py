@@ -135,7 +135,7 @@ def save_translator(
     model.config.max_position_embeddings = positions
     model.generation_config = GenerationConfig(
         num_beams=decoding.beams,
-        length_penalty=decoding.length_penalty,
+        length_penalty=decoding.length_penalty if decoding.beams > 1 else None,  # Transformers refuses it for one
         max_new_tokens=positions - 1,
         **_special_tokens(model),
     )

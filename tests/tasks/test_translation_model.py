@@ -178,6 +178,12 @@ def test_a_saved_model_does_not_depend_on_what_it_was_evaluated_on(tmp_path, tok
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+def test_a_greedy_search_is_saved_too(tmp_path, tokenizer):
+    model = tiny(len(tokenizer))
+    save_translator(model, model.state_dict(), tokenizer, DecodingConfig(beams=1), tmp_path / "deployed")
+    assert load_translator(tmp_path / "deployed")[2].beams == 1
+
+
 def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_path):
     model = tiny()
     (tmp_path / "deployed-000000001.safetensors.partial").write_text("of a killed run")

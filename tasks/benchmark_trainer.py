@@ -1,0 +1,166 @@
+"""What GossipCallback adds to a step of the Hugging Face Trainer, beyond the mixing core's own cost.
+
+    torchrun --nproc_per_node 2 tasks/benchmark_trainer.py --rounds 15
+
+Three Trainers of the same model take turns in one launch: `local` without communication, `core` with the bare mixing
+core driven by hand, `callback` with GossipCallback.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benchmark import summarise
+from images.models import build_image_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from dsgdac_accel import GossipCallback, GossipConfig, Mixer, WorkerGroup, build_topology
+from dsgdac_accel.config import config_from_command_line
+
+VARIANTS = ("local", "core", "callback")
+_WARM_UP = 2  # steps of each turn that are not timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerBenchmarkConfig:
+    """One comparison of Trainer steps."""
+
+    model: str = "wrn-16-4"
+    """An image model of `tasks/images/models.py`."""
+
+    batch_size: int = 32
+    """Images (32x32) per worker and step."""
+
+    rounds: int = 9
+    """Times that each variant gets its turn."""
+
+    steps: int = 4
+    """Timed steps per turn."""
+
+    gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
+    """Topology and timeout."""
+
+
+class RandomImages(Dataset):
+    """As many as one turn needs, the same in every turn."""
+
+    def __init__(self, length: int) -> None:
+        self.images = torch.randn(length, 3, 32, 32)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"images": self.images[row], "labels": row % 10}
+
+
+class Classifier(nn.Module):
+    """An image model with the loss that a Trainer wants."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.network = build_image_model(name, 10, 3, (32, 32))
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.network(images)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Clock(TrainerCallback):
+    """Seconds per step after the warm-up of a turn."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == _WARM_UP:
+            self.begun = time.perf_counter()
+        if state.global_step == state.max_steps:
+            self.seconds = (time.perf_counter() - self.begun) / (state.max_steps - _WARM_UP)
+
+
+class BareCore(TrainerCallback):
+    """Finish, apply, start: the exchange of Algorithm 1 and nothing else."""
+
+    def __init__(self, config: GossipConfig, group: WorkerGroup) -> None:
+        self.topology = build_topology(str(config.topology), group.size)
+        self.group = group
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mixer = Mixer(kwargs["model"].parameters(), self.topology, self.group)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mixer.finish(1.0)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mixer.apply()
+        self.mixer.start()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mixer.drain()
+
+
+def take_turn(variant: str, config: TrainerBenchmarkConfig, folder: str, group: WorkerGroup) -> float:
+    """Seconds per step of a short training run."""
+    torch.manual_seed(0)
+    model = Classifier(config.model)
+    steps = _WARM_UP + config.steps
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=not torch.accelerator.is_available(),
+        per_device_train_batch_size=config.batch_size,
+        max_steps=steps,
+        optim="sgd",
+        learning_rate=1e-3,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        average_tokens_across_devices=False,
+    )
+    clock = Clock()
+    others: list[TrainerCallback] = []
+    if variant == "callback":
+        others = [GossipCallback(config.gossip, calibrate=False)]
+    elif variant == "core":
+        others = [BareCore(config.gossip, group)]
+    if variant != "callback":
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate then leaves DDP out
+    data = RandomImages(steps * config.batch_size * group.size)
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock, *others])
+    group.meet("starting a turn")
+    trainer.train()
+    return max(group.gather(clock.seconds, "comparing step times"))
+
+
+def main() -> None:
+    """Measure and print the table."""
+    config = config_from_command_line(TrainerBenchmarkConfig, description=__doc__)
+    use_cpu = not torch.accelerator.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        device = TrainingArguments(folder, use_cpu=use_cpu, report_to=[]).device  # makes the process group
+        group = WorkerGroup(device, config.gossip.timeout)
+        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for round_ in range(config.rounds):
+            for turn in range(len(VARIANTS)):
+                name = VARIANTS[(turn + round_) % len(VARIANTS)]
+                seconds[name].append(take_turn(name, config, folder, group))
+        group.meet("ending the benchmark")
+    if group.rank == 0:
+        added = statistics.median(a / b for a, b in zip(seconds["callback"], seconds["core"], strict=True))
+        for name, row in summarise(seconds).items():
+            print(
+                f"{name:9s} {row['milliseconds']:9.2f} ms   {row['ratio']:.3f} of local "
+                f"(quartiles {row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
+            )
+        print(f"callback: {added:.3f} of core, {group.size} workers, {config.model}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
