@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +68,8 @@ class WorkerGroup:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
         self._world = dist.group.WORLD if launched else None
+        self._processes: list[tuple[str, int]] = [("", 0)] * self.size
+        """Machine and process of each worker."""
         if self.size == 1:
             return
         if device.type not in ("cpu", "cuda"):
@@ -80,6 +86,7 @@ class WorkerGroup:
         # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
         # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
         self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
+        self._processes = self.gather((_machine(), os.getpid()), "meeting the workers")
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         options: dict[str, Any] = (
@@ -223,20 +230,20 @@ class WorkerGroup:
 
     def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
+        silent = "timed out" in cause.lower() or "failed to pass" in cause
         if named:
             who = f"worker {named[1].strip(' ,')}"
         elif peer is not None:
             who = f"worker {peer}"
         else:
-            who = "a worker" if self._first_report() else self._roll_call(what)
-        silent = "timed out" in cause.lower() or "failed to pass" in cause
+            who = "a worker" if self._first_report() else self._roll_call(silent)
         happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
         mine = f"{who} {happened} in {what}, as worker {self.rank} saw it"
         first = self.report(mine)
         news = "" if first == mine else f" First report of this run: {first}."
         if peer is not None and not first.endswith(f"as worker {peer} saw it"):
             # The peer may itself have waited in vain for another worker: then that one is to blame.
-            reported = self._report_of(peer, _CHAIN_SECONDS if silent else 0.0)
+            reported = self._report_of(peer)
             news += f" Worker {peer} reports: {reported}." if reported else ""
         return WorkerLostError(
             f"worker {self.rank}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
@@ -245,8 +252,12 @@ class WorkerGroup:
             f"since each one mixes. ({cause})"
         )
 
-    def _roll_call(self, what: str) -> str:
-        """Who is missing, where everybody takes part: those that do not sign within a few seconds."""
+    def _roll_call(self, silent: bool) -> str:
+        """Who is missing, where everybody takes part: those that do not sign within a few seconds.
+
+        A connection that broke may be noticed by some long before others, so a process that is still there is not
+        missing, unless it is silence that was noticed.
+        """
         missing = [rank for rank in range(self.size) if rank != self.rank]
 
         def call(store: Any) -> None:
@@ -258,21 +269,34 @@ class WorkerGroup:
                 time.sleep(0.05)
 
         self._ask_store(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
+        if not silent:
+            missing = [rank for rank in missing if not self._lives(rank)]
         return f"worker {', '.join(map(str, missing))}" if missing else "a worker"
 
-    def _report_of(self, rank: int, patience: float) -> str:
-        """What this worker wrote before it ended, or writes within `patience` seconds; empty if nothing."""
+    def _lives(self, rank: int) -> bool | None:
+        """Whether the process of a worker on this machine is there; None for one on another machine."""
+        machine, process = self._processes[rank]
+        if machine != _machine():
+            return None
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"  # killed, and only not collected yet by whoever started it
+
+    def _report_of(self, rank: int) -> str:
+        """What this worker wrote before it ended, or writes within a few seconds; empty if nothing."""
         found = [""]
 
         def read(store: Any) -> None:
             key = f"{_REPORT_OF}/{rank}"
-            deadline = time.monotonic() + patience
-            while not store.check([key]) and time.monotonic() < deadline:
+            deadline = time.monotonic() + _CHAIN_SECONDS
+            while not store.check([key]) and time.monotonic() < deadline and self._lives(rank) is not False:
                 time.sleep(0.05)
             if store.check([key]):
                 found[0] = store.get(key).decode()
 
-        self._ask_store(read, patience + _STORE_PATIENCE)
+        self._ask_store(read, _CHAIN_SECONDS + _STORE_PATIENCE)
         return found[0]
 
     def _first_report(self) -> str:
@@ -310,6 +334,14 @@ class WorkerGroup:
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(patience)
+
+
+def _machine() -> str:
+    """What tells machines, and containers with processes of their own, apart."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no /proc here
+        return f"{socket.gethostname()} {uuid.uuid4()}"
 
 
 def _short_cause(error: BaseException) -> str:
