@@ -1,0 +1,176 @@
+"""DSGD-AC on a quadratic with random noise, in many independent chains at once: the check of the theory.
+
+All chains run the algorithm itself, worker by worker with torch.optim.SGD's momentum; nothing of the theory goes in.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsgdac_accel.theory import arguments
+from dsgdac_accel.theory.covariance import ROUNDING, Dynamics
+from dsgdac_accel.theory.modes import graph_modes
+from dsgdac_accel.topology import Topology
+
+
+class Estimate(NamedTuple):
+    """A mean over independent chains."""
+
+    value: Tensor
+    standard_error: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class QuadraticRun:
+    """What `simulate_quadratic` measured. Chains are independent, so the spread of their time averages, however
+    correlated the steps of a chain are, gives the standard error.
+    """
+
+    topology: Topology
+
+    moments_CTKNN: Tensor
+    """Time average of (u_k' delta_i) (u_k' delta_j) after each round of a period, in every chain."""
+
+    radius_C: Tensor
+    """Time average of mean_i ||delta_i|| in every chain."""
+
+    def modal_variance(self) -> Estimate:
+        """E[z_jk^2] of each mode of a single symmetric round, shape (J, K), in the order of `graph_modes`."""
+        _, vectors_NJ = graph_modes(self.topology)
+        moments_CKNN = self.moments_CTKNN[:, 0]
+        return _over_chains(torch.einsum("nj,cknm,mj->cjk", vectors_NJ, moments_CKNN, vectors_NJ))
+
+    def variance(self) -> Estimate:
+        """E[(u_k' delta_i)^2] after each round of a period, shape (T, N, K)."""
+        return _over_chains(self.moments_CTKNN.diagonal(dim1=-2, dim2=-1).mT)
+
+    def frobenius(self) -> Estimate:
+        """Root mean square of ||Delta||_F, shape ()."""
+        square = _over_chains(self.moments_CTKNN.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).mean(-1))
+        root = square.value.sqrt()
+        return Estimate(root, square.standard_error / (2 * root))
+
+    def radius(self) -> Estimate:
+        """Mean distance of a worker from the average, shape ()."""
+        return _over_chains(self.radius_C)
+
+
+def simulate_quadratic(
+    topology: Topology,
+    gamma: float,
+    rate: float,
+    lam: Any,
+    sigma2: Any,
+    momentum: float = 0.0,
+    steps: int = 2000,
+    burn_in: int | None = None,
+    chains: int = 64,
+    seed: int = 0,
+) -> QuadraticRun:
+    """Run DSGD-AC at a constant gamma and rate on f(x) = sum_k lam_k x_k^2 / 2 and measure the disagreement.
+
+    Args:
+        topology, gamma, rate, lam, sigma2, momentum: as in `predicted_radius`; the noise is Gaussian.
+        steps: steps measured in each chain, rounded up to whole periods of the topology.
+        burn_in: steps before, likewise. By default as many as bring the variance to within 1e-6 of its limit.
+        chains: independent runs >= 2, from which the standard errors come.
+        seed: of the noise.
+
+    Raises ValueError for an argument out of range, and for unstable settings: they have no stationary state.
+
+    >>> from dsgdac_accel import build_topology
+    >>> from dsgdac_accel.theory import predicted_radius
+    >>> ring = build_topology("one_peer_ring", 8)
+    >>> settings = dict(gamma=0.5, rate=0.1, lam=[5.0, 0.0], sigma2=1.0, momentum=0.9)
+    >>> measured, error = simulate_quadratic(ring, **settings, steps=500).frobenius()
+    >>> bool(abs(measured - predicted_radius(ring, **settings).frobenius) < 4 * error)
+    True
+    """
+    gamma = arguments.scalar("gamma", arguments.consensus_factor(gamma))
+    rate = arguments.scalar("rate", arguments.positive_rate("rate", rate))
+    momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
+    lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
+    chains = arguments.whole_number("chains", chains, at_least=2)
+    period = topology.period
+    memory = slowest_decay(topology, gamma, rate, lam_K, momentum)
+    if burn_in is None:
+        burn_in = math.ceil(math.log(1e-6) / (2 * math.log(memory))) if memory > 0 else 1
+    kept = math.ceil(arguments.whole_number("steps", steps, at_least=1) / period)
+    skipped = math.ceil(arguments.whole_number("burn_in", burn_in, at_least=0) / period) * period
+    run = quadratic_chains(topology, repeat(gamma), repeat(rate), lam_K, sigma2_K, momentum, chains, seed)
+    moments_CTKNN = torch.zeros(chains, period, len(lam_K), topology.num_workers, topology.num_workers).double()
+    radius_C = torch.zeros(chains, dtype=torch.float64)
+    for step, delta_NCK in enumerate(islice(run, skipped, skipped + kept * period)):
+        moments_CTKNN[:, step % period] += torch.einsum("nck,mck->cknm", delta_NCK, delta_NCK)
+        radius_C += delta_NCK.norm(dim=-1).mean(0)
+    return QuadraticRun(topology, moments_CTKNN / kept, radius_C / (kept * period))
+
+
+def quadratic_chains(
+    topology: Topology,
+    gammas: Iterable[float],
+    rates: Iterable[float],
+    lam: Any,
+    sigma2: Any,
+    momentum: float = 0.0,
+    chains: int = 64,
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """The deviations of all workers after each step, shape (N, C, K), for as long as both gammas and rates last.
+
+    Each step takes the mean of the workers out, which changes no deviation: mixing never reads the mean and the
+    gradient is linear. It has to go because nothing mixes it: where a curvature is negative it grows without bound,
+    and its rounding would swamp the deviations, which stay bounded.
+    """
+    lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (topology.num_workers, chains, len(lam_K))
+    x_NCK = torch.zeros(shape, dtype=torch.float64)
+    momentum_NCK = torch.zeros_like(x_NCK)
+    for step, (gamma, rate) in enumerate(zip(gammas, rates, strict=False)):
+        noise_NCK = sigma2_K.sqrt() * torch.randn(shape, dtype=torch.float64, generator=generator)
+        x_NCK, momentum_NCK = quadratic_step(
+            x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, rate, momentum
+        )
+        x_NCK, momentum_NCK = x_NCK - x_NCK.mean(0), momentum_NCK - momentum_NCK.mean(0)
+        yield x_NCK
+
+
+def quadratic_step(
+    x_NCK: Tensor,
+    momentum_NCK: Tensor,
+    gradient_NCK: Tensor,
+    mixing_NN: Tensor,
+    gamma: float,
+    rate: float,
+    momentum: float,
+) -> tuple[Tensor, Tensor]:
+    """One step of Algorithm 1 with torch.optim.SGD's momentum, for all chains: the new x and momentum buffers.
+
+    m_i <- b m_i + g_i,     x_i <- x_i - a m_i + gamma sum_j W_ij (x_j - x_i)
+    """
+    momentum_NCK = momentum * momentum_NCK + gradient_NCK
+    mixed_NCK = (mixing_NN @ x_NCK.flatten(1)).view_as(x_NCK)
+    return x_NCK - rate * momentum_NCK + gamma * (mixed_NCK - x_NCK), momentum_NCK
+
+
+def slowest_decay(topology: Topology, gamma: float, rate: float, lam_K: Tensor, momentum: float) -> float:
+    """The factor by which the longest-lived disagreement shrinks per step; refuses settings that let one live on."""
+    decay_K = Dynamics(topology, lam_K, torch.zeros_like(lam_K), momentum).decay(gamma, rate)
+    worst = int(decay_K.argmax())
+    if decay_K[worst] >= 1 - ROUNDING:
+        raise ValueError(
+            f"a stationary state needs stable modes; with gamma={gamma:g}, rate={rate:g} and momentum={momentum:g} the "
+            f"direction of curvature {lam_K[worst].item():g} grows by {decay_K[worst].item():g} per period. "
+            f"Raise gamma where the curvature is <= 0, lower the rate where it is large; see is_stable."
+        )
+    return float(decay_K[worst]) ** (1 / topology.period)
+
+
+def _over_chains(value_C: Tensor) -> Estimate:
+    return Estimate(value_C.mean(0), value_C.std(0) / math.sqrt(len(value_C)))
