@@ -14,6 +14,7 @@ from dsgdac_accel.mixing import Mixer, NonFiniteError
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.version import __version__
+from dsgdac_accel.workers import VirtualWorkers
 
 if TYPE_CHECKING:
     from dsgdac_accel.trainer import GossipCallback
@@ -29,6 +30,7 @@ __all__ = [
     "Mixer",
     "NonFiniteError",
     "Topology",
+    "VirtualWorkers",
     "WorkerCountError",
     "WorkerGroup",
     "WorkerLostError",

@@ -21,7 +21,7 @@ from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.flat import as_parameter_list
-from dsgdac_accel.gradients import any_sparse, clip_sparse_grad_norm_
+from dsgdac_accel.gradients import any_sparse, clip_grad_norm_
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.loaders import (
     EqualSteps,
@@ -40,6 +40,7 @@ from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.watch import ModelWatch
+from dsgdac_accel.workers import VirtualWorkers, first_replica
 
 
 class GossipOptimizer(AcceleratedOptimizer):
@@ -143,8 +144,14 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         self.group = WorkerGroup(self.device, self.gossip_config.timeout) if group is None else group
         self.gossip_steps: list[GossipStep] = []
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
+        self._places: dict[int, tuple[int, int]] = {}
         self._seeded = False
         self._deployed = 0  # how many `deployed_model` contexts are open
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the whole run: as many in every process as `workers_per_process` says."""
+        return self.group.size * self.gossip_config.workers_per_process
 
     # ---- prepare
 
@@ -155,7 +162,16 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
                 refuse_unsupported_model(obj)
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         prepared = super().prepare(*args, device_placement=device_placement)
+        virtual = [model for model in self._models[first_model:] if isinstance(model, VirtualWorkers)]
+        for optimizer in self._optimizers[first_optimizer:]:
+            for model in virtual:
+                model.complete(optimizer.optimizer)
         self.make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
+        if virtual:
+            seed, here = shared_seed(self.group), self.gossip_config.workers_per_process
+            for number, model in enumerate(virtual):
+                salted = seed if number == 0 else seed + number
+                model.streams.seed(salted, range(self.group.rank * here, (self.group.rank + 1) * here))
         for optimizer in self._optimizers:
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self._gossip_step(optimizer.optimizer)
@@ -169,9 +185,33 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Device placement, autocast and compilation as usual, but no DDP: gradients stay local."""
+        """Device placement, autocast and compilation as usual, but no DDP: gradients stay local.
+
+        With several workers in this process, the model becomes `VirtualWorkers`, unless it is for evaluation only.
+        """
         refuse_unsupported_model(model)
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        count = self.gossip_config.workers_per_process
+        if isinstance(model, VirtualWorkers) and model.num_workers != count:
+            raise ValueError(
+                f"the model is VirtualWorkers of {model.num_workers} workers, and workers_per_process is {count}. Set "
+                f"GossipConfig(workers_per_process={model.num_workers})."
+            )
+        if count == 1 or evaluation_mode:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        workers = model if isinstance(model, VirtualWorkers) else VirtualWorkers(model, count)
+        before = len(self._models)
+        for number, replica in enumerate(workers.replicas):
+            # Each by itself, so that each has a region of autocast of its own: casts are cached for all of a region.
+            workers.replicas[number] = super().prepare_model(
+                replica, device_placement=device_placement, evaluation_mode=True
+            )
+        self._models[before:] = [workers]
+        workers.mark_prepared()
+        return workers
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As `Accelerator.unwrap_model`; of `VirtualWorkers`, the model that was given to `prepare`."""
+        return super().unwrap_model(first_replica(model), *args, **kwargs)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -241,12 +281,36 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
                 if id(parameter) in mine:
                     name = watch.names.get(id(parameter), "a parameter")
                     raise ValueError(f"{name} is in two optimizers and would be mixed twice; give it to one of them.")
-        step = GossipStep(optimizer, self.group, self.gossip_config, watch)
+        several = self.gossip_config.workers_per_process > 1
+        step = GossipStep(optimizer, self.group, self.gossip_config, watch, self._worker_of if several else None)
         self.gossip_steps.append(step)
         if self.group.size > 1 and not self._seeded:
             self._seeded = True
-            seed_workers_differently(self.group)
+            # A process of several workers draws from a stream of its own, which is none of theirs.
+            salt = (self.gossip_config.workers_per_process,) if several else ()
+            seed_workers_differently(self.group, *salt)
         return step
+
+    def _place_of(self, parameter: Parameter) -> tuple[int, int] | None:
+        """Which worker of this process a parameter belongs to, and where in its model; None if to none."""
+        if id(parameter) not in self._places:
+            virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
+            self._places = {
+                id(own): (worker, place)
+                for worker in range(self.gossip_config.workers_per_process)
+                for place, own in enumerate(p for model in virtual for p in model.replicas[worker].parameters())
+            }
+        return self._places.get(id(parameter))
+
+    def _worker_of(self, parameter: Parameter) -> int:
+        place = self._place_of(parameter)
+        if place is None:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is in no prepared model, and of "
+                f"{self.gossip_config.workers_per_process} workers in this process each needs its own. Make it part of "
+                f"the model, prepare the model before or together with its optimizer, or set workers_per_process=1."
+            )
+        return place[0]
 
     def make_equal(self, models: list[nn.Module], optimizers: Sequence[AcceleratedOptimizer] = ()) -> None:
         """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with.
@@ -270,12 +334,35 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
     # ---- training
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip this worker's own gradient as `Accelerator.clip_grad_norm_`, also where some of it is sparse."""
+        """Clip this worker's own gradient as `Accelerator.clip_grad_norm_`, also where some of it is sparse.
+
+        Of several workers in this process each is clipped by itself, and the mean of their norms is returned.
+        """
         parameters = as_parameter_list(parameters)
-        if not any_sparse(parameters):
+        if self.gossip_config.workers_per_process == 1 and not any_sparse(parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        return clip_sparse_grad_norm_(parameters, max_norm, norm_type)
+        norms = [clip_grad_norm_(mine, max_norm, norm_type) for mine in self._each_workers(parameters)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+
+    def clip_grad_value_(self, parameters: Iterable[Parameter], clip_value: float) -> None:
+        """As `Accelerator.clip_grad_value_`, for all workers of this process."""
+        mine = [p for own in self._each_workers(as_parameter_list(parameters)) for p in own]
+        super().clip_grad_value_(mine, clip_value)
+
+    def _each_workers(self, parameters: list[Parameter]) -> list[list[Parameter]]:
+        """The given parameters, and those in the same places of the other workers' models, worker by worker."""
+        places = {id(parameter): self._place_of(parameter) for parameter in parameters}
+        wanted = {place[1] for place in places.values() if place is not None}
+        virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
+        if not wanted:
+            return [parameters]
+        split = [
+            [p for place, p in enumerate(p for model in virtual for p in model.by_worker()[worker]) if place in wanted]
+            for worker in range(self.gossip_config.workers_per_process)
+        ]
+        split[0] += [parameter for parameter in parameters if places[id(parameter)] is None]
+        return split
 
     def _is_training(self) -> bool:
         return not self._deployed and torch.is_grad_enabled()
@@ -293,6 +380,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         references = list(self.gradient_state.dataloader_references)
         mixers = [] if self._deployed else [step.mixer for step in self.gossip_steps]
         frozen = [layer for step in self.gossip_steps for layer in step.watch.frozen]
+        model = self._holder(model)
         self._deployed += 1
         try:
             with (
@@ -311,6 +399,28 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             self._deployed -= 1
             # A pass inside that was broken off must not look like the active one.
             self.gradient_state.dataloader_references = references
+
+    def _holder(self, model: nn.Module) -> nn.Module:
+        """The `VirtualWorkers` of which `model` is the first replica, if there are any; otherwise itself."""
+        holders = [
+            held
+            for held in self._models
+            if isinstance(held, VirtualWorkers) and any(model is own for own in (held, self.unwrap_model(held)))
+        ]
+        return holders[0] if holders else model
+
+    def consensus_errors(self, model: nn.Module) -> list[dict[str, torch.Tensor]]:
+        """x_i - x_bar of each worker of this process by parameter name, inside `with deployed_model(model)` only.
+
+        In the order of the model. Tied parameters once; parameters that are not trained are left out, since they are equal on all workers.
+        """
+        inner = self.unwrap_model(self._holder(model), keep_torch_compile=False)
+        found: list[dict[int, torch.Tensor]] = [{} for _ in range(self.gossip_config.workers_per_process)]
+        for step in self.gossip_steps:
+            for mine, errors in zip(found, step.mixer.consensus_errors(), strict=True):
+                mine.update(errors)
+        named = list(inner.named_parameters())  # the model's order, whatever the optimizer's
+        return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in found]
 
     @contextmanager
     def not_training(self) -> Iterator[None]:
@@ -331,9 +441,11 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         with self.deployed_model(model, calibrate, calibration_forward) as deployed:
             average = [tensor.detach().clone() for tensor in _values_of(deployed)]
         self._end_gossip()
+        holder = self._holder(model)
         with torch.no_grad():
-            for tensor, value in zip(_values_of(model), average, strict=True):
-                tensor.copy_(value)
+            for replica in holder.replicas if isinstance(holder, VirtualWorkers) else (holder,):
+                for tensor, value in zip(_values_of(replica), average, strict=True):
+                    tensor.copy_(value)
 
     def _end_gossip(self) -> None:
         for step in self.gossip_steps:
@@ -382,7 +494,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
 
         Tensors are copies, because parameters are views of one buffer, which savers would take for tied weights.
         """
-        if not self._deployed and self.group.size > 1:
+        if not self._deployed and self.num_workers > 1:
             warnings.warn(
                 "get_state_dict outside `with accelerator.deployed_model(model)` gives this worker's weights, "
                 "not the average of the workers that is meant to be deployed.",
@@ -398,6 +510,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         for optimizer in self._optimizers:
             optimizer.gossip = None  # prepared again, it gossips again
         self._seeded = False
+        self._places = {}
         return super().free_memory(*objects)
 
     def end_training(self) -> None:

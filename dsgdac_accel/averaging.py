@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dsgdac_accel.calibration import (
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Mixer
 from dsgdac_accel.randomness import random_state, set_random_state
+from dsgdac_accel.workers import VirtualWorkers, first_replica
 
 
 @contextmanager
@@ -41,7 +42,8 @@ def deployed_model(
     workers.
 
     Args:
-        model: the model; may be compiled or wrapped by Accelerate. Out of DDP, the inner module is yielded.
+        model: the model; may be compiled or wrapped by Accelerate. Out of DDP and of `VirtualWorkers`, the inner module
+            is yielded.
         mixers: those of all its parameters; empty for a baseline whose workers are equal anyway.
         calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or any other loader or
             iterable of this worker's own batches.
@@ -53,19 +55,24 @@ def deployed_model(
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP would broadcast buffers in every forward, and wait where shares are uneven
-    layers = calibrated_layers(model, {*frozen, *frozen_layers(model)})
-    with preserved_state(model):
+    holder, model = model, first_replica(model)
+    replicas = list(dict.fromkeys(holder.replicas)) if isinstance(holder, VirtualWorkers) else [model]
+    untouched = {*frozen, *frozen_layers(holder)}
+    layers_of = [calibrated_layers(replica, untouched) for replica in replicas]
+    layers = layers_of[0]
+    with preserved_state(holder), holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext():
         try:
             for mixer in mixers:
                 mixer.swap_in_average()
             _deploy_buffers(model, layers, group)
             if calibrate is None:
-                pool_batch_norm(layers, group)
+                pool_batch_norm(layers_of, group)
             else:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
-                batches = sharded_batches(calibrate, group, device)
+                here = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
+                batches = sharded_batches(calibrate, group, device, per_process=here)
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
-            model.eval()
+            holder.eval()
             yield model
         finally:
             for mixer in mixers:

@@ -145,15 +145,20 @@ def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -
 
 
 @torch.no_grad()
-def pool_batch_norm(layers: Sequence[_BatchNorm], group: WorkerGroup) -> None:
-    """Without data: pool the workers' running statistics by the law of total variance. Collective."""
-    for layer in layers:
-        mean, variance = layer.running_mean.double(), layer.running_var.double()  # type: ignore[union-attr]
-        shares = group.gather((mean.cpu(), variance.cpu()), "pooling BatchNorm statistics")
+def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGroup) -> None:
+    """Without data: pool the workers' running statistics by the law of total variance. Collective.
+
+    Args:
+        layers_of: the same layers of each worker of this process; those of the first one are written.
+        group: the processes.
+    """
+    for layers in zip(*layers_of, strict=True):
+        mine = [(layer.running_mean.double().cpu(), layer.running_var.double().cpu()) for layer in layers]
+        shares = [share for of_process in group.gather(mine, "pooling BatchNorm statistics") for share in of_process]
         means = torch.stack([share[0] for share in shares])
         variances = torch.stack([share[1] for share in shares])
-        layer.running_mean.copy_(means.mean(0))  # type: ignore[union-attr]
-        layer.running_var.copy_(variances.mean(0) + means.var(0, correction=0))  # type: ignore[union-attr]
+        layers[0].running_mean.copy_(means.mean(0))
+        layers[0].running_var.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
 # ---- batches of any form
@@ -185,13 +190,22 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return accepted
 
 
-def sharded_batches(data: Iterable[Any], group: WorkerGroup, device: torch.device) -> Iterator[Any]:
+def sharded_batches(
+    data: Iterable[Any], group: WorkerGroup, device: torch.device, *, per_process: int = 1
+) -> Iterator[Any]:
     """This worker's share of the batches of `data`, moved to `device`. Collective.
 
     A loader that Accelerate prepared over a data set of the same length on all workers is shared out; any other loader
     or iterable is taken to hold this worker's own data. Map-style data sets are read through a loader of our own:
     sampler, epoch, generators and loader workers of the given one stay untouched, no sample is repeated or left out,
     and the shared batches are the same for any number of workers.
+
+    Args:
+        data: the loader or iterable.
+        group: the processes.
+        device: where the batches go.
+        per_process: workers of a process. A batch of the loader is for all of them; the shared ones are as large as one
+            worker's part.
     """
     from accelerate.utils import send_to_device
 
@@ -205,7 +219,8 @@ def sharded_batches(data: Iterable[Any], group: WorkerGroup, device: torch.devic
     contents = group.gather(what, "comparing the calibration data")
     shared = len(set(contents)) == 1 and hasattr(source, "base_dataloader")
     if readable:
-        source = _fresh_loader(source, rows, group.rank if shared else 0, group.size if shared else 1)
+        share, shares = (group.rank, group.size) if shared else (0, 1)
+        source = _fresh_loader(source, rows, share, shares, per_process)
     for batch in source:
         yield send_to_device(batch, device)
 
@@ -233,10 +248,11 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int) -> DataLoader:
+def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, per_process: int) -> DataLoader:
     """Every `shares`-th batch of `rows`, beginning with number `share`."""
-    size = _batch_size(loader)
-    assert size is not None
+    loaded = _batch_size(loader)
+    assert loaded is not None
+    size = max(1, loaded // per_process)
     # A fixed shuffle: in file order, whole batches of one class would distort the statistics of deeper layers.
     shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED)).tolist()
     batches = list(BatchSampler([rows[number] for number in shuffle], size, drop_last=False))

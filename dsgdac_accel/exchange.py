@@ -1,5 +1,6 @@
 """Sending the flat buffers of one round and receiving those of the neighbours, in the background.
 
+A process may hold several workers: what they need of each other is in its memory and is not exchanged here.
 A pair, or any sparse round, is point-to-point. A round that averages whole groups of three or more is an all-reduce
 on each group. Which of the two, and with whom, follows from the step alone, so all workers agree without asking.
 """
@@ -7,7 +8,8 @@ on each group. Which of the two, and with whom, follows from the step alone, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,70 +57,96 @@ def plan_round(topology: Topology, step: int, worker: int) -> RoundPlan:
 class Exchange:
     """Posts the exchange of `sent` for a step and waits for it.
 
-    `received[k]` are the buffers of the k-th neighbour (in order of rank), shaped like `sent`; of an averaging group
-    there is one, which then holds the SUM over the group. `sent` must not change between `post` and `wait`.
+    `sent[k]` are the buffers of the k-th worker of this process. Only what other processes hold is sent and received:
+    `slots[k]` are buffers shaped like those of worker k, one set for each of its neighbours elsewhere (in order of
+    worker), at least one. Of an averaging group that spans processes, the first set of its first member here then holds
+    the SUM over the group. `sent` must not change between `post` and `wait`.
     """
 
-    def __init__(self, group: WorkerGroup, topology: Topology, sent: Sequence[Tensor]) -> None:
+    def __init__(self, group: WorkerGroup, topology: Topology, sent: Sequence[Sequence[Tensor]]) -> None:
         self.group = group
-        self.sent = list(sent)
-        self.plans = [plan_round(topology, step, group.rank) for step in range(topology.period)]
-        slots = max([1] + [len(plan.weights) for plan in self.plans if plan.averaging_group is None])
-        slots = slots if group.size > 1 else 0
-        self.received = [[tensor.new_zeros(tensor.shape) for tensor in self.sent] for _ in range(slots)]
+        self.sent = [list(buffers) for buffers in sent]
+        self.per_process = len(self.sent)
+        self.topology = topology
+        self.workers = range(group.rank * self.per_process, (group.rank + 1) * self.per_process)
+        self.plans = [
+            [plan_round(topology, step, worker) for worker in self.workers] for step in range(topology.period)
+        ]
+        self.slots = [self._new_slots(worker) for worker in range(self.per_process)]
         self.waited_seconds = 0.0
         self.bytes_sent = 0
         self._in_flight: Future[list[tuple[Any, int | None]]] | None = None
         self._step = 0
-        for step in range(topology.period):  # collective: every worker creates every subgroup, in the same order
-            for members in topology.averaging_groups(step) or ():
-                if len(members) > 2:
-                    group.subgroup(tuple(members))
+        if group.size > 1:
+            for step in range(topology.period):  # collective: every worker creates every subgroup, in the same order
+                for members in topology.averaging_groups(step) or ():
+                    if len(members) > 2 and len(self._processes(members)) > 1:
+                        group.subgroup(self._processes(members))
         self._channel = group.new_channel()
+
+    def _new_slots(self, worker: int) -> list[list[Tensor]]:
+        plans = [plans[worker] for plans in self.plans]
+        elsewhere = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
+        count = max([1, *elsewhere]) if self.topology.num_workers > 1 else 0
+        return [[tensor.new_zeros(tensor.shape) for tensor in self.sent[worker]] for _ in range(count)]
+
+    def _processes(self, members: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({member // self.per_process for member in members}))
+
+    def elsewhere(self, workers: Iterable[int]) -> list[int]:
+        """Those of `workers` that live in other processes."""
+        return [worker for worker in workers if worker not in self.workers]
+
+    def spans_processes(self, members: Iterable[int]) -> bool:
+        """Whether an averaging group has members in several processes, so that its sum is made here."""
+        return len(self._processes(members)) > 1
+
+    @property
+    def received(self) -> list[list[Tensor]]:
+        """All receive buffers, whichever worker of this process they are for."""
+        return [slot for slots in self.slots for slot in slots]
 
     @property
     def in_flight(self) -> bool:
         """Whether something is posted that nobody has waited for."""
         return self._in_flight is not None
 
-    def plan(self, step: int) -> RoundPlan:
-        """This worker's part in the round of `step`."""
-        return self.plans[step % len(self.plans)]
+    def plan(self, step: int, worker: int = 0) -> RoundPlan:
+        """The part of this process's `worker` in the round of `step`."""
+        return self.plans[step % len(self.plans)][worker]
 
     def post(self, step: int) -> None:
         """Start sending and receiving for `step`; returns at once."""
         assert self._in_flight is None, "one exchange at a time"
         self._step = step
-        plan = self.plan(step)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self.sent)
-        # An all-reduce by ring sends 2 (m - 1) / m of its input (each worker once to reduce, once to spread).
-        members = len(plan.averaging_group or ())
-        self.bytes_sent = round(2 * (members - 1) / members * size) if members else size * len(plan.recipients)
-        work = self._average if plan.averaging_group else self._send_and_receive
+        self.bytes_sent = self._bytes_to_send()
         if self.group.poster is not None:
-            self._in_flight = self.group.poster.submit(work, plan)
+            self._in_flight = self.group.poster.submit(self._post)
         else:
             self._in_flight = Future()
-            self._in_flight.set_result(work(plan))
+            self._in_flight.set_result(self._post())
 
-    def wait(self) -> RoundPlan:
-        """Wait for the posted exchange; afterwards `received` is filled and `sent` may change."""
+    def _post(self) -> list[tuple[Any, int | None]]:
+        return [*self._average(), *self._send_and_receive()]
+
+    def wait(self) -> None:
+        """Wait for the posted exchange; afterwards the slots are filled and `sent` may change."""
         assert self._in_flight is not None, "nothing was posted"
         pending, self._in_flight = self._in_flight, None
         started = time.perf_counter()
         deadline = started + self.group.timeout
         what = f"the exchange of step {self._step}"
-        plan = self.plan(self._step)
-        only_peer = next(iter(plan.weights)) if len(plan.weights) == 1 else None
+        plans = self.plans[self._step % len(self.plans)]
+        peers = self._processes(self.elsewhere({worker for plan in plans for worker in plan.weights}))
+        only_peer = peers[0] if len(peers) == 1 else None
         for work, peer in self.group.guarded(pending.result, what, only_peer):
             self.group.guarded(lambda work=work: self._wait_for(work, deadline), what, peer)  # type: ignore[misc]
         self.waited_seconds = time.perf_counter() - started
-        return plan
 
     def release(self) -> None:
         """Free the receive buffers; nothing can be posted afterwards."""
         assert self._in_flight is None, "an exchange is in flight"
-        self.sent, self.received = [], []
+        self.sent, self.slots = [], []
 
     def _wait_for(self, work: Any, deadline: float) -> None:
         if self.group.backend == "nccl":
@@ -126,27 +154,37 @@ class Exchange:
         else:
             work.wait(timedelta(seconds=max(0.001, deadline - time.perf_counter())))
 
-    def _average(self, plan: RoundPlan) -> list[tuple[Any, int | None]]:
-        handle = self.group.subgroup(plan.averaging_group)  # type: ignore[arg-type]
+    def _average(self) -> list[tuple[Any, int | None]]:
         works: list[tuple[Any, int | None]] = []
-        for tensor, total in zip(self.sent, self.received[0], strict=True):
-            total.copy_(tensor)
-            works.append((dist.all_reduce(total, group=handle, async_op=True), None))
+        for members in self._spanning_groups():
+            handle = self.group.subgroup(self._processes(members))
+            mine = [worker - self.workers.start for worker in members if worker in self.workers]
+            for number, total in enumerate(self.slots[mine[0]][0]):
+                total.copy_(self.sent[mine[0]][number])
+                for worker in mine[1:]:
+                    total.add_(self.sent[worker][number])
+                works.append((dist.all_reduce(total, group=handle, async_op=True), None))
         return works
 
-    def _send_and_receive(self, plan: RoundPlan) -> list[tuple[Any, int | None]]:
+    def _send_and_receive(self) -> list[tuple[Any, int | None]]:
         handle = self.group.exchange_group
         receives, sends = [], []
+        places: Counter[tuple[int, int]] = Counter()  # how many messages go between two processes so far
         # A worker that is a step off must not be taken for one in step, nor one optimizer's parameters for another's.
-        tag = (self._channel % _CHANNELS * _STEPS + self._step % _STEPS) * _MAX_CHUNKS
-        for number, tensor in enumerate(self.sent):
-            chunks = list(_chunks(tensor))
-            for peer, slot in zip(plan.weights, self.received, strict=False):
-                for offset, chunk in enumerate(_chunks(slot[number])):
-                    receives.append((dist.irecv, chunk, peer, tag + offset))
-            for peer in plan.recipients:
-                sends += [(dist.isend, chunk, peer, tag + offset) for offset, chunk in enumerate(chunks)]
-            tag += len(chunks)
+        base = (self._channel % _CHANNELS * _STEPS + self._step % _STEPS) * _MAX_CHUNKS
+        for sender, receiver, slot in self._messages():
+            source, target = sender // self.per_process, receiver // self.per_process
+            outgoing = source == self.group.rank
+            tag = base + places[source, target]
+            buffers = self.sent[sender - self.workers.start] if outgoing else self.slots[slot[0]][slot[1]]
+            for buffer in buffers:
+                for chunk in _chunks(buffer):
+                    if outgoing:
+                        sends.append((dist.isend, chunk, target, tag))
+                    else:
+                        receives.append((dist.irecv, chunk, source, tag))
+                    tag += 1
+            places[source, target] = tag - base
         # Receives first: posted the other way round, 40 MB waited 147 ms on gloo.
         calls = receives + sends
         if not calls:
@@ -156,6 +194,33 @@ class Exchange:
             operations = [dist.P2POp(call, chunk, peer, handle, tag) for call, chunk, peer, tag in calls]
             return [(work, None) for work in dist.batch_isend_irecv(operations)]
         return [(call(chunk, peer, group=handle, tag=tag), peer) for call, chunk, peer, tag in calls]
+
+    def _spanning_groups(self) -> list[tuple[int, ...]]:
+        """The averaging groups of the round that have members here and in other processes, in order."""
+        plans = self.plans[self._step % len(self.plans)]
+        groups = {plan.averaging_group for plan in plans if plan.averaging_group is not None}
+        return sorted(members for members in groups if self.spans_processes(members))
+
+    def _bytes_to_send(self) -> int:
+        size = sum(_bytes(tensor) for tensor in self.sent[0])
+        messages = sum(sender in self.workers for sender, _, _ in self._messages())
+        # An all-reduce by ring sends 2 (m - 1) / m of its input (once to reduce, once to spread).
+        counts = [len(self._processes(members)) for members in self._spanning_groups()]
+        return messages * size + sum(round(2 * (count - 1) / count * size) for count in counts)
+
+    def _messages(self) -> list[tuple[int, int, tuple[int, int]]]:
+        """(sender, receiver, slot) of what this process sends and receives, in an order that both sides know."""
+        messages = []
+        for row, (worker, plan) in enumerate(zip(self.workers, self.plans[self._step % len(self.plans)], strict=True)):
+            if plan.averaging_group:
+                continue
+            messages += [(sender, worker, (row, k)) for k, sender in enumerate(self.elsewhere(plan.weights))]
+            messages += [(worker, receiver, (row, 0)) for receiver in self.elsewhere(plan.recipients)]
+        return sorted(messages)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.flat import as_parameter_list
+
+def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
+    """Numbers of the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
+    by_worker = [_gradients(mine) for mine in parameters]
+    norms = [norm.double() for gradients in by_worker if gradients for norm in torch._foreach_norm(gradients)]
+    if not norms or bool(torch.isfinite(torch.stack(norms)).all()):
+        return []
+    # A norm can overflow where every element is finite: look at the elements before calling it a fault.
+    return [
+        worker
+        for worker, gradients in enumerate(by_worker)
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    ]
 
 
-def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every gradient that the next local step would use is finite. One pass, dense or sparse."""
-    gradients = [gradient_values(p.grad) for p in as_parameter_list(optimizer.param_groups) if p.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    if not gradients:
-        return True
-    norms = torch._foreach_norm(gradients)
-    if bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all()):
-        return True
-    # A norm can overflow where every element is finite: look again before calling it a fault.
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    gradients = [gradient_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [gradient for gradient in gradients if gradient.numel()]
 
 
 def gradient_values(gradient: Tensor) -> Tensor:
@@ -32,6 +36,13 @@ def gradient_values(gradient: Tensor) -> Tensor:
 def any_sparse(parameters: Iterable[Parameter]) -> bool:
     """Whether a gradient is sparse, as from `nn.Embedding(sparse=True)`."""
     return any(p.grad is not None and p.grad.is_sparse for p in parameters)
+
+
+def clip_grad_norm_(parameters: Sequence[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, also where some of the gradients are sparse."""
+    if any_sparse(parameters):
+        return clip_sparse_grad_norm_(parameters, max_norm, norm_type)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 @torch.no_grad()

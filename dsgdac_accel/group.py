@@ -150,17 +150,29 @@ class WorkerGroup:
                 what,
             )
 
-    def mean_(self, tensor: Tensor, what: str) -> Tensor:
+    def mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
 
         Summed in float64, so that workers which are equal have exactly themselves as their mean.
+
+        Args:
+            tensor: this process's first worker's.
+            what: names the collective in errors.
+            others: those of further workers in this process, as many in every process; left as they are.
         """
+        count = self.size * (1 + len(others))
+        if count == 1:
+            return tensor
         if self.size > 1:
             self._silence()
-            for part in tensor.split(_MEAN_CHUNK):
-                wide = part.double()
+        for start in range(0, len(tensor), _MEAN_CHUNK):
+            part = tensor[start : start + _MEAN_CHUNK]
+            wide = part.double()
+            for other in others:
+                wide.add_(other[start : start + _MEAN_CHUNK])
+            if self.size > 1:
                 self.guarded(lambda wide=wide: dist.all_reduce(wide, group=self._reduction), what)  # type: ignore[misc]
-                part.copy_(wide.div_(self.size))
+            part.copy_(wide.div_(count))
         return tensor
 
     def max_(self, tensor: Tensor, what: str) -> Tensor:

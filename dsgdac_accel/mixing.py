@@ -8,14 +8,14 @@ posts the exchange of the new x. Together this is Algorithm 1 to the letter, for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.exchange import Exchange
+from dsgdac_accel.exchange import Exchange, RoundPlan
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
@@ -37,20 +37,32 @@ class Consensus:
     """Mixes done when it was measured."""
 
 
+@dataclass
+class _Update:
+    """What is added to one worker of this process: `scale` times `difference`, by buffer."""
+
+    worker: int
+    difference: list[Tensor]
+    scale: float
+
+
 class Mixer:
     """Keeps the parameters of one optimizer in flat buffers and mixes them with the neighbours'.
 
     Memory beyond the parameters themselves: one receive buffer per simultaneous neighbour, so one parameter copy for
-    the one-peer topologies, the complete one and every other that averages whole groups.
+    the one-peer topologies, the complete one and every other that averages whole groups. A process that holds several
+    workers has these for each of them; what they need of each other is read in place.
 
     Args:
         parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these,
             asked before every exchange, so that parameters added, replaced, frozen or unfrozen later are noticed.
-        topology: who mixes with whom; built for `group.size` workers.
-        group: the workers. Construction is collective.
+        topology: who mixes with whom; built for `group.size * per_process` workers.
+        group: the processes that hold the workers. Construction is collective.
         order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" mixes
             before it, so that weight decay sees the mixed point; it saves a pass over memory.
         names: what to call a parameter in error messages, by `id`.
+        per_process: how many workers this process holds, like all others: `per_process * rank` and the next ones.
+        worker_of: which of them a parameter belongs to, from 0; only needed where there are several.
 
     Raises:
         ValueError: the topology is for another number of workers, the workers hold different parameters, or a
@@ -65,11 +77,15 @@ class Mixer:
         *,
         order: str = "local_first",
         names: Mapping[int, str] | None = None,
+        per_process: int = 1,
+        worker_of: Callable[[Parameter], int] | None = None,
     ) -> None:
-        if topology.num_workers != group.size:
+        self.num_workers = group.size * per_process
+        if topology.num_workers != self.num_workers:
+            each = f" processes of {per_process} workers each" if per_process > 1 else ""
             raise ValueError(
-                f"topology '{topology.name}' is for {topology.num_workers} workers, but {group.size} were launched. "
-                f"Launch {topology.num_workers}, or build it for {group.size}."
+                f"topology '{topology.name}' is for {topology.num_workers} workers, but {group.size}{each} were "
+                f"launched. Launch {topology.num_workers} workers, or build it for {self.num_workers}."
             )
         if not callable(parameters):
             listed = as_parameter_list(parameters)  # a generator can be read only once
@@ -80,19 +96,24 @@ class Mixer:
         self.group = group
         self.order = order
         self.names = names or {}
+        self.per_process = per_process
+        self.workers = range(group.rank * per_process, (group.rank + 1) * per_process)
+        """Numbers of the workers that this process holds."""
+        self._worker_of = worker_of or (lambda parameter: 0)
         self.step = 0
         """Mixes done so far; alone decides who talks to whom."""
         self.neighbor_disagreement: Tensor | float = 0.0
-        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours."""
-        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if group.size == 1 else None
+        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours; of
+        several workers in this process their mean."""
+        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if self.num_workers == 1 else None
         self._once_mixed: set[int] = set()
         self._known = {id(parameter) for parameter in self._find()}
         self._arrived = False
         self._borrowed = False
         self._released = False
-        self._backup: list[Tensor] = []
+        self._backup: list[list[Tensor]] = []
         self._warned_of_edits = False
-        self._update_scale = 0.0
+        self._updates: list[_Update] = []
         group.on_silence(self)
         self._lay_out()
 
@@ -105,22 +126,46 @@ class Mixer:
         """
         return [p for p in self._find() if p.requires_grad or id(p) in self._once_mixed]
 
+    def by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+        """Parameters of each worker of this process."""
+        if self.per_process == 1:
+            return [list(parameters)]
+        split: list[list[Parameter]] = [[] for _ in self.workers]
+        for parameter in parameters:
+            split[self._worker_of(parameter)].append(parameter)
+        return split
+
     def _lay_out(self) -> None:
-        self.flat = FlatParameters(self._selected(), self.names)
-        self._once_mixed = {id(parameter) for parameter in self.flat.parameters}
-        for parameter in self.flat.parameters:
-            if self.group.size > 1 and parameter.device.type != self.group.device.type:
-                raise ValueError(
-                    f"{self.flat.name_of(parameter)} is on {parameter.device}, but this run communicates on "
-                    f"{self.group.device}. Prepare the model before, or together with, its optimizer."
-                )
-        self.group.require_equal(self.flat.signature(), "trainable parameters (shape, strides, dtype)")
-        self.exchange = Exchange(self.group, self.topology, [buffer.data for buffer in self.flat.buffers])
+        self.flats = [FlatParameters(mine, self.names) for mine in self.by_worker(self._selected())]
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                if self.num_workers > 1 and parameter.device.type != self.group.device.type:
+                    raise ValueError(
+                        f"{flat.name_of(parameter)} is on {parameter.device}, but this run communicates on "
+                        f"{self.group.device}. Prepare the model before, or together with, its optimizer."
+                    )
+        self._once_mixed = {id(parameter) for flat in self.flats for parameter in flat.parameters}
+        signatures = [flat.signature() for flat in self.flats]
+        if any(signature != signatures[0] for signature in signatures):
+            raise ValueError(
+                "the workers of this process train different parameters. Freeze, unfreeze, add and replace parameters "
+                "in all replicas of the model alike (`model.replicas`)."
+            )
+        self.group.require_equal(signatures[0], "trainable parameters (shape, strides, dtype)")
+        self.exchange = Exchange(
+            self.group, self.topology, [[buffer.data for buffer in flat.buffers] for flat in self.flats]
+        )
+
+    @property
+    def flat(self) -> FlatParameters:
+        """The parameters of this process's first worker, mostly its only one."""
+        return self.flats[0]
 
     def _follow_changes(self) -> None:
         """Adopt again what was added, replaced, frozen, unfrozen or re-pointed; in an undisturbed step, only looks."""
-        misfits = self.flat.bring_back()
-        if misfits or not self.flat.holds(self._selected()):
+        misfits = [parameter for flat in self.flats for parameter in flat.bring_back()]
+        split = self.by_worker(self._selected())
+        if misfits or not all(flat.holds(mine) for flat, mine in zip(self.flats, split, strict=True)):
             self._lay_out()
 
     def _equalise_newcomers(self) -> None:
@@ -133,20 +178,22 @@ class Mixer:
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the parameters as they are exchanged."""
+        """Size of the parameters of one worker, as they are exchanged."""
         return sum(buffer.data.numel() * buffer.data.element_size() for buffer in self.flat.buffers)
 
     # ---- one step
 
     def start(self) -> None:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.group.size == 1 or self.exchange.in_flight or self._arrived:
+        if self.num_workers == 1 or self.exchange.in_flight or self._arrived:
             return
         self.group.require_open()
         self._refuse_while_borrowed()
         self._follow_changes()
-        self.flat.remember_versions()
-        self.exchange.post(self.step)
+        for flat in self.flats:
+            flat.remember_versions()
+        if self.group.size > 1:
+            self.exchange.post(self.step)
 
     def drain(self) -> None:
         """Wait for what is in flight. What arrived is kept for the next `finish`."""
@@ -169,58 +216,106 @@ class Mixer:
         self.start()
         self.drain()
         self._arrived = False
-        plan = self.exchange.plan(self.step)
-        if self.group.size == 1 or not plan.weights:  # alone, or sitting this round out: the receive buffer is stale
-            self.neighbor_disagreement, self._update_scale = 0.0, 0.0
+        self._updates = []
+        if self.num_workers == 1:
+            self.neighbor_disagreement = 0.0
             return
         self._warn_of_edits()
-        weight = plan.total_weight
         # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
         # the difference to that keeps the mean of the workers exact.
-        self._form_difference(plan.weights, weight, plan.averaging_group)
+        self._updates = self._differences()
         self._check_arrived_finite()
-        self._update_scale = gamma * weight
+        for update in self._updates:
+            update.scale *= gamma
         if self.order == "mix_first":
-            self._add_update()
+            self._add_updates()
 
     @torch.no_grad()
     def apply(self) -> None:
         """Add the update that `finish` formed, after the local step, and count the step."""
         if self.order == "local_first":
-            self._add_update()
+            self._add_updates()
+        self._updates = []
         self.step += 1
         self.group.steps_taken = self.step
 
-    def _form_difference(self, weights: dict[int, float], weight: float, averaging_group: tuple | None) -> None:
-        """received[0] <- (mean of the neighbours' x, weighted by W_ij) - x_i."""
-        for number, buffer in enumerate(self.flat.buffers):
-            first = self.exchange.received[0][number]
-            if averaging_group:  # the sum over the m members, ourselves included: (sum - m x) / (m - 1)
-                members = len(averaging_group)
-                first.sub_(buffer.data, alpha=members).div_(members - 1)
+    def _differences(self) -> list[_Update]:
+        """(mean of the neighbours' x, weighted by W_ij) - x_i for each worker here that does not sit the round out."""
+        updates: dict[int, _Update] = {}
+        for here, worker in enumerate(self.workers):
+            plan = self.exchange.plan(self.step, here)
+            if not plan.weights or here in updates:  # a receive buffer is stale where nothing was received
                 continue
-            if len(weights) > 1:
-                slots = [slot[number] for slot in self.exchange.received]
-                shares = [w / weight for w in weights.values()]
-                first.mul_(shares[0])
-                for share, slot in zip(shares[1:], slots[1:], strict=False):
-                    first.add_(slot, alpha=share)
-            first.sub_(buffer.data)
+            if plan.averaging_group:
+                members = [member - self.workers.start for member in plan.averaging_group if member in self.workers]
+                self._subtract_from_sum(plan.averaging_group, members)
+                updates |= {
+                    member: _Update(member, self.exchange.slots[member][0], plan.total_weight) for member in members
+                }
+                continue
+            difference = self.exchange.slots[here][0]
+            self._subtract_from_neighbors(here, plan)
+            updates[here] = _Update(here, difference, plan.total_weight)
+            partner = next(iter(plan.weights)) - self.workers.start
+            if len(plan.weights) == 1 and partner in range(self.per_process):
+                back = self.exchange.plan(self.step, partner)
+                if list(back.weights) == [worker]:  # a pair within this process has one difference, seen from two sides
+                    updates[partner] = _Update(partner, difference, -back.total_weight)
+        return [updates[here] for here in sorted(updates)]
+
+    def _subtract_from_sum(self, group: tuple[int, ...], members: list[int]) -> None:
+        """slot <- (sum over the group - m x) / (m - 1), for each of its members here."""
+        first = members[0]
+        for number, total in enumerate(self.exchange.slots[first][0]):
+            xs = [self.flats[member].buffers[number].data for member in members]
+            if not self.exchange.spans_processes(group):
+                total.copy_(xs[0])
+                for x in xs[1:]:
+                    total.add_(x)
+            for member, x in reversed(list(zip(members, xs, strict=True))):  # the first one's slot holds the sum
+                slot = self.exchange.slots[member][0][number]
+                torch.sub(total, x, alpha=len(group), out=slot).div_(len(group) - 1)
+
+    def _subtract_from_neighbors(self, here: int, plan: RoundPlan) -> None:
+        """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots."""
+        elsewhere = self.exchange.elsewhere(plan.weights)
+        slots = self.exchange.slots[here]
+        for number, buffer in enumerate(self.flats[here].buffers):
+            target = slots[0][number]
+            # What arrived in the target comes first, since it is overwritten.
+            terms = [(slots[k][number], plan.weights[worker]) for k, worker in enumerate(elsewhere)]
+            terms += [
+                (self.flats[worker - self.workers.start].buffers[number].data, weight)
+                for worker, weight in plan.weights.items()
+                if worker in self.workers
+            ]
+            if len(terms) == 1:
+                torch.sub(terms[0][0], buffer.data, out=target)
+                continue
+            torch.mul(terms[0][0], terms[0][1] / plan.total_weight, out=target)
+            for x, weight in terms[1:]:
+                target.add_(x, alpha=weight / plan.total_weight)
+            target.sub_(buffer.data)
 
     def _check_arrived_finite(self) -> None:
         """Keep a neighbour's NaN out."""
-        norms = [torch.linalg.vector_norm(difference) for difference in self.exchange.received[0]]
-        if not norms:  # everything is frozen
+        norms = [_norm(update.difference) for update in self._updates if update.difference]
+        if not norms:  # everything is frozen, or all sit out
+            self.neighbor_disagreement = 0.0
             return
-        total = norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
+        total = norms[0] if self.per_process == 1 else torch.stack(norms).sum() / self.per_process
         self.neighbor_disagreement = total
         if not bool(torch.isfinite(total)):
             self._raise_non_finite()
 
     def _raise_non_finite(self) -> None:
-        mine = any(not bool(torch.isfinite(buffer.data).all()) for buffer in self.flat.buffers)
-        peers = sorted(self.exchange.plan(self.step).weights)
-        suspects = [self.group.rank] if mine else peers
+        mine = [
+            worker
+            for worker, flat in zip(self.workers, self.flats, strict=True)
+            if any(not bool(torch.isfinite(buffer.data).all()) for buffer in flat.buffers)
+        ]
+        peers = {peer for here in range(self.per_process) for peer in self.exchange.plan(self.step, here).weights}
+        suspects = mine or sorted(self.exchange.elsewhere(peers))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         message = f"the parameters of {who} are not finite at step {self.step}"
         self.group.report(message)
@@ -228,29 +323,33 @@ class Mixer:
             f"{message}: the run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
         )
 
-    def _add_update(self) -> None:
-        if self._update_scale == 0.0:
-            return
-        misfits = {id(parameter) for parameter in self.flat.bring_back()}
-        for buffer, difference in zip(self.flat.buffers, self.exchange.received[0], strict=True):
-            buffer.data.add_(difference, alpha=self._update_scale)
-            if misfits:  # moved to another device or dtype in mid-run: reach them where they are, adopt them in `start`
-                self._add_to_misfits(buffer, difference, misfits)
+    def _add_updates(self) -> None:
+        for update in self._updates:
+            if update.scale == 0.0:
+                continue
+            flat = self.flats[update.worker]
+            misfits = {id(parameter) for parameter in flat.bring_back()}
+            for buffer, difference in zip(flat.buffers, update.difference, strict=True):
+                buffer.data.add_(difference, alpha=update.scale)
+                if misfits:  # moved to another device or dtype in mid-run: reach them there, adopt them in `start`
+                    self._add_to_misfits(flat, buffer, difference, misfits, update.scale)
 
-    def _add_to_misfits(self, buffer: FlatBuffer, difference: Tensor, misfits: set[int]) -> None:
+    def _add_to_misfits(
+        self, flat: FlatParameters, buffer: FlatBuffer, difference: Tensor, misfits: set[int], scale: float
+    ) -> None:
         for parameter, view in zip(buffer.parameters, buffer.views, strict=True):
             if id(parameter) not in misfits:
                 continue
             if parameter.shape != view.shape:
                 raise RuntimeError(
-                    f"{self.flat.name_of(parameter)} became {tuple(parameter.shape)} after {tuple(view.shape)} between "
+                    f"{flat.name_of(parameter)} became {tuple(parameter.shape)} after {tuple(view.shape)} between "
                     f"two steps; give the resized parameter to the optimizer as a new one, on all workers."
                 )
             update = difference.as_strided(view.shape, view.stride(), view.storage_offset())
-            parameter.data.add_(update.to(parameter), alpha=self._update_scale)
+            parameter.data.add_(update.to(parameter), alpha=scale)
 
     def _warn_of_edits(self) -> None:
-        edited = self.flat.edited()
+        edited = [parameter for flat in self.flats for parameter in flat.edited()]
         if edited and not self._warned_of_edits:
             self._warned_of_edits = True
             warnings.warn(
@@ -266,61 +365,92 @@ class Mixer:
     def measure_consensus(self) -> Consensus:
         """Exact consensus error by a reduction of the size of the model. Collective; uses no memory of its own if
         called between `apply` and `start`."""
-        if self.group.size == 1:
-            return self._consensus_from(0.0)
+        if self.num_workers == 1:
+            return self._consensus_from([0.0])
         self._refuse_while_borrowed()
         self.drain()
-        busy = self._arrived
-        squared = 0.0
-        for buffer, scratch in zip(self.flat.buffers, self.exchange.received[0], strict=True):
-            mean = buffer.data.clone() if busy else scratch.copy_(buffer.data)
-            self.group.mean_(mean, f"measuring the consensus radius at step {self.step}")
-            squared += float(torch.linalg.vector_norm(mean.sub_(buffer.data), dtype=torch.float64)) ** 2
+        squared = [0.0] * self.per_process
+        for number, scratch in enumerate(self.exchange.slots[0][0]):
+            xs = [flat.buffers[number].data for flat in self.flats]
+            mean = xs[0].clone() if self._arrived else scratch.copy_(xs[0])
+            self.group.mean_(mean, f"measuring the consensus radius at step {self.step}", others=xs[1:])
+            for here, x in enumerate(xs):
+                squared[here] += _squared_distance(mean, x)
         return self._consensus_from(squared)
 
-    def _consensus_from(self, squared_distance: float) -> Consensus:
-        squares = self.group.gather(squared_distance, f"measuring the consensus radius at step {self.step}")
+    def _consensus_from(self, squared_distances: list[float]) -> Consensus:
+        shares = self.group.gather(squared_distances, f"measuring the consensus radius at step {self.step}")
+        squares = [square for share in shares for square in share]
         radius = sum(square**0.5 for square in squares) / len(squares)
         measured = self.last_consensus = Consensus(radius, sum(squares) ** 0.5, self.step)
         return measured
 
     @torch.no_grad()
     def swap_in_average(self) -> None:
-        """Overwrite the parameters by their mean over the workers; the receive buffer keeps this worker's own.
+        """Overwrite the parameters by their mean over the workers; the receive buffers keep the workers' own.
 
         Collective. `restore` must follow, also after an exception.
         """
         if self._borrowed:
             return
-        if self.group.size == 1:
+        if self.num_workers == 1:
             self._follow_changes()
-            self._backup = [buffer.data.clone() for buffer in self.flat.buffers]
+            self._backup = [[buffer.data.clone() for buffer in self.flat.buffers]]
             self._borrowed = True
             return
         self.group.meet(f"averaging the workers at step {self.step}")
         self.group.require_equal(self.step, "number of optimizer steps")
         self.drain()
-        self._arrived = False  # the receive buffer becomes the backup: the exchange is posted again afterwards
+        self._arrived = False  # the receive buffers become the backup: the exchange is posted again afterwards
         self._follow_changes()
-        self._backup = self.exchange.received[0]
-        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
-            backup.copy_(buffer.data)
+        self._backup = [slots[0] for slots in self.exchange.slots]
+        for flat, backup in zip(self.flats, self._backup, strict=True):
+            for buffer, kept in zip(flat.buffers, backup, strict=True):
+                kept.copy_(buffer.data)
         self._borrowed = True
-        squared = 0.0
-        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
-            self.group.mean_(buffer.data, f"averaging the workers at step {self.step}")
-            squared += _squared_distance(buffer.data, backup)
+        squared = [0.0] * self.per_process
+        for number, buffer in enumerate(self.flat.buffers):
+            own = [backup[number] for backup in self._backup]
+            self.group.mean_(buffer.data, f"averaging the workers at step {self.step}", others=own[1:])
+            for here, kept in enumerate(own):
+                squared[here] += _squared_distance(buffer.data, kept)
+                if here > 0:
+                    self.flats[here].buffers[number].data.copy_(buffer.data)
         self._consensus_from(squared)
 
     @torch.no_grad()
+    def consensus_errors(self) -> list[dict[int, Tensor]]:
+        """x_i - x_bar of each worker of this process, while the average is swapped in.
+
+        Returns:
+            For each worker, by `id` of the parameter of this process's FIRST worker, a tensor of its shape.
+
+        Raises RuntimeError outside of `swap_in_average` and `restore`.
+        """
+        if not self._borrowed:
+            raise RuntimeError(
+                "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
+            )
+        errors: list[dict[int, Tensor]] = []
+        for backup in self._backup:
+            of_worker: dict[int, Tensor] = {}
+            for buffer, kept in zip(self.flat.buffers, backup, strict=True):
+                for parameter, view in zip(buffer.parameters, buffer.views, strict=True):
+                    own = kept.as_strided(view.shape, view.stride(), view.storage_offset())
+                    of_worker[id(parameter)] = own - view
+            errors.append(of_worker)
+        return errors
+
+    @torch.no_grad()
     def restore(self) -> None:
-        """Give this worker its own parameters back, every byte."""
+        """Give the workers of this process their own parameters back, every byte."""
         if not self._borrowed:
             return
         self._borrowed = False
-        self.flat.repoint()
-        for buffer, backup in zip(self.flat.buffers, self._backup, strict=True):
-            buffer.data.copy_(backup)
+        for flat, backup in zip(self.flats, self._backup, strict=True):
+            flat.repoint()
+            for buffer, kept in zip(flat.buffers, backup, strict=True):
+                buffer.data.copy_(kept)
         self._backup = []
 
     def release(self) -> None:
@@ -328,7 +458,8 @@ class Mixer:
         self.drain()
         self._refuse_while_borrowed()
         self._released = True
-        self.flat.release()
+        for flat in self.flats:
+            flat.release()
         self.exchange.release()
 
     @property
@@ -352,15 +483,21 @@ class Mixer:
     def state_dict(self) -> dict[str, int]:
         """Position in the topology; waits for what is in flight."""
         self.drain()
-        return {"step": self.step, "workers": self.group.size}
+        return {"step": self.step, "workers": self.num_workers}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a saved position; the exchange of the loaded parameters is posted by the next `finish`."""
-        if state["workers"] != self.group.size:
-            raise ValueError(f"the state is of {state['workers']} workers, but {self.group.size} were launched.")
+        if state["workers"] != self.num_workers:
+            raise ValueError(f"the state is of {state['workers']} workers, but {self.num_workers} were launched.")
         self.drain()
         self._arrived = False
         self.step = state["step"]
+
+
+def _norm(parts: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all parts together, shape ()."""
+    norms = [torch.linalg.vector_norm(part) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
 
 
 def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> float:

@@ -38,7 +38,7 @@ def average_of_workers(folder: Path, saved: int, launched: int) -> dict[str, Any
     means.write_into(state)
     for gossip in state["gossip"]:
         gossip["mixer"]["workers"] = launched
-        gossip["nonfinite_steps"] = gossip["consecutive_nonfinite"] = 0
+        gossip["nonfinite_steps"], gossip["consecutive_nonfinite"] = 0, [0]
     for position in state["loaders"]:
         running = position and position["running"]
         if running:

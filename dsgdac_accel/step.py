@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.gradients import gradients_are_finite
+from dsgdac_accel.flat import as_parameter_list
+from dsgdac_accel.gradients import nonfinite_workers
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Consensus, Mixer, NonFiniteError
 from dsgdac_accel.randomness import seed_workers_differently
@@ -39,6 +42,7 @@ class GossipStep:
         group: the workers. Construction is collective.
         config: topology, gamma schedule and policies.
         watch: of the models that use the optimizer's parameters, for names in messages and to notice replacements.
+        worker_of: which of the `config.workers_per_process` workers of this process a parameter belongs to.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class GossipStep:
         group: WorkerGroup,
         config: GossipConfig,
         watch: ModelWatch | None = None,
+        worker_of: Callable[[Parameter], int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.watch = watch or ModelWatch(())
@@ -54,15 +59,24 @@ class GossipStep:
         self.config = config
         topology = config.topology
         if not isinstance(topology, Topology):
-            topology = build_topology(topology, group.size)
+            topology = build_topology(topology, group.size * config.workers_per_process)
         group.require_equal(topology.fingerprint, "topology")
-        self.mixer = Mixer(lambda: optimizer.param_groups, topology, group, order=config.order, names=self.watch.names)
+        self.mixer = Mixer(
+            lambda: optimizer.param_groups,
+            topology,
+            group,
+            order=config.order,
+            names=self.watch.names,
+            per_process=config.workers_per_process,
+            worker_of=worker_of,
+        )
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
         self.rate = current_rate(optimizer)
         self.nonfinite_steps = 0
-        """Local updates that this worker has skipped because a gradient was not finite."""
-        self._consecutive_nonfinite = 0
+        """Local updates that the workers of this process have skipped because a gradient was not finite."""
+        self._consecutive_nonfinite = [0] * config.workers_per_process
+        self._set_aside: list[tuple[Parameter, Tensor]] = []
         self._first_step_checked = False
         self._planned = self._warned_of_rise = False
 
@@ -86,7 +100,8 @@ class GossipStep:
             scaler: the GradScaler of fp16 training; an overflow on any worker then skips the local update of all.
 
         Returns:
-            Whether the local step may be taken. False: this worker's gradient is not finite and must be left out.
+            Whether the local step may be taken. False: this worker's gradient is not finite and must be left out. Where
+            that holds for some of several workers in this process, their gradients are set aside for the local step.
 
         Raises:
             NonFiniteError: too many skipped updates in a row, or parameters that are not finite.
@@ -98,18 +113,33 @@ class GossipStep:
         before, self.rate = self.rate, current_rate(self.optimizer)
         self._warn_of_rise(before)
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
+        everybody = range(self.mixer.per_process)
         if scaler is None:
-            finite = gradients_are_finite(self.optimizer)
-            self._count_nonfinite(finite)
+            parameters = self.mixer.by_worker(as_parameter_list(self.optimizer.param_groups))
+            left_out = nonfinite_workers(parameters)
+            self._count_nonfinite(left_out)
+            if 0 < len(left_out) < len(everybody):
+                self._set_gradients_aside([p for worker in left_out for p in parameters[worker]])
+            finite = len(left_out) < len(everybody)
         else:
             finite = self._agree_on_overflow(scaler)
             # Overflows while the loss scale is still coming down are how fp16 training finds its scale.
-            self._count_nonfinite(finite or scaler.get_scale() > 1)
+            self._count_nonfinite([] if finite or scaler.get_scale() > 1 else everybody)
         self.mixer.finish(self.gamma)
         return finite
 
+    def _set_gradients_aside(self, parameters: Iterable[Parameter]) -> None:
+        """Optimizers leave out parameters without a gradient, their state included."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._set_aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
     def after_local_step(self) -> None:
         """Add the consensus update, count the step, and send the new parameters on their way."""
+        for parameter, gradient in self._set_aside:
+            parameter.grad = gradient
+        self._set_aside.clear()
         self.mixer.apply()
         every = self.config.log_every
         if every and self.mixer.step % every == 0:
@@ -142,21 +172,24 @@ class GossipStep:
             self.group.max_(flag, f"comparing fp16 overflows at step {self.mixer.step}")
         return not any(bool(flag) for flag in found)
 
-    def _count_nonfinite(self, finite: bool) -> None:
-        if finite:
-            self._consecutive_nonfinite = 0
-            return
-        self.nonfinite_steps += 1
-        self._consecutive_nonfinite += 1
-        where = f"worker {self.group.rank}, step {self.mixer.step}"
-        logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
-        if self._consecutive_nonfinite >= self.config.max_consecutive_nonfinite:
-            message = f"{where}: {self._consecutive_nonfinite} steps in a row had a gradient that is not finite"
-            self.group.report(message)
-            raise NonFiniteError(
-                f"{message} (max_consecutive_nonfinite={self.config.max_consecutive_nonfinite}). "
-                f"Look at this worker's data, lower the learning rate, or clip the gradients."
-            )
+    def _count_nonfinite(self, left_out: Sequence[int]) -> None:
+        for here, worker in enumerate(self.mixer.workers):
+            if here not in left_out:
+                self._consecutive_nonfinite[here] = 0
+                continue
+            self.nonfinite_steps += 1
+            self._consecutive_nonfinite[here] += 1
+            where = f"worker {worker}, step {self.mixer.step}"
+            logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
+            if self._consecutive_nonfinite[here] >= self.config.max_consecutive_nonfinite:
+                message = (
+                    f"{where}: {self._consecutive_nonfinite[here]} steps in a row had a gradient that is not finite"
+                )
+                self.group.report(message)
+                raise NonFiniteError(
+                    f"{message} (max_consecutive_nonfinite={self.config.max_consecutive_nonfinite}). "
+                    f"Look at this worker's data, lower the learning rate, or clip the gradients."
+                )
 
     def _check_workers_once(self) -> None:
         """What must agree, and what must differ, when training begins."""
@@ -197,7 +230,7 @@ class GossipStep:
             "mixer": self.mixer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "nonfinite_steps": self.nonfinite_steps,
-            "consecutive_nonfinite": self._consecutive_nonfinite,
+            "consecutive_nonfinite": list(self._consecutive_nonfinite),
             "latest": {
                 "gamma": self.gamma,
                 "rate": self.rate,
@@ -212,7 +245,7 @@ class GossipStep:
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.nonfinite_steps = state["nonfinite_steps"]
-        self._consecutive_nonfinite = state["consecutive_nonfinite"]
+        self._consecutive_nonfinite = list(state["consecutive_nonfinite"])
         latest = state["latest"]
         self.gamma, self.rate = latest["gamma"], latest["rate"]
         self.mixer.neighbor_disagreement = latest["disagreement"]

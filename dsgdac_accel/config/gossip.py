@@ -31,6 +31,10 @@ class GossipConfig:
     """Who mixes with whom: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential, grid or
     base_graph (any number of workers); in Python also a Topology of your own."""
 
+    workers_per_process: int = 1
+    """Workers that each process holds (>= 1), each with a copy of the model of its own, its part of the process's
+    batch, and its own optimizer state, dropout and BatchNorm statistics: 8 on one GPU, or 32 on four."""
+
     power: float = 3.0
     """Exponent p >= 0 of gamma = (rate / max_rate)^p; 0 is plain DSGD (or DAdam), whose gamma is 1 throughout."""
 
@@ -110,6 +114,9 @@ class GossipConfig:
             _check_within(self.start_step, self.total_steps)
 
     def _check_running(self) -> None:
+        advice = "Use 1 for one worker per process."
+        count = check_integer("workers_per_process", self.workers_per_process, minimum=1, advice=advice)
+        self._set("workers_per_process", count)
         check_choice("order", self.order, _ORDERS)
         check_flag("overlap", self.overlap)
         advice = "Use 0 to measure at evaluations only."

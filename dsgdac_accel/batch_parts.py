@@ -1,0 +1,124 @@
+"""Cutting a batch into the parts of several workers and joining what they return, whatever its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+TOKENS_KEY = "num_items_in_batch"
+"""How Transformers models are told the number of tokens by which to divide a summed loss."""
+
+
+def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Length of the first dimension of the first tensor among a model's arguments.
+
+    >>> batch_size((), {"scale": 2.0, "images": torch.zeros(6, 3)})
+    6
+    """
+    for leaf in pytree.tree_leaves((list(args), dict(kwargs))):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return len(leaf)
+    raise ValueError(
+        "a batch is cut along the first dimension of its tensors, and among the model's arguments there is no tensor "
+        "with a dimension. Pass the batch as tensors, in lists, tuples or mappings as you like."
+    )
+
+
+def even_sizes(total: int, parts: int) -> list[int]:
+    """Sizes of `parts` parts of `total` samples, the first ones larger by one where it does not divide.
+
+    >>> even_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    return [total // parts + (number < total % parts) for number in range(parts)]
+
+
+def cut(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[tuple, dict[str, Any]]]:
+    """The arguments of each worker: its samples of all tensors with as many rows as the batch, everything else whole.
+
+    `num_items_in_batch`, by which Transformers models divide their loss, becomes each worker's own: of a vector with an
+    entry per worker that entry, of a number a share in proportion to the samples.
+    """
+    total = sum(sizes)
+    counts = kwargs.get(TOKENS_KEY)
+    leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
+    pieces = [
+        leaf.split(list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == total else None
+        for leaf in leaves
+    ]
+    parts = []
+    for number, size in enumerate(sizes):
+        mine = [leaf if piece is None else piece[number] for leaf, piece in zip(leaves, pieces, strict=True)]
+        part_args, part_kwargs = pytree.tree_unflatten(mine, structure)
+        if counts is not None:
+            own = isinstance(counts, Tensor) and counts.dim() > 0
+            part_kwargs[TOKENS_KEY] = counts[number] if own else counts * (size / total)
+        parts.append((tuple(part_args), part_kwargs))
+    return parts
+
+
+def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One output of those of all workers: tensors one after another, numbers as means weighted by `sizes`.
+
+    What is neither stays if it is the same everywhere; otherwise there is a tuple of all in its place.
+
+    >>> join([(torch.tensor([1.0]), torch.tensor(1.0)), (torch.tensor([2.0, 3.0]), torch.tensor(4.0))], [1, 2])
+    (tensor([1., 2., 3.]), tensor(3.))
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flattened = [pytree.tree_flatten(output) for output in outputs]
+    structure = flattened[0][1]
+    if any(other != structure for _, other in flattened[1:]):
+        raise ValueError(
+            "the workers of this process returned outputs of different structures, which cannot be joined. Let the "
+            "model return the same kind of output for every batch."
+        )
+    joined = [_join_leaves(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flattened), strict=True)]
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = leaves[0]
+    if isinstance(first, Tensor) and first.dim() > 0:
+        if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise ValueError(
+                f"the outputs of the workers of this process differ in more than their number of samples: {shapes}. "
+                f"Let the model return tensors (batch, ...) of one shape, such as padded ones."
+            )
+        return torch.cat(list(leaves))
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
+        total = sum(sizes)
+        return torch.stack([leaf * (size / total) for leaf, size in zip(leaves, sizes, strict=True)]).sum(0)
+    if isinstance(first, Tensor):
+        return first if all(torch.equal(leaf, first) for leaf in leaves) else torch.stack(list(leaves))
+    same = all(leaf is first or (type(leaf) is type(first) and leaf == first) for leaf in leaves)
+    return first if same else tuple(leaves)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, scale: float) -> Tensor:
+        context.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * context.scale, None
+
+
+def with_scaled_gradient(output: Any, scale: float) -> Any:
+    """The same output; what flows back through its tensors is multiplied by `scale`."""
+    if scale == 1.0:
+        return output
+    return pytree.tree_map(
+        lambda leaf: _ScaledGradient.apply(leaf, scale) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
+        output,
+    )

@@ -1,0 +1,189 @@
+"""`VirtualWorkers`: several workers inside one process, so that 8, 16 or 32 of them run on one GPU or CPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join, with_scaled_gradient
+from dsgdac_accel.randomness import StreamsOfWorkers
+
+logger = logging.getLogger(__name__)
+
+
+class VirtualWorkers(nn.Module):
+    """`num_workers` replicas of a model behind the interface of one.
+
+    A batch is cut into one part per worker along the first dimension, in order, and each replica computes its own part
+    with its own parameters, BatchNorm statistics and stream of random numbers (dropout). Outputs are joined again. The
+    loss is taken as a mean over the batch, as data-parallel training takes it; what flows back into each replica is
+    then the gradient of the mean over its OWN part, exactly what its own process would compute.
+
+    `GossipAccelerator(gossip=GossipConfig(workers_per_process=8))` makes one in `prepare`, completes the optimizer
+    with the parameters of all replicas, clips each worker's gradient by itself, and mixes the replicas with each other
+    and with those of other processes.
+
+    Args:
+        model: becomes worker 0 of this process as it is; the others are copies.
+        num_workers: how many workers this process holds.
+        shared: let the workers share one set of parameters and buffers, for synchronous baselines: each part of the
+            batch still has its own BatchNorm statistics, and gradients are those of the mean over the whole batch.
+
+    Raises:
+        ValueError: `num_workers` < 1, or the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, num_workers: int, *, shared: bool = False) -> None:
+        super().__init__()
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1; got {num_workers}.")
+        copies = [model if shared else _copy(model) for _ in range(num_workers - 1)]
+        self.replicas = nn.ModuleList([model, *copies])
+        self.shared = shared
+        self.streams = StreamsOfWorkers(torch.initial_seed(), range(num_workers))
+        """The random streams of the replicas."""
+        self.training = model.training
+        self._whole = 0
+        self._sizes: list[int] | None = None
+        self._seen_full_batch = self._warned = False
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers this process holds."""
+        return len(self.replicas)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Each worker's output for its part of the batch, joined. See the class."""
+        if self._whole:
+            return self.replicas[0](*args, **kwargs)
+        sizes = even_sizes(batch_size(args, kwargs), self.num_workers) if self._sizes is None else self._sizes
+        self._check_sizes(sizes)
+        outputs, total = [], sum(sizes)
+        with self.streams.swapped() as use:
+            for worker, (part_args, part_kwargs) in enumerate(cut(args, kwargs, sizes)):
+                if sizes[worker] == 0:
+                    continue
+                use(worker)
+                output = self._run(worker, part_args, part_kwargs)
+                outputs.append(output if self.shared else with_scaled_gradient(output, total / sizes[worker]))
+        return join(outputs, [size for size in sizes if size])
+
+    def _run(self, worker: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.replicas[worker](*args, **kwargs)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"BatchNorm needs more than one sample, and this process's worker {worker} of {self.num_workers} got "
+                f"one ({error}). Use larger batches, fewer workers_per_process, or drop_last=True in the DataLoader."
+            ) from error
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        if all(sizes) or not self.training:
+            self._seen_full_batch = self._seen_full_batch or self.training
+            return
+        if not self._seen_full_batch:
+            raise ValueError(
+                f"a batch is cut into one part per worker: {sum(sizes)} samples are too few for {self.num_workers} "
+                f"workers in this process. Use batches of at least {self.num_workers}, or fewer workers_per_process."
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a last batch of %d samples leaves some of %d workers without any: they mix without a local update. "
+                "Set drop_last=True in the DataLoader to leave such batches out.",
+                sum(sizes),
+                self.num_workers,
+            )
+
+    @contextmanager
+    def cut_at(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Inside, batches are cut into parts of these sizes, one per worker, instead of into even ones."""
+        if len(sizes) != self.num_workers:
+            raise ValueError(f"there are {self.num_workers} workers in this process; got {len(sizes)} sizes.")
+        self._sizes = list(sizes)
+        try:
+            yield
+        finally:
+            self._sizes = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, worker 0 of this process alone computes whole batches: for the deployed model, when all are equal."""
+        self._whole += 1
+        try:
+            yield
+        finally:
+            self._whole -= 1
+
+    # ---- parameters
+
+    def by_worker(self) -> list[list[Parameter]]:
+        """The parameters of each replica, in the same order."""
+        return [list(replica.parameters()) for replica in self.replicas]
+
+    def complete(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the parameters of all replicas beside those of the first one, with their settings and any state."""
+        if self.shared:
+            return
+        first, *others = self.by_worker()
+        twins = {id(p): [mine[index] for mine in others] for index, p in enumerate(first)}
+        present = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for group in optimizer.param_groups:
+            own, names = list(group["params"]), list(group.get("param_names", ()))
+            for number in range(len(others)):
+                added = [(i, p, twins[id(p)][number]) for i, p in enumerate(own) if id(p) in twins]
+                for index, parameter, twin in added:
+                    if id(twin) in present:
+                        continue
+                    group["params"].append(twin)
+                    if names:
+                        group["param_names"].append(f"replicas.{number + 1}.{names[index]}")
+                    if parameter in optimizer.state:
+                        optimizer.state[twin] = copy.deepcopy(optimizer.state[parameter])
+
+    def mark_prepared(self) -> None:
+        """Let Accelerate know that it need not prepare this model again."""
+        self.__dict__["_is_accelerate_prepared"] = True
+
+    # ---- as if it were the model
+
+    def __getattr__(self, name: str) -> Any:
+        """What a wrapper does not have is the first replica's, such as `config` or `generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "replicas":
+                raise
+            return getattr(self.replicas[0], name)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The random streams, for checkpoints."""
+        return self.streams.state_dict()
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Go on with random streams from a checkpoint."""
+        self.streams.load_state_dict(state)
+
+
+def first_replica(model: nn.Module) -> nn.Module:
+    """The model itself, or of `VirtualWorkers` the one that stands for all when they are equal."""
+    return model.replicas[0] if isinstance(model, VirtualWorkers) else model
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"each worker of a process needs a copy of the model, and it cannot be copied: {error}. Remove what "
+            f"`copy.deepcopy(model)` fails on, or launch a process for each worker (workers_per_process=1)."
+        ) from error
