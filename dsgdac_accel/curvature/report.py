@@ -1,0 +1,123 @@
+"""All curvature figures of one point in training, by one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import find_batch_size
+from torch import Tensor, nn
+
+from dsgdac_accel.curvature.lanczos import run_lanczos, warn_unless_converged
+from dsgdac_accel.curvature.measures import (
+    baseline_of,
+    gradient_noise_alignment,
+    hutchinson_trace,
+    measure_penalty,
+)
+from dsgdac_accel.curvature.operator import HessianOperator, LossFunction
+from dsgdac_accel.group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class CurvatureReport:
+    """Curvature at the deployed model and the workers' disagreement in it; NaN where a figure is undefined."""
+
+    lambda_1: float
+    """Largest eigenvalue of the Hessian."""
+    lambda_1_residual: float
+    """An eigenvalue is at most that far from `lambda_1`."""
+    lambda_min: float
+    """Smallest eigenvalue; after 30 iterations its residual is mostly a few percent of it."""
+    lambda_min_residual: float
+    trace: float
+    trace_stderr: float
+    Q: float
+    """Curvature exposure sum_i delta_i' H delta_i / lambda_1."""
+    A: float
+    """Alignment Q / ||Delta||_F^2; NaN where the radius is at rounding level."""
+    B: float
+    """Alignment of random directions, tr(H) / (d lambda_1)."""
+    B_stderr: float
+    A_grad: float
+    """Alignment of the gradient noise, normalised like A."""
+    A_grad_raw: float
+    """Alignment of the gradient noise as the paper defines it: mean_b xi_b' H xi_b / lambda_1."""
+    penalty: float
+    """E = Q lambda_1, not normalised."""
+    batches: int
+    batch_size: float
+    """Samples in the first batch; eigenvalues in training mode depend on it. NaN if unknown."""
+
+    def as_dict(self) -> dict[str, float]:
+        """Figures by name, for a logger."""
+        return {name: float(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def measure_curvature(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Sequence[Any],
+    deltas: Sequence[Tensor] = (),
+    *,
+    group: WorkerGroup | None = None,
+    seed: int = 0,
+    frozen: Collection[nn.Module] = (),
+    iterations: int = 30,
+    probes: int = 50,
+    noise_batches: int = 32,
+    graph_memory: float = 2**30,
+) -> CurvatureReport:
+    """Measure eigenvalues, trace, Q, A, B and A_grad at `model`. Collective where a group is given.
+
+    It costs iterations + probes + workers + noise_batches products over all batches. Warns where `lambda_1`, by which
+    all else is divided, is not accurate to 1e-3.
+
+    Args:
+        model: the average of the workers, so call it inside `deployed_model`; nothing of it changes.
+        loss_fn: called as `loss_fn(model, batch)`; returns the mean loss of the batch.
+        batches: fixed list of training batches, the same on all processes, which share the work.
+        deltas: x_i - mean of x of this process's workers, each (d,); see `consensus_errors`. Empty where all workers
+            are equal: then Q is 0 and A NaN.
+        group: the processes; None for this one alone.
+        seed: of dropout, start vector and probes.
+        frozen: modules that stay in eval mode; see `HessianOperator`, also for `graph_memory`.
+        iterations: of Lanczos.
+        probes: of the trace; 0 leaves trace and B out, as NaN.
+        noise_batches: at most so many batches for A_grad; 0 leaves it out, as NaN.
+    """
+    hvp = HessianOperator(model, loss_fn, batches, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory)
+    spectrum = run_lanczos(hvp, iterations, seed=seed)
+    warn_unless_converged(spectrum, 0, stacklevel=3)
+    top = float(spectrum.values[0])
+    trace = hutchinson_trace(hvp, probes, seed=seed) if probes else None
+    baseline = baseline_of(trace, hvp.dim, top) if trace else None
+    penalty = measure_penalty(deltas, hvp)
+    noise = gradient_noise_alignment(hvp, top, noise_batches) if noise_batches else None
+    return CurvatureReport(
+        lambda_1=top,
+        lambda_1_residual=float(spectrum.residuals[0]),
+        lambda_min=float(spectrum.values[-1]),
+        lambda_min_residual=float(spectrum.residuals[-1]),
+        trace=trace.value if trace else math.nan,
+        trace_stderr=trace.stderr if trace else math.nan,
+        Q=penalty.exposure(top),
+        A=penalty.alignment(top),
+        B=baseline.value if baseline else math.nan,
+        B_stderr=baseline.stderr if baseline else math.nan,
+        A_grad=noise.normalized if noise else math.nan,
+        A_grad_raw=noise.raw if noise else math.nan,
+        penalty=penalty.value,
+        batches=len(batches),
+        batch_size=_batch_size(batches[0]),
+    )
+
+
+def _batch_size(batch: Any) -> float:
+    try:
+        return float(find_batch_size(batch))
+    except (TypeError, ValueError, IndexError):  # no tensor with samples in it
+        return math.nan
