@@ -1,4 +1,4 @@
-"""One key chooses the algorithm: the Accelerator behind `sgd`, `dsgd`, `dsgd_ac` (and `adam`, `dadam`, `dadam_ac`).
+"""One key chooses the algorithm: the Accelerator behind `sgd`, `sam`, `dsgd`, `dsgd_ac`, `adam`, `dadam`, `dadam_ac`.
 
 A task's loop is the same for all of them. Only this file knows that some workers average gradients and others gossip.
 """
@@ -23,7 +23,7 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.saving import KeepsEveryWorker
 
-SYNCHRONOUS = ("sgd", "adam")
+SYNCHRONOUS = ("sgd", "sam", "adam")
 WITHOUT_CONTROL = ("dsgd", "dadam")
 """Plain gossip: gamma is 1 throughout."""
 
@@ -38,8 +38,8 @@ def make_accelerator(
     """The Accelerator that trains by `algorithm`.
 
     Args:
-        algorithm: `sgd` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1, whatever `gossip` says of
-            gamma; `dsgd_ac` and `dadam_ac` gossip as it says.
+        algorithm: `sgd`, `sam` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1, whatever `gossip`
+            says of gamma; `dsgd_ac` and `dadam_ac` gossip as it says.
         gossip: topology, gamma schedule and policies.
         total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
         **kwargs: those of `accelerate.Accelerator`.

@@ -1,10 +1,10 @@
-"""Image classification by sgd, dsgd or dsgd_ac: `accelerate launch tasks/cifar.py --config configs/digits.yaml`."""
+"""Image classification by gossip or a baseline: `accelerate launch tasks/cifar.py --config configs/digits.yaml`."""
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
 from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from images.augment import CropAndFlip, normalise
-from images.config import CifarConfig, DataConfig
+from images.config import CifarConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, save_image_model
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
 from run_folder import RunFolder
+from sam import SharpnessAwareBackward
 from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
@@ -46,7 +47,7 @@ class ImageRun:
     def __init__(self, config: CifarConfig) -> None:
         self.config = config
         set_seed(config.seed)
-        self.data = _training_part(load_image_data(**_data_arguments(config.data)), config)
+        self.data = _load_data(config)
         self.steps_per_epoch = len(self.data.train_images) // config.batch_size
         if self.steps_per_epoch == 0:
             raise ConfigError(
@@ -111,9 +112,7 @@ class ImageRun:
             )
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out of the stub
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        optimizer = _optimizer(model, config)
         warmup_steps = round(config.warmup_epochs * self.steps_per_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, warmup_steps, self.total_steps)
@@ -132,6 +131,11 @@ class ImageRun:
             model, optimizer, loader, scheduler
         )
         self.augment = CropAndFlip(config.crop_padding, config.flip)
+        self.sharpness_aware = (
+            SharpnessAwareBackward(self.accelerator, self.model, self.optimizer, config.sam_rho)
+            if config.algorithm == "sam"
+            else None
+        )
 
     def described(self) -> str:
         """Algorithm, data and steps, in words."""
@@ -186,14 +190,12 @@ class ImageRun:
         self.clock.start_lap()
         for batch in self.waiting.batches(rest_of_epoch(self.accelerator, self.loader, epoch)):
             with self.accelerator.accumulate(self.model):
-                logits = self.model(self._inputs(batch["images"], train=True))
-                loss = F.cross_entropy(logits, batch["labels"])
-                self.accelerator.backward(loss)
+                loss = self._backward(self._inputs(batch["images"], train=True), batch["labels"])
                 self.rate = self.optimizer.param_groups[0]["lr"]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-            self.losses.append(loss.detach())
+            self.losses.append(loss)
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
@@ -206,6 +208,18 @@ class ImageRun:
         self.train_seconds += self.clock.end_lap()
         self.worker_loss = self._mean_over_workers(self.losses)
         require_finite(self.accelerator, self.worker_loss, self.step)
+
+    def _backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Leave the gradient that the algorithm steps by; returns the loss of the micro-batch, shape ()."""
+
+        def compute_loss() -> Tensor:
+            return F.cross_entropy(self.model(inputs), labels)
+
+        if self.sharpness_aware is not None:
+            return self.sharpness_aware(compute_loss)
+        loss = compute_loss()
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def _mean_over_workers(self, losses: list[Tensor]) -> float:
         shares = self.accelerator.group.gather(float(torch.stack(losses).mean()), f"logging step {self.step}")
@@ -290,17 +304,28 @@ class ImageRun:
         }
 
 
-def _data_arguments(config: DataConfig) -> dict[str, Any]:
-    names = ("name", "path", "image_column", "label_column", "test_split", "test_fraction", "image_size")
-    return {name: getattr(config, name) for name in names}
+def _optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimizer:
+    if "adam" in config.algorithm:
+        return torch.optim.Adam(
+            model.parameters(),
+            lr=config.rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(
+        model.parameters(), lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay
+    )
 
 
-def _training_part(data: ImageData, config: CifarConfig) -> ImageData:
-    """With the limit and the label noise of the configuration applied to the training split."""
-    limit = config.data.train_limit
-    images, labels = data.train_images[:limit], data.train_labels[:limit]
-    labels = with_label_noise(labels, data.num_classes, config.label_noise, config.seed)
-    return replace(data, train_images=images, train_labels=labels)
+def _load_data(config: CifarConfig) -> ImageData:
+    """The images that the configuration asks for, with noise in the training labels."""
+    arguments = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
+    draw = arguments.pop("draw_by_seed")
+    data = load_image_data(**arguments, draw=draw, seed=config.seed if draw else 0)
+    labels = with_label_noise(data.train_labels, data.num_classes, config.label_noise, config.seed)
+    return replace(data, train_labels=labels)
 
 
 if __name__ == "__main__":

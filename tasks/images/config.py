@@ -10,6 +10,7 @@ from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config.checks import check_choice, check_integer, check_number
+from images.decoding import Resampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,28 +38,45 @@ class DataConfig:
     image_size: int | None = None
     """Resize all images to this square."""
 
+    resampling: Resampling = "bilinear"
+    """How image_size resizes: bilinear, or box, the mean over the area that each new pixel covers (pooling)."""
+
     train_limit: int | None = None
-    """Train on the first so many images of the training split only; null uses all."""
+    """Train on so many images of the training split only, the first ones unless draw_by_seed; null uses all."""
+
+    test_limit: int | None = None
+    """Evaluate on so many images of the test split only, the first ones unless draw_by_seed; null uses all."""
+
+    draw_by_seed: bool = False
+    """Let the run's seed draw the held-out test split (test_fraction, digits) and the images that the limits keep: runs
+    of one seed share them, other seeds have others. By default all seeds have those of seed 0 and the first ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "train_limit", "test_limit"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CifarConfig:
     """A run of the image task. The defaults are the paper's CIFAR settings for 8 workers."""
 
-    algorithm: Literal["sgd", "dsgd", "dsgd_ac"] = "dsgd_ac"
-    """sgd averages gradients (stock DDP), dsgd gossips with gamma 1, dsgd_ac with controlled disagreement."""
+    algorithm: Literal["sgd", "dsgd", "dsgd_ac", "sam", "adam", "dadam", "dadam_ac"] = "dsgd_ac"
+    """sgd averages gradients (stock DDP), dsgd gossips with gamma 1, dsgd_ac with controlled disagreement; adam, dadam
+    and dadam_ac are the same with Adam. sam is sgd with sharpness-aware minimization, at twice the compute."""
 
     gossip: GossipConfig = field(default_factory=GossipConfig)
-    """Topology and gamma schedule of dsgd and dsgd_ac."""
+    """Topology and gamma schedule of dsgd, dsgd_ac, dadam and dadam_ac."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """Images and labels."""
 
     model: str = "wrn-28-10"
-    """wrn-<depth>-<width> (Zagoruyko and Komodakis), cnn or mlp."""
+    """wrn-<depth>-<width> (Zagoruyko and Komodakis), transformer-<layers>-<width> (4 heads, the rows of the image as
+    tokens; transformer is transformer-2-32), cnn-<channels>-<channels>-... (with max-pooling), cnn or mlp."""
 
     dropout: float = 0.0
-    """Dropout inside the blocks of a wide ResNet."""
+    """Dropout inside the blocks of a wide ResNet or a Transformer."""
 
     epochs: int = 200
     """Passes over the training data."""
@@ -76,10 +94,19 @@ class CifarConfig:
     """Epochs of linear warm-up, per step, before the cosine to 0."""
 
     momentum: float = 0.9
-    """Momentum of SGD; local to each worker."""
+    """Momentum of SGD, and of sam; local to each worker."""
+
+    betas: tuple[float, float] = (0.974, 0.999)
+    """Adam's decay rates; the moments are local to each worker."""
+
+    epsilon: float = 1e-9
+    """Adam's epsilon."""
 
     weight_decay: float = 5e-4
-    """L2 penalty on all parameters."""
+    """L2 penalty on all parameters, added to the gradient, also Adam's."""
+
+    sam_rho: float = 0.05
+    """Distance that sam ascends along the gradient before it takes the one to descend by."""
 
     label_noise: float = 0.0
     """Fraction of the training labels drawn anew, uniformly over all classes; test labels stay clean."""
@@ -143,6 +170,10 @@ class CifarConfig:
         if self.save_every is not None:
             check_integer("save_every", self.save_every, minimum=1)
         check_number("rate", self.rate, above=0)
+        check_number("epsilon", self.epsilon, above=0)
+        check_number("sam_rho", self.sam_rho, above=0, advice="algorithm: sgd is the limit of 0.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {self.betas}.")
         for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
             check_number(name, getattr(self, name), minimum=0)
         check_number("label_noise", self.label_noise, minimum=0, maximum=1)

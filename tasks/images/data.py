@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from images.decoding import Pixels, decode_images, stack_splits
+from images.decoding import Resampling, decode_images, stack_splits
 from images.sources import choose_splits, find_image_column, find_label_column, open_splits
 
 DIGITS_TEST_FRACTION = 360 / 1797
@@ -56,16 +57,20 @@ class ImageData:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """One split as decoded: images and, for each, its class as a name, or as a number where there are no names."""
+    """Part of a split, not yet decoded: images and, for each, its class: a name, or a number if there are no names."""
 
-    images: list[Pixels]
+    images: Sequence[tuple[int, Any]]
+    """Row of the split, and the cell of the image column there."""
     labels: Sequence[Any]
-    declared_names: tuple[str, ...] | None = None
+    classes: tuple[Any, ...]
+    """All classes of the whole split: as declared, else its distinct labels, sorted."""
+    split: str
+    has_names: bool = False
+    """Whether the classes are declared names."""
 
     def rows(self, rows: Sequence[int]) -> LabelledImages:
         """Only these rows, in this order."""
-        images, labels = [self.images[row] for row in rows], [self.labels[row] for row in rows]
-        return LabelledImages(images, labels, self.declared_names)
+        return replace(self, images=[self.images[row] for row in rows], labels=[self.labels[row] for row in rows])
 
 
 def load_image_data(
@@ -77,6 +82,10 @@ def load_image_data(
     test_split: str | None = None,
     test_fraction: float | None = None,
     image_size: int | None = None,
+    resampling: Resampling = "bilinear",
+    train_limit: int | None = None,
+    test_limit: int | None = None,
+    draw: bool = False,
     seed: int = 0,
 ) -> ImageData:
     """Load a data set by name or, if `path` is given, from local files (which win over the name).
@@ -87,11 +96,14 @@ def load_image_data(
     label_column
     test_split      split to evaluate on; by default "test", else "validation", "valid", "val"
     test_fraction   in (0, 1): hold out this part of the training split instead, evenly over the classes
-    image_size      resize all images to this square (PIL, bilinear); needed where their sizes differ
-    seed            of the held-out part. Leave it alone between runs that are to be compared
+    image_size      resize all images to this square; needed where their sizes differ
+    resampling      how: "bilinear" (PIL), or "box", the mean over the area of each new pixel (pooling)
+    train_limit,    use at most so many images of a split: the first ones or, with `draw`, drawn by `seed`
+    test_limit
+    seed            of the held-out part and of `draw`. Keep it the same in runs that are to be compared
 
-    The classes are the declared ones, else the sorted distinct labels of the training split. The result is the
-    same in every process.
+    The classes are the declared ones, else the sorted distinct labels of the training split, whatever the limit. Only
+    images that are used are decoded, and counted in mean and std. The result is the same in every process.
 
     Raises ValueError for data that cannot be used as it is (no evaluation split, unclear columns, missing or unseen
     labels, broken images, differing sizes), RuntimeError if the Hub cannot be reached and FileNotFoundError if the
@@ -104,20 +116,40 @@ def load_image_data(
     if test_fraction is not None and not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be in (0, 1), exclusive; got {test_fraction}.")
     if path is None and name is not None and name.lower() == "digits":
-        whole, source = _digits(image_size), "digits of scikit-learn"
-        train, test = hold_out(whole, DIGITS_TEST_FRACTION if test_fraction is None else test_fraction, seed)
-        return _assemble(train, test, source)
-    splits, source = open_splits(name, None if path is None else Path(path))
-    train_split, chosen_test = choose_splits(splits, test_split, test_fraction)
-    features = splits[train_split].features
-    columns = find_image_column(features, image_column), find_label_column(features, label_column)
-    train = _read_split(splits[train_split], train_split, columns, image_size)
-    if chosen_test is None:
-        assert test_fraction is not None
-        train, test = hold_out(train, test_fraction, seed)
-        return _assemble(train, test, f"{source}, {test_fraction:g} of '{train_split}' held out (seed {seed})")
-    test = _read_split(splits[chosen_test], chosen_test, columns, image_size, train.declared_names)
-    return _assemble(train, test, f"{source}, evaluated on '{chosen_test}'")
+        fraction = DIGITS_TEST_FRACTION if test_fraction is None else test_fraction
+        train, test = hold_out(_digits(), fraction, seed)
+        source = f"digits of scikit-learn{f' (split of seed {seed})' if seed else ''}"
+    else:
+        splits, source = open_splits(name, None if path is None else Path(path))
+        train_split, chosen_test = choose_splits(splits, test_split, test_fraction)
+        features = splits[train_split].features
+        columns = find_image_column(features, image_column), find_label_column(features, label_column)
+        train = _read_split(splits[train_split], train_split, columns)
+        if chosen_test is None:
+            assert test_fraction is not None
+            train, test = hold_out(train, test_fraction, seed)
+            source += f", {test_fraction:g} of '{train_split}' held out (seed {seed})"
+        else:
+            test = _read_split(splits[chosen_test], chosen_test, columns, train.classes if train.has_names else None)
+            source += f", evaluated on '{chosen_test}'"
+    _check_seen(train, test)
+    train = limited(train, train_limit, (seed, 0) if draw else None)
+    test = limited(test, test_limit, (seed, 1) if draw else None)
+    return _assemble(train, test, source, image_size, resampling)
+
+
+def limited(images: LabelledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabelledImages:
+    """At most `limit` rows: the first ones or, with a seed, drawn without replacement, all equally likely.
+
+    The rows stay in their order.
+    """
+    if limit is None or limit >= len(images.labels):
+        return images
+    if seed is None:
+        return images.rows(range(limit))
+    # Through SeedSequence, so that these streams have nothing in common with those of split and label noise.
+    generator = numpy.random.default_rng(seed)
+    return images.rows(sorted(generator.permutation(len(images.labels))[:limit].tolist()))
 
 
 def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: int) -> Tensor:
@@ -210,21 +242,20 @@ def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), torch.where(constant, 1.0, std).float()
 
 
-def _digits(image_size: int | None) -> LabelledImages:
+def _digits() -> LabelledImages:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     # Values are 0..16.
     pixels = (digits.images * (255 / 16)).round().astype("uint8")
     images = [Image.fromarray(image) for image in pixels]
-    return LabelledImages(decode_images(images, "digits", image_size), digits.target.tolist())
+    return LabelledImages(list(enumerate(images)), digits.target.tolist(), tuple(range(10)), "digits")
 
 
 def _read_split(
     dataset: Any,
     split: str,
     columns: tuple[str, str],
-    image_size: int | None,
     train_names: tuple[str, ...] | None = None,
 ) -> LabelledImages:
     image_column, label_column = columns
@@ -242,7 +273,8 @@ def _read_split(
     # Straight from Arrow: images stay encoded, and decoding is ours.
     table = dataset.with_format("arrow")[:]
     labels = _check_labels(table[label_column].to_pylist(), split, names)
-    return LabelledImages(decode_images(table[image_column].to_pylist(), split, image_size), labels, names)
+    classes = tuple(sorted(set(labels))) if names is None else names
+    return LabelledImages(list(enumerate(table[image_column].to_pylist())), labels, classes, split, names is not None)
 
 
 def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) -> list[Any]:
@@ -267,18 +299,20 @@ def _is_negative(label: Any) -> bool:
     return not isinstance(label, str) and label < 0
 
 
-def _assemble(train: LabelledImages, test: LabelledImages, source: str) -> ImageData:
-    classes = train.declared_names or tuple(sorted(set(train.labels)))
-    _check_seen(train, test)
-    numbers = {label: number for number, label in enumerate(classes)}
-    train_images, test_images = stack_splits([train.images, test.images])
+def _assemble(
+    train: LabelledImages, test: LabelledImages, source: str, image_size: int | None, resampling: Resampling
+) -> ImageData:
+    numbers = {label: number for number, label in enumerate(train.classes)}
+    train_images, test_images = stack_splits(
+        [decode_images(part.images, part.split, image_size, resampling) for part in (train, test)]
+    )
     mean, std = pixel_statistics(train_images)
     return ImageData(
         train_images=train_images,
         train_labels=torch.tensor([numbers[label] for label in train.labels]),
         test_images=test_images,
         test_labels=torch.tensor([numbers[label] for label in test.labels]),
-        class_names=tuple(str(label) for label in classes),
+        class_names=tuple(str(label) for label in train.classes),
         mean=mean,
         std=std,
         source=source,

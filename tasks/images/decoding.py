@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,14 @@ Pixels = np.ndarray
 """One decoded image, uint8: (H, W) if grey, (H, W, 3) if colour."""
 
 
-def decode_images(cells: Iterable[Any], split: str, image_size: int | None = None) -> list[Pixels]:
-    """Decode every cell of an image column; with `image_size`, resize to that square (PIL, bilinear).
+Resampling = Literal["bilinear", "box"]
+"""How images are resized: Pillow's bilinear, or box, the mean over the area that each new pixel covers."""
+
+
+def decode_images(
+    cells: Iterable[tuple[int, Any]], split: str, image_size: int | None = None, resampling: Resampling = "bilinear"
+) -> list[Pixels]:
+    """Decode cells of an image column, each given with its row; with `image_size`, resize to that square.
 
     A cell is the bytes of an image file, a path, a mapping {"bytes": ..., "path": ...} as `datasets` stores, or a
     Pillow image.
@@ -28,9 +34,9 @@ def decode_images(cells: Iterable[Any], split: str, image_size: int | None = Non
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size must be at least 1 pixel; got {image_size}.")
     decoded = []
-    for row, cell in enumerate(cells):
+    for row, cell in cells:
         try:
-            decoded.append(decode_image(cell, image_size))
+            decoded.append(decode_image(cell, image_size, resampling))
         # Pillow reports a broken file by errors of many types, SyntaxError and struct.error among them.
         except Exception as error:
             raise ValueError(
@@ -40,7 +46,7 @@ def decode_images(cells: Iterable[Any], split: str, image_size: int | None = Non
     return decoded
 
 
-def decode_image(cell: Any, image_size: int | None = None) -> Pixels:
+def decode_image(cell: Any, image_size: int | None = None, resampling: Resampling = "bilinear") -> Pixels:
     """Decode one image to 8-bit grey or RGB, upright (EXIF orientation applied).
 
     Modes 1, L, LA and 16-bit grey give grey; palette, RGB, RGBA, CMYK and others give RGB. Transparent pixels are
@@ -51,7 +57,7 @@ def decode_image(cell: Any, image_size: int | None = None) -> Pixels:
         image = ImageOps.exif_transpose(image)
     image = to_grey_or_rgb(image)
     if image_size is not None:
-        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
+        image = image.resize((image_size, image_size), Image.Resampling[resampling.upper()])
     return np.asarray(image)
 
 

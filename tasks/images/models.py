@@ -1,4 +1,4 @@
-"""Image classifiers by name: wide ResNets, and two small networks for quick runs."""
+"""Image classifiers by name: wide ResNets, and small networks for quick runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from images.data import ImageData
+from images.transformer import RowTransformer
 from images.wide_resnet import WideResNet
 
 WIDE_RESNET_NAME = re.compile(r"wrn-?(\d+)-(\d+)")
+POOLED_CNN_NAME = re.compile(r"cnn((?:-\d+)+)")
+TRANSFORMER_NAME = re.compile(r"transformer(?:-(\d+)-(\d+))?")
+KNOWN_NAMES = (
+    "'wrn-<depth>-<width>' (as 'wrn-28-10'), 'transformer-<layers>-<width>' (as 'transformer-2-32', or 'transformer'), "
+    "'cnn-<channels>-...' (as 'cnn-16-32-64'), 'cnn' and 'mlp'"
+)
 
 
 def build_image_model(
@@ -27,11 +34,18 @@ def build_image_model(
 ) -> nn.Module:
     """Build a classifier of images (B, in_channels, H, W), returning logits (B, num_classes).
 
-    `name`, in any case, is "wrn-<depth>-<width>" (as "wrn-28-10"), "mlp" or "cnn". Only the MLP needs
-    `image_size`, (height, width); only wide ResNets use `dropout`.
+    `name`, in any case, is one of
 
-    Raises ValueError for an unknown name, a depth no wide ResNet has, an MLP without an image size, and dropout
-    where the model has none.
+    wrn-<depth>-<width>             wide ResNet, as "wrn-28-10"
+    transformer-<layers>-<width>    of the rows of the image, with 4 heads; "transformer" is transformer-2-32
+    cnn-<channels>-<channels>-...   small convolutional network with max-pooling, as "cnn-16-32-64"
+    cnn                             another one, with strides
+    mlp                             two hidden layers of 64
+
+    The MLP and the Transformer need `image_size`, (height, width); wide ResNets and Transformers use `dropout`.
+
+    Raises ValueError for an unknown name, sizes that the model cannot have, a missing image size, and dropout where the
+    model has none.
 
     >>> sum(p.numel() for p in build_image_model("WRN-16-1", num_classes=10).parameters())
     175066
@@ -40,14 +54,22 @@ def build_image_model(
     if match := WIDE_RESNET_NAME.fullmatch(key):
         depth, width = (int(number) for number in match.groups())
         return WideResNet(depth, width, num_classes, in_channels, dropout)
-    if key not in ("mlp", "cnn"):
-        raise ValueError(f"Unknown model {name!r}; there are 'wrn-<depth>-<width>' (as 'wrn-28-10'), 'mlp' and 'cnn'.")
-    if dropout:
-        raise ValueError(f"Model {name!r} has no dropout; got dropout={dropout}. Set it to 0 or use a wide ResNet.")
+    transformer, pooled_cnn = TRANSFORMER_NAME.fullmatch(key), POOLED_CNN_NAME.fullmatch(key)
+    if not (transformer or pooled_cnn or key in ("mlp", "cnn")):
+        raise ValueError(f"Unknown model {name!r}; there are {KNOWN_NAMES}.")
+    if dropout and not transformer:
+        raise ValueError(
+            f"Model {name!r} has no dropout; got dropout={dropout}. Set it to 0 or use a wide ResNet or a Transformer."
+        )
     if key == "cnn":
         return SmallCNN(num_classes, in_channels)
+    if pooled_cnn:
+        return PooledCNN([int(number) for number in pooled_cnn[1].split("-")[1:]], num_classes, in_channels)
     if image_size is None:
-        raise ValueError("Model 'mlp' needs image_size=(height, width), from which its input width follows.")
+        raise ValueError(f"Model {name!r} needs image_size=(height, width), from which its input width follows.")
+    if transformer:
+        layers, width = int(transformer[1] or 2), int(transformer[2] or 32)
+        return RowTransformer(layers, width, num_classes, in_channels, image_size, dropout)
     return MLP(in_channels * image_size[0] * image_size[1], num_classes)
 
 
@@ -91,6 +113,31 @@ class SmallCNN(nn.Sequential):
             layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes))
         self.apply(_initialise)
+
+
+class PooledCNN(nn.Sequential):
+    """3x3 Conv-BatchNorm-ReLU for each number of channels, max-pooling by 2 between them, global pooling, linear.
+
+    Maps (B, in_channels, H, W) of any size from 2^(layers - 1) pixels to logits (B, num_classes). He normal (fan in)
+    convolutions; the linear layer starts with half their variance, having no ReLU after it.
+
+    Raises ValueError for a layer without channels.
+    """
+
+    def __init__(self, channels: Sequence[int], num_classes: int, in_channels: int = 3) -> None:
+        if min(channels) < 1:
+            raise ValueError(
+                f"Every layer of a CNN needs at least 1 channel; got {list(channels)}. Use cnn-16-32-64, say."
+            )
+        layers: list[nn.Module] = []
+        for channels_in, channels_out in pairwise([in_channels, *channels]):
+            layers += [nn.MaxPool2d(2)] if layers else []
+            layers.append(nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False))
+            layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
+        classifier = nn.Linear(channels[-1], num_classes)
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier)
+        self.apply(_initialise)
+        nn.init.kaiming_normal_(classifier.weight, nonlinearity="linear")
 
 
 def _initialise(module: nn.Module) -> None:

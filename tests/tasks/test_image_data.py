@@ -323,7 +323,7 @@ class TestSplits:
 
     def test_every_class_keeps_training_rows(self):
         labels = [0] * 90 + [1] * 6 + [2] * 2
-        train, _ = hold_out(LabelledImages([np.zeros(1)] * 98, labels), 0.5, seed=0)
+        train, _ = hold_out(LabelledImages([(0, None)] * 98, labels, (0, 1, 2), "train"), 0.5, seed=0)
         assert set(train.labels) == {0, 1, 2}
 
     def test_shards_and_the_layout_of_the_hub(self, tmp_path):

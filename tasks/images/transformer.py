@@ -1,0 +1,87 @@
+"""A small Transformer that reads an image row by row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEADS = 4
+"""Attention heads of every layer."""
+
+
+class TransformerLayer(nn.Module):
+    """x + Attention(LN(x)), then x + FeedForward(LN(x)): the pre-LN layer, with GELU and twice the width inside.
+
+    Maps (B, T, width) to the same shape. Every token sees every other. Dropout is on both branches' outputs.
+    """
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward_in = nn.Linear(width, 2 * width)
+        self.feed_forward_out = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.dropout(self._attention(self.attention_norm(x_BTC)))
+        hidden = F.gelu(self.feed_forward_in(self.feed_forward_norm(x_BTC)))
+        return x_BTC + self.dropout(self.feed_forward_out(hidden))
+
+    def _attention(self, x_BTC: Tensor) -> Tensor:
+        heads = self.queries_keys_values(x_BTC).unflatten(-1, (3, HEADS, -1))
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, T, C / heads)
+        attended = F.scaled_dot_product_attention(queries, keys, values)
+        return self.attention_out(attended.transpose(1, 2).flatten(2))
+
+
+class RowTransformer(nn.Module):
+    """Classifier whose tokens are the rows of the image, all channels together, with learned positions.
+
+    Maps (B, in_channels, H, W) of the one `image_size` (H, W) to logits (B, num_classes): embed the H rows, `layers`
+    pre-LN layers, LayerNorm, mean over the tokens, linear. Linear layers start as by torch's default, positions normal
+    with standard deviation 0.1.
+
+    Raises ValueError for sizes below 1, a width that the 4 heads do not divide, a dropout outside [0, 1), and images of
+    another size.
+
+    >>> sum(p.numel() for p in RowTransformer(2, 32, num_classes=10, in_channels=1, image_size=(8, 8)).parameters())
+    18026
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        num_classes: int,
+        in_channels: int,
+        image_size: tuple[int, int],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if layers < 1 or width < HEADS or width % HEADS:
+            raise ValueError(
+                f"A Transformer needs at least 1 layer and a width that is a multiple of its {HEADS} heads; got "
+                f"{layers} layers of width {width}. Use transformer-2-32, say."
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
+        self.image_shape = (in_channels, *image_size)
+        self.embedding = nn.Linear(in_channels * image_size[1], width)
+        self.positions = nn.Parameter(0.1 * torch.randn(image_size[0], width))
+        self.layers = nn.Sequential(*(TransformerLayer(width, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.classifier = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[1:]) != self.image_shape:
+            raise ValueError(
+                f"This Transformer reads images of shape {self.image_shape}; got {tuple(images.shape[1:])}. "
+                "Build it with the in_channels and image_size of the data."
+            )
+        rows_BHR = images.transpose(1, 2).flatten(2)  # R = C W values of a row
+        hidden = self.layers(self.embedding(rows_BHR) + self.positions)
+        return self.classifier(self.norm(hidden).mean(1))
