@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,24 +41,68 @@ def run_workers(function: Callable[..., Any], num_workers: int, *args: Any, time
 
 def try_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Outcome]:
     """Like `run_workers`, but reports failures. A worker past the deadline is killed and has exit code None."""
-    _CONTEXT.set_forkserver_preload(_preloaded())
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        processes = [
-            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, folder, args))
+    return Launch(function, num_workers, *args, timeout=timeout).outcomes()
+
+
+class Launch:
+    """Workers that were started and run on their own, until `outcomes` waits for them."""
+
+    def __init__(self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> None:
+        _CONTEXT.set_forkserver_preload(_preloaded())
+        self.folder = tempfile.TemporaryDirectory()
+        self.deadline = time.monotonic() + timeout
+        self.processes = [
+            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, self.folder.name, args))
             for rank in range(num_workers)
         ]
-        for process in processes:
+        for process in self.processes:
             process.start()
-        outcomes = []
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, timeout - (time.monotonic() - started)))
-            hung = process.is_alive()
-            if hung:
-                process.kill()
-                process.join()
-            outcomes.append(_outcome(rank, None if hung else process.exitcode, Path(folder)))
-        return outcomes
+
+    def outcomes(self, hanging: int | None = None) -> list[Outcome]:
+        """How the workers ended; worker `hanging`, if it is given, is killed as soon as all others have ended."""
+        with self.folder:
+            found = {}
+            for rank, process in sorted(enumerate(self.processes), key=lambda worker: worker[0] == hanging):
+                process.join(0 if rank == hanging else max(0.0, self.deadline - time.monotonic()))
+                hung = process.is_alive()
+                if hung:
+                    process.kill()
+                    process.join()
+                found[rank] = _outcome(rank, None if hung else process.exitcode, Path(self.folder.name))
+            return [found[rank] for rank in range(len(self.processes))]
+
+    def stop(self) -> None:
+        """End workers that nobody waited for."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+class LaunchesAhead:
+    """Launches of many cases that mostly wait: when one is asked for, the next ones are started as well."""
+
+    def __init__(self, start: Callable[[Any], Launch], cases: Iterable[Any], ahead: int = 3) -> None:
+        self.start, self.ahead = start, ahead
+        self.waiting = list(cases)
+        self.started: dict[Any, Launch] = {}
+
+    def outcomes(self, case: Any, hanging: int | None = None) -> list[Outcome]:
+        """How the workers of `case` ended, as `Launch.outcomes` gives it."""
+        if case not in self.started:
+            self._start(case)
+        while self.waiting and len(self.started) <= self.ahead:
+            self._start(self.waiting[0])
+        return self.started.pop(case).outcomes(hanging)
+
+    def _start(self, case: Any) -> None:
+        self.waiting.remove(case)
+        self.started[case] = self.start(case)
+
+    def stop(self) -> None:
+        """End what was started and not asked for."""
+        for launch in self.started.values():
+            launch.stop()
 
 
 def _preloaded() -> list[str]:

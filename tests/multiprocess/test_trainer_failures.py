@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import GossipCallback, GossipConfig
 from tests.multiprocess.trainer_model import Model, Rows, arguments
-from tests.workers import try_workers
+from tests.workers import Launch, LaunchesAhead
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,7 +36,7 @@ class Failure(TrainerCallback):
         if self.how == "stop":
             control.should_training_stop = True
         if self.how == "silence":
-            time.sleep(TIMEOUT + 14)
+            time.sleep(10 * TIMEOUT + 60)  # it is killed when the others have ended
 
 
 def train(rank: int, folder: Path, how: str, when: str) -> None:
@@ -67,9 +67,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("how", "when"), CASES)
-def test_a_lost_worker_is_named_in_time(how, when, tmp_path):
-    outcomes = try_workers(train, 3, tmp_path, how, when, timeout=60.0)
+@pytest.fixture(scope="module")
+def launches(request, tmp_path_factory):
+    """The selected cases, some at a time: most of their time is waiting for a worker that is lost."""
+    selected = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
+
+    def launch(case):
+        return Launch(train, 3, tmp_path_factory.mktemp("run"), *case, timeout=10 * TIMEOUT + 60)
+
+    ahead = LaunchesAhead(launch, selected)
+    yield ahead
+    ahead.stop()
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_lost_worker_is_named_in_time(case, launches):
+    how, _ = case
+    outcomes = launches.outcomes(case, hanging=1 if how == "silence" else None)
     if how == "raise":
         assert "a mistake of the user" in outcomes[1].error
     for rank in (0, 2):
