@@ -412,7 +412,8 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
     def consensus_errors(self, model: nn.Module) -> list[dict[str, torch.Tensor]]:
         """x_i - x_bar of each worker of this process by parameter name, inside `with deployed_model(model)` only.
 
-        In the order of the model. Tied parameters once; parameters that are not trained are left out, since they are equal on all workers.
+        In the order of the model. Tied parameters once; parameters that are not trained are left out, since they are
+        equal on all workers.
         """
         inner = self.unwrap_model(self._holder(model), keep_torch_compile=False)
         found: list[dict[int, torch.Tensor]] = [{} for _ in range(self.gossip_config.workers_per_process)]
