@@ -62,10 +62,10 @@ def checksum(value: Any, start: int = 0) -> int:
     False
     """
     if isinstance(value, Tensor):
-        memory = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        memory = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return zlib.crc32(memory, zlib.crc32(repr((tuple(value.shape), value.dtype)).encode(), start))
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        memory = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        memory = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data
         return zlib.crc32(memory, zlib.crc32(repr((value.shape, value.dtype.str)).encode(), start))
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -99,7 +99,7 @@ def warn_unless_converged(spectrum: Spectrum, number: int, stacklevel: int, tole
     if relative > tolerance:
         warnings.warn(
             f"{'largest' if number == 0 else 'smallest'} eigenvalue {float(spectrum.values[number]):.4g} has a "
-            f"relative residual of {relative:.1e} after {len(spectrum.values)} Lanczos iterations; take more to trust it.",
+            f"relative residual of {relative:.1e} after {len(spectrum.values)} Lanczos iterations; it needs more.",
             stacklevel=stacklevel,
         )
 
@@ -156,7 +156,11 @@ def space_of(
     dim = getattr(hvp, "dim", None) if dim is None else dim
     if dim is None:
         raise ValueError(f"the dimension is unknown: {type(hvp).__name__} has no attribute `dim`. Pass dim=...")
-    return dim, dtype or getattr(hvp, "dtype", torch.float32), device or getattr(hvp, "device", torch.device("cpu"))
+    dtype = dtype or getattr(hvp, "dtype", torch.float32)
+    device = device or getattr(hvp, "device", torch.device("cpu"))
+    assert isinstance(dtype, torch.dtype)
+    assert isinstance(device, torch.device)
+    return dim, dtype, device
 
 
 def _require_finite(value: float, iteration: int) -> None:

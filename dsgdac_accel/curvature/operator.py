@@ -275,7 +275,7 @@ class HessianOperator:
             )
         if not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"the loss of batch {number} is {float(loss)}: curvature is undefined there. The model diverged, or "
+                f"the loss of batch {number} is {float(loss.detach())}: curvature is undefined there. The model diverged, or "
                 f"the batch holds values that are not finite."
             )
         if not loss.requires_grad:

@@ -1,0 +1,430 @@
+"""Hessian products against dense algebra and finite differences, without a trace in the model."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dsgdac_accel.curvature import HessianOperator, flatten, set_parameters
+
+VOCABULARY = 5
+
+
+def squared(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def inputs(count, rows=6, features=3, outputs=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randn(rows, width, generator=generator, dtype=dtype) for width in (features, outputs))
+        for _ in range(count)
+    ]
+
+
+def dense_hessian(model, loss_fn, batches):
+    """Hessian (d, d) and gradient (d,) of the mean loss by torch's own second derivatives of a flat vector."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shapes = [p.shape for p in trainable.values()]
+
+    class Called(nn.Module):
+        def __init__(self, state):
+            super().__init__()
+            self.state = state
+
+        def forward(self, *args, **kwargs):
+            return functional_call(model, self.state, args, kwargs)
+
+    def mean_loss(flat):
+        parts = flat.split([shape.numel() for shape in shapes])
+        state = {name: part.view(shape) for name, part, shape in zip(trainable, parts, shapes, strict=True)}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return torch.stack([loss_fn(Called(state | buffers), batch) for batch in batches]).mean()
+
+    point = torch.cat([p.detach().reshape(-1) for p in trainable.values()])
+    with sdpa_kernel(SDPBackend.MATH):
+        hessian = torch.autograd.functional.hessian(mean_loss, point)
+        (gradient,) = torch.autograd.grad(mean_loss(point.requires_grad_()), point)
+    return hessian, gradient
+
+
+def as_matrix(hvp):
+    return torch.stack([hvp(unit) for unit in torch.eye(hvp.dim, dtype=hvp.dtype)], dim=1)
+
+
+# ---- networks
+
+
+class BatchNormNet(nn.Module):
+    """BatchNorm that trains, BatchNorm frozen inside a block, a frozen layer and an unused one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.block = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        self.block[2][0].running_mean.fill_(0.3)
+        self.block[2][0].running_var.fill_(2.0)
+
+    def forward(self, x):
+        return self.block(self.frozen(self.first(x)))
+
+
+class AttentionNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):  # (rows, 3) as one sequence of three tokens each
+        tokens = x[:, :, None] * torch.linspace(0.5, 2.0, 4, dtype=x.dtype) + torch.arange(3)[:, None]
+        mixed, _ = self.attention(tokens, tokens, tokens, need_weights=False)
+        return self.head(mixed.mean(1))
+
+
+class TiedNet(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 3)
+        self.hidden = nn.Linear(3, 3)
+        self.output = nn.Linear(3, VOCABULARY, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.output(torch.tanh(self.hidden(self.embedding(ids))))
+
+
+def next_token(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def sentences(count):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCABULARY, (3, 4), generator=generator) for _ in range(count)]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    if kind == "tied":
+        return TiedNet().double(), next_token, sentences(3)
+    net = {"batch norm": BatchNormNet, "attention": AttentionNet}[kind]().double()
+    if kind == "batch norm":
+        net.block[2][0].eval()
+    return net, squared, inputs(3)
+
+
+@pytest.mark.parametrize("graph_memory", [2**30, 0, 5000])
+@pytest.mark.parametrize("kind", ["batch norm", "attention", "tied"])
+def test_products_and_gradient_equal_those_of_the_dense_hessian(kind, graph_memory):
+    net, loss_fn, batches = make(kind)
+    hessian, gradient = dense_hessian(net, loss_fn, batches)
+    hvp = HessianOperator(net, loss_fn, batches, graph_memory=graph_memory)
+    assert hvp.dim == len(gradient) == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    torch.testing.assert_close(as_matrix(hvp), hessian, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(hvp.gradient, gradient, rtol=1e-9, atol=1e-11)
+    losses = [loss_fn(net.train(), batch).item() for batch in batches] if kind == "tied" else []
+    assert not losses or hvp.loss == pytest.approx(sum(losses) / len(losses))
+
+
+def test_unused_parameters_have_rows_of_zeros_and_frozen_ones_none():
+    net, loss_fn, batches = make("batch norm")
+    hvp = HessianOperator(net, loss_fn, batches)
+    matrix = hvp.layout.unflatten(as_matrix(hvp).norm(dim=1))
+    assert matrix["unused.weight"].abs().max() == 0
+    assert matrix["first.weight"].abs().max() > 1e-3
+    assert not any(name.startswith("frozen") for name in matrix)
+
+
+def test_float32_products_agree_with_float64():
+    net, loss_fn, batches = make("batch norm")
+    v = torch.randn(flatten(net).numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = HessianOperator(net, loss_fn, batches)(v)
+    narrow = HessianOperator(net.float(), loss_fn, [tuple(t.float() for t in batch) for batch in batches])
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow(v.float()).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_linear_in_the_parameters_has_a_hessian_of_zero():
+    net = nn.Linear(3, 1)
+    hvp = HessianOperator(net, lambda model, x: model(x).mean(), [torch.randn(4, 3)])
+    assert torch.equal(hvp(torch.ones(4)), torch.zeros(4))
+
+
+def test_a_model_in_eval_mode_is_measured_as_it_trains_but_for_what_is_frozen():
+    net, loss_fn, batches = make("batch norm")
+    v = torch.linspace(-1, 1, flatten(net).numel(), dtype=torch.float64)
+    expected = HessianOperator(net, loss_fn, batches)(v)
+    net.eval()
+    as_frozen = HessianOperator(net, loss_fn, batches, frozen=[net.block[2][0]])(v)
+    without = HessianOperator(net, loss_fn, batches)(v)
+    torch.testing.assert_close(as_frozen, expected, rtol=1e-12, atol=1e-12)
+    assert (without - expected).norm() > 1e-3 * expected.norm()
+    assert not any(module.training for module in net.modules())
+
+
+# ---- no trace
+
+
+class Everything(nn.Module):
+    """All that a train-mode pass would write to or draw from."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.instance = nn.InstanceNorm2d(3, track_running_stats=True)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3 * 16, 2))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        x = F.dropout(F.gelu(self.norm(self.conv(x))), 0.3, self.training)
+        noise = random.random() + numpy.random.rand()
+        return self.linear(self.instance(x).flatten(1)) * noise
+
+
+def snapshot(model):
+    return (
+        {name: (id(value), value.clone()) for name, value in model.named_buffers()},
+        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        [module.training for module in model.modules()],
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+        [p._version for p in model.parameters()],
+    )
+
+
+@pytest.mark.parametrize("graph_memory", [2**30, 0])
+def test_products_are_symmetric_repeatable_and_leave_no_trace(graph_memory):
+    torch.manual_seed(0)
+    net = Everything().double()
+    net.norm.eval()
+    x = [torch.randn(4, 1, 6, 6, dtype=torch.float64) for _ in range(3)]
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    loss(net, x[0]).backward()
+    torch.rand(3)
+    before = snapshot(net)
+    hvp = HessianOperator(net, loss, x, graph_memory=graph_memory)
+    u, v = torch.randn(2, hvp.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    hu, hv = hvp(u), hvp(v)
+    assert hvp.gradient.norm() > 0
+    assert torch.dot(u, hv).item() == pytest.approx(torch.dot(v, hu).item(), rel=1e-9)
+    assert torch.equal(hvp(u), hu)
+    after = snapshot(net)
+    for mine, theirs in zip(before, after, strict=True):
+        assert repr(mine) == repr(theirs)
+    # The same masks and start of every buffer in another order and number of passes:
+    other = HessianOperator(net, loss, x, graph_memory=0)
+    torch.testing.assert_close(other(u), hu, rtol=1e-12, atol=1e-12)
+    assert (HessianOperator(net, loss, x, seed=1)(u) - hu).norm() > 1e-3 * hu.norm()
+
+
+def test_dropout_is_that_of_the_batch_wherever_it_stands():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+    batches = inputs(2)
+    alone = HessianOperator(net, squared, batches[:1])
+    both = HessianOperator(net, squared, batches)
+    torch.testing.assert_close(both.batch_gradient(0), alone.gradient, rtol=0, atol=0)
+    twice = HessianOperator(net, squared, batches[:1] * 2)
+    assert not torch.equal(twice.batch_gradient(0), twice.batch_gradient(1)), "equal masks in two batches"
+
+
+def test_autocast_no_grad_and_inference_mode_around_it_do_not_matter():
+    torch.manual_seed(0)
+    net, batches = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), inputs(2, dtype=torch.float32)
+    expected = HessianOperator(net, squared, batches)(torch.ones(26))
+    for around in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
+        with around:
+            assert torch.equal(HessianOperator(net, squared, batches)(torch.ones(26)), expected)
+
+
+def test_the_attention_setting_is_the_users_again():
+    net, loss_fn, batches = make("attention")
+    seen = []
+
+    def recording(model, batch):
+        seen.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+        return loss_fn(model, batch)
+
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        hvp = HessianOperator(net, recording, batches)
+        hvp(torch.ones(hvp.dim, dtype=torch.float64))
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert set(seen) == {(False, False)}
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_transformer_agrees_with_finite_differences(attention):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_implementation=attention, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).double().train()
+    ids = torch.randint(11, (2, 6))
+    mask = torch.tensor([[1] * 6, [0, 0] + [1] * 4])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    loss = lambda model, batch: model(**batch).loss  # noqa: E731
+
+    hvp = HessianOperator(model, loss, [batch])
+    v = torch.randn(hvp.dim, dtype=torch.float64)
+    product, point, step = hvp(v), hvp.point, 1e-5
+    gradients = []
+    for sign in (1, -1):
+        set_parameters(model, point + sign * step * v)
+        gradients.append(HessianOperator(model, loss, [batch]).gradient)  # the same dropout masks
+    difference = (gradients[0] - gradients[1]) / (2 * step)
+    assert (product - difference).norm() < 1e-3 * product.norm()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("graph_memory", [2**30, 0, 20_000])
+def test_memory_is_flat_over_hundreds_of_products(graph_memory):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+    hvp = HessianOperator(net, squared, inputs(4, dtype=torch.float32), graph_memory=graph_memory)
+    v = torch.ones(hvp.dim)
+
+    def live():
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    for _ in range(3):
+        hvp(v)
+    before = live()
+    for _ in range(300):
+        hvp(v)
+    assert live() == before
+    kept = len(hvp._graphs)
+    assert kept == {2**30: 4, 0: 0}.get(graph_memory, kept)
+    assert graph_memory != 20_000 or 0 < kept < 4
+    hvp.release()
+    gc.disable()
+    try:  # nothing waits for the garbage collector
+        assert live() <= before
+    finally:
+        gc.enable()
+
+
+# ---- refusals
+
+
+def simple():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2), inputs(2, dtype=torch.float32)
+
+
+def test_batches_that_are_not_a_list_or_empty_are_refused():
+    net, batches = simple()
+    loader = torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=4)
+    for other in (iter(batches), (batch for batch in batches), loader):
+        with pytest.raises(TypeError, match=r"batches must be a list.*Pass list\(\.\.\.\)"):
+            HessianOperator(net, squared, other)
+    with pytest.raises(ValueError, match="at least one batch"):
+        HessianOperator(net, squared, [])
+
+
+def lengthen(net, batches):
+    batches.append(batches[0])
+
+
+def overwrite(net, batches):
+    batches[1][0].mul_(2)
+
+
+def overwrite_unseen(net, batches):
+    batches[1][0].data.mul_(2)
+
+
+def exchange(net, batches):
+    batches[0], batches[1] = batches[1], batches[0]
+
+
+def train(net, batches):
+    with torch.no_grad():
+        net.bias += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lengthen, "2 batches, now 3.*new HessianOperator"),
+        (overwrite, "batch 1 changed.*pass copies"),
+        (overwrite_unseen, "batch 1 changed"),
+        (exchange, "batch 0 changed"),
+        (train, "the parameters changed.*new HessianOperator"),
+    ],
+)
+@pytest.mark.parametrize("graph_memory", [2**30, 0])
+def test_what_changes_between_products_is_refused(change, message, graph_memory):
+    net, batches = simple()
+    hvp = HessianOperator(net, squared, batches, graph_memory=graph_memory)
+    hvp(torch.ones(8))
+    change(net, batches)
+    with pytest.raises(RuntimeError, match=message):
+        hvp(torch.ones(8))
+    with pytest.raises(RuntimeError, match=message):
+        _ = hvp.gradient
+
+
+def test_a_batch_of_arrays_and_strings_is_watched_too():
+    net = nn.Linear(3, 2)
+    batch = {"x": numpy.ones((4, 3), dtype=numpy.float32), "name": ["a"]}
+    hvp = HessianOperator(net, lambda model, b: model(torch.from_numpy(b["x"])).square().mean(), [batch])
+    hvp(torch.ones(8))
+    batch["x"][2, 1] = 5
+    with pytest.raises(RuntimeError, match="batch 0 changed"):
+        hvp(torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda model, batch: model(batch[0]).square(), r"shape \(\); got shape \(6, 2\) for batch 0.*mean\(\)"),
+        (lambda model, batch: 1.0, "got float"),
+        (lambda model, batch: model(batch[0]).mean() * float("nan"), "batch 0 is nan"),
+        (lambda model, batch: squared(model, batch).exp().exp().exp() * 1e38, "batch 0 is inf"),
+        (lambda model, batch: model(batch[0]).mean().detach(), "does not depend on a trainable parameter"),
+    ],
+)
+def test_losses_that_have_no_hessian_are_refused(loss_fn, message):
+    net, batches = simple()
+    hvp = HessianOperator(net, loss_fn, batches)
+    with pytest.raises(ValueError, match=message):
+        hvp(torch.ones(8))
+    assert net.training
+
+
+@pytest.mark.parametrize("v", [torch.ones(7), torch.ones(8, 1), torch.ones(8, dtype=torch.float64)])
+def test_vectors_that_do_not_fit_are_refused(v):
+    net, batches = simple()
+    with pytest.raises(ValueError, match=r"expected a vector of shape \(8,\), torch.float32 on cpu; got"):
+        HessianOperator(net, squared, batches)(v)
+
+
+def test_models_without_exact_parameters_are_refused():
+    batches = simple()[1]
+    with pytest.raises(ValueError, match=r"float32 or float64.*weight is torch.bfloat16.*float\(\)"):
+        HessianOperator(nn.Linear(3, 2).bfloat16(), squared, batches)
+    with pytest.raises(ValueError, match="all of the model's are frozen"):
+        HessianOperator(nn.Linear(3, 2).requires_grad_(False), squared, batches)
