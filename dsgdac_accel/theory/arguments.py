@@ -1,12 +1,15 @@
 """The ranges of the theory's arguments, each refused by name."""
 
+import copy
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import TOLERANCE
 
 
@@ -24,20 +27,19 @@ def nonnegative_rate(name: str, rate: Any) -> Tensor:
     return rate
 
 
-def scheduled_rates(rates: Any) -> Tensor:
-    """The rate of every step, shape (steps,), at least one; 0 is allowed, as warm-ups start and decays end there."""
-    return _one_per_step("rates", nonnegative_rate("rates", rates))
-
-
-def scheduled_gammas(gammas: Any, num_steps: int) -> Tensor:
-    """Gamma of every step, shape (num_steps,)."""
-    gammas = _one_per_step("gammas", consensus_factor(gammas, name="gammas"))
-    if len(gammas) != num_steps:
+def scheduled(gammas: AdaptiveConsensus | Sequence[float], rates: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Gamma and rate of every step; rates of 0 are allowed, as warm-ups start and decays end there."""
+    rates_T = _one_per_step("rates", nonnegative_rate("rates", rates))
+    if isinstance(gammas, AdaptiveConsensus):
+        schedule = copy.deepcopy(gammas)  # asking for gamma moves the schedule on
+        gammas = [schedule.gamma(step, rate) for step, rate in enumerate(rates_T)]
+    gammas_T = _one_per_step("gammas", consensus_factor(gammas, name="gammas"))
+    if len(gammas_T) != len(rates_T):
         raise ValueError(
-            f"gammas and rates must be for the same steps; got {len(gammas)} gammas and {num_steps} rates. "
+            f"gammas and rates must be for the same steps; got {len(gammas_T)} gammas and {len(rates_T)} rates. "
             f"Pass an AdaptiveConsensus to have gamma computed from the rates."
         )
-    return gammas
+    return gammas_T, rates_T
 
 
 def consensus_factor(gamma: Any, name: str = "gamma") -> Tensor:
@@ -86,11 +88,12 @@ def spectrum(lam: Any, sigma2: Any, counts: Any = None) -> tuple[Tensor, Tensor,
     counts = _finite("counts", 1.0 if counts is None else counts)
     _refuse("counts", counts, counts < 0, ">= 0", "It tells how many directions share a curvature")
     given = {"lam": curvature(lam), "sigma2": noise_variance(sigma2), "counts": counts}
-    lengths = {name: tuple(value.shape) for name, value in given.items()}
-    if any(len(shape) > 1 for shape in lengths.values()) or len(set(lengths.values()) - {(), (1,)}) > 1:
+    shapes = {name: tuple(value.shape) for name, value in given.items()}
+    lists = set(shapes.values()) - {(), (1,)}
+    if len(lists) > 1 or any(len(shape) > 1 or 0 in shape for shape in lists):
         raise ValueError(
             f"lam, sigma2 and counts must be lists with one entry per direction, or single numbers; got shapes "
-            f"{lengths}. Flatten them to one length."
+            f"{shapes}. Flatten them to one length."
         )
     lam_K, sigma2_K, counts_K = torch.broadcast_tensors(*(torch.atleast_1d(value) for value in given.values()))
     return lam_K, sigma2_K, counts_K
@@ -119,10 +122,10 @@ def _refuse(name: str, value: Tensor, bad: Tensor, rule: str, way_out: str) -> N
         raise ValueError(f"{name} must be {rule}; got {value[bad].flatten()[0].item()!r}. {way_out}.")
 
 
-def _one_per_step(name: str, value: Tensor) -> Tensor:
+def _one_per_step(name: str, value: Tensor) -> list[float]:
     if value.ndim != 1 or not len(value):
         raise ValueError(
             f"{name} must be a list with one entry per step, at least one; got shape {tuple(value.shape)}. "
             f"Repeat a constant: [0.1] * steps."
         )
-    return value
+    return value.tolist()

@@ -30,34 +30,35 @@ class Dynamics:
     """
 
     def __init__(self, topology: Topology, lam_K: Tensor, sigma2_K: Tensor, momentum: float) -> None:
-        n = topology.num_workers
-        self.topology = topology
-        self.eye_NN = torch.eye(n, dtype=torch.float64)
-        self.centre_NN = self.eye_NN - 1 / n
-        self.lam_K11 = lam_K[:, None, None]
+        eye_NN = torch.eye(topology.num_workers, dtype=torch.float64)
+        zero_NN = torch.zeros_like(eye_NN)
+        centre_NN = eye_NN - 1 / topology.num_workers
+        gradient_KNN = lam_K[:, None, None] * centre_NN
+        momentum_KNN = (momentum * centre_NN).expand_as(gradient_KNN)
+        laplacians = [centre_NN - topology.matrix(step) @ centre_NN for step in range(topology.period)]
+        # A = kept - gamma mixing - rate local, and B = [-rate, 1], all with the mean of the workers taken out.
+        self.mixing = [_blocks([[laplacian_NN, zero_NN], [zero_NN, zero_NN]]) for laplacian_NN in laplacians]
+        still_KNN = torch.zeros_like(gradient_KNN)
+        self.kept = _blocks([[centre_NN + still_KNN, still_KNN], [gradient_KNN, momentum_KNN]])
+        self.local = _blocks([[gradient_KNN, momentum_KNN], [still_KNN, still_KNN]])
+        self.enters = torch.cat([zero_NN, centre_NN])
+        self.enters_by_rate = torch.cat([centre_NN, zero_NN])
         self.sigma2_K11 = sigma2_K[:, None, None]
-        self.momentum = momentum
+        self.num_workers = topology.num_workers
 
     def step(self, step: int, gamma: float, rate: float) -> tuple[Tensor, Tensor]:
-        """A, shape (K, 2N, 2N), with the mean of the workers taken out, and the covariance sigma2 B P B' added."""
-        n, b = len(self.eye_NN), self.momentum
-        mixed_NN = self.centre_NN - gamma * (self.centre_NN - self.topology.matrix(step) @ self.centre_NN)
-        A = torch.empty(len(self.lam_K11), 2 * n, 2 * n, dtype=torch.float64)
-        A[:, :n, :n] = mixed_NN - rate * self.lam_K11 * self.centre_NN
-        A[:, :n, n:] = -rate * b * self.centre_NN
-        A[:, n:, :n] = self.lam_K11 * self.centre_NN
-        A[:, n:, n:] = b * self.centre_NN
-        B = torch.cat([-rate * self.centre_NN, self.centre_NN])
+        """A and the covariance sigma2 B P B' that the noise adds, each (K, 2N, 2N)."""
+        A = self.kept - gamma * self.mixing[step % len(self.mixing)] - rate * self.local
+        B = self.enters - rate * self.enters_by_rate
         return A, self.sigma2_K11 * (B @ B.T)
 
     def along(self, gammas: list[float], rates: list[float]) -> Iterator[Tensor]:
         """The variance of each worker in each direction after every step, shape (N, K), from equal workers on."""
-        n = len(self.eye_NN)
-        covariance = torch.zeros(len(self.lam_K11), 2 * n, 2 * n, dtype=torch.float64)
+        covariance = torch.zeros_like(self.kept)
         for step, (gamma, rate) in enumerate(zip(gammas, rates, strict=True)):
             A, added = self.step(step, gamma, rate)
             covariance = A @ covariance @ A.mT + added
-            yield _of_workers(covariance, n)
+            yield self._of_workers(covariance)
 
     def periodic(self, gamma: float, rate: float) -> Tensor:
         """The stationary variance after every round of a period, shape (T, N, K); inf in unstable directions.
@@ -68,10 +69,10 @@ class Dynamics:
         stable_K11 = (self.decay(gamma, rate) < 1 - ROUNDING)[:, None, None]
         covariance = solve_lyapunov(F.where(stable_K11, 0.0), Q)
         variances = []
-        for step in range(self.topology.period):
+        for step in range(len(self.mixing)):
             A, added = self.step(step, gamma, rate)
             covariance = A @ covariance @ A.mT + added
-            variances.append(_of_workers(covariance.where(stable_K11, torch.inf), len(self.eye_NN)))
+            variances.append(self._of_workers(covariance.where(stable_K11, torch.inf)))
         return torch.stack(variances)
 
     def decay(self, gamma: float, rate: float) -> Tensor:
@@ -81,10 +82,15 @@ class Dynamics:
     def period(self, gamma: float, rate: float) -> tuple[Tensor, Tensor]:
         """F and Q of a whole period: S <- F S F' + Q, each (K, 2N, 2N)."""
         F, Q = self.step(0, gamma, rate)
-        for step in range(1, self.topology.period):
+        for step in range(1, len(self.mixing)):
             A, added = self.step(step, gamma, rate)
             F, Q = A @ F, A @ Q @ A.mT + added
         return F, Q
+
+    def _of_workers(self, covariance: Tensor) -> Tensor:
+        variance_NK = covariance.diagonal(dim1=-2, dim2=-1)[:, : self.num_workers].T
+        # Rounding can leave a variance of 0 a little below it, and what has overflowed meets itself as inf - inf.
+        return variance_NK.where(variance_NK.isfinite(), torch.inf).clamp(min=0)
 
 
 def solve_lyapunov(F: Tensor, Q: Tensor) -> Tensor:
@@ -96,6 +102,5 @@ def solve_lyapunov(F: Tensor, Q: Tensor) -> Tensor:
     return S
 
 
-def _of_workers(covariance: Tensor, num_workers: int) -> Tensor:
-    # Rounding can leave a variance of 0 a little below it.
-    return covariance.diagonal(dim1=-2, dim2=-1)[:, :num_workers].T.clamp(min=0)
+def _blocks(rows: list[list[Tensor]]) -> Tensor:
+    return torch.cat([torch.cat(row, -1) for row in rows], -2)

@@ -4,14 +4,15 @@ All chains run the algorithm itself, worker by worker with torch.optim.SGD's mom
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.theory import arguments
 from dsgdac_accel.theory.covariance import ROUNDING, Dynamics
 from dsgdac_accel.theory.modes import graph_modes
@@ -102,10 +103,11 @@ def simulate_quadratic(
         burn_in = math.ceil(math.log(1e-6) / (2 * math.log(memory))) if memory > 0 else 1
     kept = math.ceil(arguments.whole_number("steps", steps, at_least=1) / period)
     skipped = math.ceil(arguments.whole_number("burn_in", burn_in, at_least=0) / period) * period
-    run = quadratic_chains(topology, repeat(gamma), repeat(rate), lam_K, sigma2_K, momentum, chains, seed)
+    num_steps = skipped + kept * period
+    run = quadratic_chains(topology, [gamma] * num_steps, [rate] * num_steps, lam_K, sigma2_K, momentum, chains, seed)
     moments_CTKNN = torch.zeros(chains, period, len(lam_K), topology.num_workers, topology.num_workers).double()
     radius_C = torch.zeros(chains, dtype=torch.float64)
-    for step, delta_NCK in enumerate(islice(run, skipped, skipped + kept * period)):
+    for step, delta_NCK in enumerate(islice(run, skipped, None)):
         moments_CTKNN[:, step % period] += torch.einsum("nck,mck->cknm", delta_NCK, delta_NCK)
         radius_C += delta_NCK.norm(dim=-1).mean(0)
     return QuadraticRun(topology, moments_CTKNN / kept, radius_C / (kept * period))
@@ -113,30 +115,54 @@ def simulate_quadratic(
 
 def quadratic_chains(
     topology: Topology,
-    gammas: Iterable[float],
-    rates: Iterable[float],
+    gammas: AdaptiveConsensus | Sequence[float],
+    rates: Sequence[float],
     lam: Any,
     sigma2: Any,
     momentum: float = 0.0,
     chains: int = 64,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """The deviations of all workers after each step, shape (N, C, K), for as long as both gammas and rates last.
+    """The deviations of all workers after each step of many independent runs, shape (N, C, K) each, float64.
 
-    Each step takes the mean of the workers out, which changes no deviation: mixing never reads the mean and the
-    gradient is linear. It has to go because nothing mixes it: where a curvature is negative it grows without bound,
-    and its rounding would swamp the deviations, which stay bounded.
+    All workers start equal. Arguments as in `radius_along`, whose expectation this is a sample of, and
+    `simulate_quadratic`. Stable or not, the run is carried out. Raises ValueError for an argument out of range.
+
+    >>> from dsgdac_accel import build_topology
+    >>> pair = build_topology("complete", 2)
+    >>> for delta_NCK in quadratic_chains(pair, gammas=[1.0] * 3, rates=[0.1] * 3, lam=[2.0, 0.0], sigma2=[0.0, 1.0]):
+    ...     print(delta_NCK.shape, delta_NCK[..., 0].abs().max().item())
+    torch.Size([2, 64, 2]) 0.0
+    torch.Size([2, 64, 2]) 0.0
+    torch.Size([2, 64, 2]) 0.0
     """
     lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
+    momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
+    chains = arguments.whole_number("chains", chains, at_least=1)
     generator = torch.Generator().manual_seed(seed)
-    shape = (topology.num_workers, chains, len(lam_K))
-    x_NCK = torch.zeros(shape, dtype=torch.float64)
+    schedule = zip(*arguments.scheduled(gammas, rates), strict=True)
+    return _chains(topology, schedule, lam_K, sigma2_K, momentum, chains, generator)
+
+
+def _chains(
+    topology: Topology,
+    schedule: Iterable[tuple[float, float]],
+    lam_K: Tensor,
+    sigma2_K: Tensor,
+    momentum: float,
+    chains: int,
+    generator: torch.Generator,
+) -> Iterator[Tensor]:
+    x_NCK = torch.zeros(topology.num_workers, chains, len(lam_K), dtype=torch.float64)
     momentum_NCK = torch.zeros_like(x_NCK)
-    for step, (gamma, rate) in enumerate(zip(gammas, rates, strict=False)):
-        noise_NCK = sigma2_K.sqrt() * torch.randn(shape, dtype=torch.float64, generator=generator)
+    for step, (gamma, rate) in enumerate(schedule):
+        noise_NCK = sigma2_K.sqrt() * torch.randn(x_NCK.shape, dtype=torch.float64, generator=generator)
         x_NCK, momentum_NCK = quadratic_step(
             x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, rate, momentum
         )
+        # Nothing mixes the mean of the workers: where a curvature is negative it grows without bound, and its rounding
+        # would swamp the deviations, which stay bounded. Taking it out changes none of them, as mixing never reads
+        # the mean and the gradient is linear.
         x_NCK, momentum_NCK = x_NCK - x_NCK.mean(0), momentum_NCK - momentum_NCK.mean(0)
         yield x_NCK
 

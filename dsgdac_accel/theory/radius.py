@@ -1,6 +1,5 @@
 """The consensus error that a topology, a gamma and a rate lead to: in stationary state, and along a schedule."""
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,11 +137,7 @@ def radius_along(
     >>> print(*(f"{error.frobenius:.3f}" for error in errors))
     1.732 1.561 1.526 1.518 1.516 1.515
     """
-    rates_T = arguments.scheduled_rates(rates).tolist()
-    if isinstance(gammas, AdaptiveConsensus):
-        schedule = copy.deepcopy(gammas)
-        gammas = [schedule.gamma(step, rate) for step, rate in enumerate(rates_T)]
-    gammas_T = arguments.scheduled_gammas(gammas, len(rates_T)).tolist()
+    gammas_T, rates_T = arguments.scheduled(gammas, rates)
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     lam_K, sigma2_K, counts_K = arguments.spectrum(lam, sigma2, counts)
     variances = Dynamics(topology, lam_K, sigma2_K, momentum).along(gammas_T, rates_T)
@@ -155,7 +150,8 @@ def gaussian_norm(variance_K: Tensor, counts_K: Tensor) -> Tensor:
     With q = ||g||^2: E sqrt(q) = integral over t > 0 of (1 - E exp(-t q)) t^(-3/2) dt / (2 sqrt(pi)), where
     E exp(-t q) = prod_k (1 + 2 t variance_k)^(-counts_k / 2).
     """
-    total = torch.where(counts_K == 0, 0.0, counts_K * variance_K).sum(-1)
+    variance_K = variance_K.where(counts_K > 0, 0.0)  # 0 * inf is NaN
+    total = (counts_K * variance_K).sum(-1)
     share_K = (variance_K / total[..., None]).nan_to_num(0.0)
     # In log t the integrand is analytic and falls like exp(-|log t| / 2), so the trapezoidal rule converges fast.
     spacing, integral = 0.25, torch.zeros_like(total)
