@@ -131,6 +131,8 @@ def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str
         ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     torch.set_num_threads(1)
+    # As in a script; with the method inherited from here, every process of a DataLoader would import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     result: dict[str, Any] = {}
     code = 0
     try:

@@ -127,10 +127,7 @@ class Training:
     @staticmethod
     def make_loader(case: Case) -> DataLoader:
         data = Stream(case.samples) if case.data == "stream" else Noisy(case.samples)
-        return DataLoader(
-            data, case.batch_size, shuffle=case.data != "stream", num_workers=case.loader_workers,
-            multiprocessing_context="fork" if case.loader_workers else None,
-        )  # fmt: skip
+        return DataLoader(data, case.batch_size, shuffle=case.data != "stream", num_workers=case.loader_workers)
 
     def run(self, save_after: dict[Any, str] | None = None, resume: str | None = None, **saving: Any) -> None:
         """All epochs; folders to save into by the number of batches taken in all, or by "epoch" and its number."""

@@ -107,7 +107,7 @@ def read_epochs(rank: int, seeds: str, options: dict, workers: int, sampler: str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     epochs, draws, masks = [], [], []
-    for _ in range(2 if workers else 3):  # starting and ending loader workers takes seconds
+    for _ in range(3):
         seen = []
         for batch in loader:
             seen += batch["index"].tolist()
