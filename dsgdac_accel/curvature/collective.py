@@ -20,6 +20,7 @@ def rank_of(group: WorkerGroup | None) -> int:
     return 0 if group is None else group.rank
 
 
+@torch.inference_mode(False)  # the caller's may be on, and what is made in it cannot be added to outside
 def summed(
     contribute: Callable[[Tensor], None], length: int, device: torch.device, group: WorkerGroup | None, what: str
 ) -> Tensor:

@@ -50,9 +50,11 @@ def surroundings(model: nn.Module, modes: Modes, device: torch.device) -> Iterat
     Buffers and random streams are the business of `fresh_batch`, for every batch; the streams are put back here.
     """
     before = [(module, module.training) for module in model.modules()]
-    randomness = random_state()
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))  # whose random stream is the current one
+        randomness = random_state()
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -107,7 +109,10 @@ def fresh_batch(model: nn.Module, seed: int, number: int) -> Iterator[None]:
     words = numpy.random.SeedSequence([seed, number]).generate_state(4)
     random.seed(int(words[0]))
     numpy.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]) << 32 | int(words[3]))
+    # Not torch.manual_seed, which reaches for the generators of all devices, and queues them where CUDA has not begun.
+    torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(int(words[2]) << 32 | int(words[3]))
     slots = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
     try:

@@ -298,7 +298,7 @@ def test_a_transformer_agrees_with_finite_differences(attention):
 # ---- memory
 
 
-@pytest.mark.parametrize("graph_memory", [2**30, 0, 20_000])
+@pytest.mark.parametrize("graph_memory", [2**30, 0, 6_000])
 def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
@@ -307,17 +307,17 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
 
     def live():
         gc.collect()
-        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
     for _ in range(3):
         hvp(v)
     before = live()
-    for _ in range(300):
+    for _ in range(200):
         hvp(v)
     assert live() == before
     kept = len(hvp._graphs)
     assert kept == {2**30: 4, 0: 0}.get(graph_memory, kept)
-    assert graph_memory != 20_000 or 0 < kept < 4
+    assert graph_memory != 6_000 or 0 < kept < 4
     hvp.release()
     gc.disable()
     try:  # nothing waits for the garbage collector
