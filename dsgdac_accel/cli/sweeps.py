@@ -38,6 +38,7 @@ def add_commands(commands: Any) -> None:
         action="store_true",
         help="run again what finished with other settings, and keep its folder under another name; refused otherwise",
     )
+    _add_settings(sweep)
     sweep.set_defaults(run=_sweep)
     report = commands.add_parser(
         "report",
@@ -50,13 +51,25 @@ def add_commands(commands: Any) -> None:
     report.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
     report.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: the sweep's folder)")
     report.add_argument("--no-figures", action="store_true", help="tables only")
+    _add_settings(report)
     report.set_defaults(run=_report)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a key of the task for all runs, such as data.path=FOLDER; may be repeated. A report needs the same ones, "
+        "places apart",
+    )
 
 
 def _sweep(options: argparse.Namespace) -> int:
     from dsgdac_accel.sweeps.runner import failure_report, run_sweep
 
-    _, runs = _planned(options.sweep)
+    _, runs = _planned(options)
     runs = _selected(runs, options.only)
     if options.print_commands:
         print("\n".join(run.shell_line() for run in runs))
@@ -88,7 +101,7 @@ def _list(runs: Sequence[PlannedRun]) -> int:
 def _report(options: argparse.Namespace) -> int:
     from dsgdac_accel.sweeps.report import write_report
 
-    sweep, runs = _planned(options.sweep)
+    sweep, runs = _planned(options)
     report = write_report(sweep, runs, options.output or sweep.output_dir, figures=not options.no_figures)
     print(report.text)
     for file in report.files:
@@ -96,15 +109,29 @@ def _report(options: argparse.Namespace) -> int:
     return 1 if report.missing == len(runs) else 0
 
 
-def _planned(file: Path) -> tuple[SweepConfig, list[PlannedRun]]:
+def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
     from dsgdac_accel.config import ConfigError
     from dsgdac_accel.sweeps import load_sweep, planned_runs
 
-    sweep = load_sweep(file)
+    sweep = load_sweep(options.sweep)
     try:
-        return sweep, planned_runs(sweep, file.absolute().parent)
+        return sweep, planned_runs(sweep, options.sweep.absolute().parent, _extra(options.set))
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{options.sweep}: {error}") from None
+
+
+def _extra(words: Sequence[str]) -> dict[str, Any]:
+    """The keys of --set; a path that begins with ./ or ../ starts where the command is given, as for the task."""
+    from dsgdac_accel.config.strict_yaml import plain_value
+    from dsgdac_accel.sweeps.plan import flat_overrides
+
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (key and equals) or key in values:
+            raise ValueError(f"--set must be KEY=VALUE, each key once; got {word!r}.")
+        values[key] = [plain_value(item.strip()) for item in text.split(",")] if "," in text else plain_value(text)
+    return flat_overrides(values, "--set", Path.cwd())
 
 
 def _selected(runs: list[PlannedRun], patterns: Sequence[str] | None) -> list[PlannedRun]:

@@ -40,7 +40,7 @@ class Column:
     key: str
     """Of summary.json, with dots into sections, or of metrics.jsonl, with slashes."""
     place: str
-    """Where to read a metric: last, max, min, or an epoch that counts from 0; "" for a key of summary.json."""
+    """Where to read a metric: last, max, min, or after so many epochs; "" for a key of summary.json."""
     heading: str
 
     def value(self, state: RunState) -> float:
@@ -68,7 +68,7 @@ def _column(text: str, heading: str = "") -> Column:
     key, at, place = text.partition("@")
     if at and "/" not in key:
         raise ValueError(f"columns: {text}: only a metric, such as gossip/radius@max, is read at a place. Drop {at}.")
-    if at and place not in _PLACES and not place.isdecimal():
+    if at and place not in _PLACES and not (place.isdecimal() and int(place)):
         raise ValueError(f"columns: {text}: the place must be last, max, min or an epoch such as @48; got {place!r}.")
     place = place or ("last" if "/" in key else "")
     words = {"": "", "last": "", "max": " (max)", "min": " (min)"}
@@ -86,7 +86,7 @@ def _in_summary(summary: dict[str, Any], key: str) -> float:
 def _in_records(records: Records, key: str, place: str) -> float:
     found = [(record.get("epoch"), _number(record[key])) for record in records if key in record]
     if place.isdecimal():
-        found = [(epoch, value) for epoch, value in found if epoch == int(place)]
+        found = [(epoch, value) for epoch, value in found if epoch == int(place) - 1]  # logged from 0
     numbers = [value for _, value in found if math.isfinite(value)]
     if place in ("max", "min"):
         return (max if place == "max" else min)(numbers, default=math.nan)

@@ -59,7 +59,7 @@ class ReportConfig:
         default_factory=lambda: ["test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius"]
     )
     """Columns of the table, or column: heading. A key of summary.json (test_loss, curvature.lambda_1), or a key of
-    metrics.jsonl with the place to read it at: gossip/radius@max, @min, @last or @EPOCH (epochs begun count from 0)."""
+    metrics.jsonl with the place to read it at: gossip/radius@max, @min, @last, or @48 for the end of the 48th epoch."""
 
     baselines: list[str] | dict[str, str] = field(default_factory=list)
     """Labels of variants or grid values to compare with, seed by seed: all others with each of a list, or, as

@@ -83,8 +83,10 @@ class PlannedRun:
         return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}{shlex.join(words)}"
 
 
-def settings_of(sweep: SweepConfig, folder: Path) -> list[Setting]:
-    """All settings of a sweep, in the order of the file; `folder` is that of the sweep file.
+def settings_of(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None) -> list[Setting]:
+    """All settings of a sweep, in the order of the file.
+
+    `folder` is that of the sweep file; `extra` holds keys of the task that win over all others.
 
     Raises ConfigError for a key that the sweep sets by itself, or two settings with one name.
     """
@@ -95,6 +97,7 @@ def settings_of(sweep: SweepConfig, folder: Path) -> list[Setting]:
         overrides = dict(shared)
         for _, own in choice:
             overrides = _merged(overrides, own)
+        overrides = _merged(overrides, dict(extra or {}))
         settings.append(Setting(tuple(label for label, _ in choice), overrides))
     folders = [setting.folder.lower() for setting in settings]  # some file systems see no difference
     for setting, name in zip(settings, folders, strict=True):
@@ -103,13 +106,16 @@ def settings_of(sweep: SweepConfig, folder: Path) -> list[Setting]:
     return settings
 
 
-def planned_runs(sweep: SweepConfig, folder: Path) -> list[PlannedRun]:
-    """All runs: one setting after the other for the first seed, then for the next, so that comparisons fill evenly."""
+def planned_runs(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None) -> list[PlannedRun]:
+    """All runs: one setting after the other for the first seed, then for the next, so that comparisons fill evenly.
+
+    Arguments and errors are those of `settings_of`.
+    """
     base = base_values(sweep.base)
     launch = {name: getattr(sweep.launch, name) for name in ("kind", "processes", "threads")}
     launch["config_file"] = str(sweep.launch.config_file) if sweep.launch.config_file else None
     runs = []
-    for seed, setting in itertools.product(sweep.seeds, settings_of(sweep, folder)):
+    for seed, setting in itertools.product(sweep.seeds, settings_of(sweep, folder, extra)):
         output = sweep.output_dir / setting.folder / f"seed_{seed}"
         given = setting.overrides | {"seed": seed}
         arguments = [f"--{key}={spelled(value)}" for key, value in (given | {"output_dir": output}).items()]

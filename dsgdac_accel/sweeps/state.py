@@ -85,12 +85,11 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
     """The settings that a run was started with and the sweep no longer asks for, as `key: old -> new`."""
     if record:
         old, new = record.get("settings", {}), run.expected
-        keys = [*new, *(key for key in old if key not in new)]
+        keys = [key for key in (new | old) if not _is_place(key)]
         changes = [_change(key, old.get(key), new.get(key)) for key in keys if _differ(old.get(key), new.get(key))]
         launched = record.get("launch", {})
-        # Threads change nothing but the speed.
-        names = [name for name in ("processes",) if launched.get(name) != run.launch[name]]
-        return changes + [_change(f"launch.{name}", launched.get(name), run.launch[name]) for name in names]
+        before, now = launched.get("processes"), run.launch["processes"]  # threads change nothing but the speed
+        return changes if before == now else [*changes, _change("launch.processes", before, now)]
     # Started by hand or by a job array: the run's own configuration says what it was.
     resolved = run.folder / "config.yaml"
     if not resolved.is_file():
@@ -99,8 +98,13 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
     return [
         _change(key, old.get(key), value)
         for key, value in run.expected.items()
-        if not key.endswith(".path") and _differ(old.get(key), value)
+        if not _is_place(key) and _differ(old.get(key), value)
     ]
+
+
+def _is_place(key: str) -> bool:
+    """Whether a key says where something lies, which may differ between machines."""
+    return key.rpartition(".")[2] in ("path", "cache_dir")
 
 
 def _differ(old: Any, new: Any) -> bool:

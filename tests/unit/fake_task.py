@@ -1,0 +1,84 @@
+"""A task in miniature for the tests of sweeps: the command line and the files of a real one, results by a formula.
+
+    test_loss = rate * power + seed,  test_accuracy = 1 / (1 + power + seed)
+
+Of `behaviour`, fail ends with an error, silent without a summary, wait starts a child and sleeps, and meet waits for
+another run to be there at the same time.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+EPOCHS, STEPS = 3, 4
+"""Of every run, and of an epoch."""
+
+
+def loss(rate, power, seed):
+    return rate * power + seed
+
+
+def accuracy(power, seed):
+    return 1 / (1 + power + seed)
+
+
+def radius(epoch, power, seed):
+    return (epoch + 1) * (1 + power) + seed
+
+
+def set_key(tree, path, value):
+    *sections, name = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
+
+
+def read_settings(words):
+    settings = yaml.safe_load(Path(words[1]).read_text())
+    for word in words[2:]:
+        key, _, text = word.removeprefix("--").partition("=")
+        set_key(settings, key, yaml.safe_load(text))
+    return settings
+
+
+def run(settings):
+    folder, behaviour, seed = Path(settings["output_dir"]), settings.get("behaviour"), settings["seed"]
+    rate, power = settings["rate"], settings["gossip"]["power"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with open(folder / "starts.txt", "a") as starts:
+        starts.write("started\n")
+    if behaviour == "wait":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        (folder / "child.txt").write_text(str(child.pid))
+        time.sleep(60)
+    if behaviour == "meet":
+        deadline = time.monotonic() + 20
+        while len(list(folder.parent.parent.glob("*/*/config.yaml"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if behaviour == "fail":
+        print("\rprogress 10 %\rprogress 20 %")
+        sys.exit("error: the data are not there")
+    with open(folder / "metrics.jsonl", "w") as log:
+        for epoch in range(EPOCHS):
+            step = (epoch + 1) * STEPS
+            values = {"gossip/radius": radius(epoch, power, seed), "gossip/rate": rate, "test/accuracy": 0.1 * epoch}
+            values |= {"curvature/Q": float(epoch), "curvature/A": 0.2, "curvature/B": 0.1, "curvature/lambda_1": 2.0}
+            log.write(json.dumps({"step": step, "epoch": epoch} | values) + "\n")
+    if behaviour == "silent":
+        return
+    summary = {"algorithm": settings["algorithm"], "seed": seed, "seconds": 90.0, "test_loss": loss(rate, power, seed)}
+    summary |= {"test_accuracy": accuracy(power, seed), "curvature": {"lambda_1": 2.0 * rate}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "curvature":
+        print("curvature asked for", *sys.argv[2:])
+        sys.exit(7)
+    run(read_settings(sys.argv[1:]))
