@@ -1,0 +1,403 @@
+"""Lanczos, trace, Q, A, B and gradient noise against dense algebra and scipy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dsgdac_accel.curvature import (
+    HessianOperator,
+    alignment,
+    consensus_errors,
+    curvature_exposure,
+    flatten,
+    gradient_noise_alignment,
+    hutchinson_trace,
+    lanczos,
+    measure_curvature,
+    measure_penalty,
+    random_direction_baseline,
+    set_parameters,
+)
+
+DTYPES = [torch.float32, torch.float64]
+
+
+class Matrix:
+    """The product with a symmetric matrix, which counts its calls."""
+
+    def __init__(self, matrix):
+        self.matrix, self.dim, self.dtype = matrix, len(matrix), matrix.dtype
+        self.device = matrix.device
+        self.calls = 0
+
+    def __call__(self, v):
+        self.calls += 1
+        return self.matrix @ v
+
+
+def diagonal(*values, dtype=torch.float32):
+    return Matrix(torch.diag(torch.tensor(values, dtype=dtype)))
+
+
+def with_spectrum(eigenvalues, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    vectors, _ = torch.linalg.qr(torch.randn(*[len(eigenvalues)] * 2, generator=generator, dtype=torch.float64))
+    matrix = vectors @ torch.diag(torch.as_tensor(eigenvalues, dtype=torch.float64)) @ vectors.T
+    return Matrix(((matrix + matrix.T) / 2).to(dtype))
+
+
+# ---- Lanczos
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_ends_early_where_the_krylov_space_is_exhausted(dtype):
+    hvp = diagonal(3, 3, 3, -5, dtype=dtype)
+    values, vectors = lanczos(hvp, iterations=30)
+    assert hvp.calls < 5
+    assert values[0].item() == pytest.approx(3, rel=1e-5)
+    assert values[-1].item() == pytest.approx(-5, rel=1e-5)
+    assert vectors.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.0, 2.0, -1e-12])
+def test_multiples_of_the_identity_take_one_product(value, dtype):
+    hvp = diagonal(*[value] * 6, dtype=dtype)
+    spectrum = lanczos(hvp)
+    assert hvp.calls == 1
+    assert spectrum.values.tolist() == pytest.approx([value])
+    assert spectrum.residuals.item() <= 1e-6 * abs(value)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_all_eigenpairs_of_a_small_matrix_are_found(dtype, tolerance):
+    hvp = with_spectrum([9.0, 4.0, 1.0, 0.5, -0.1, -3.0], dtype=dtype)
+    expected = torch.linalg.eigvalsh(hvp.matrix.double()).flip(0)
+    values, vectors = lanczos(hvp, iterations=100)
+    torch.testing.assert_close(values, expected, rtol=0, atol=9 * tolerance)
+    product = hvp.matrix.double() @ vectors.double()
+    torch.testing.assert_close(product, vectors.double() * values, rtol=0, atol=20 * tolerance)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(6, dtype=dtype), rtol=0, atol=tolerance)
+
+
+def test_residuals_are_those_of_the_vectors_and_bound_the_error():
+    hvp = with_spectrum(torch.linspace(-1, 1, 80).pow(3).tolist())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spectrum = lanczos(hvp, iterations=12)
+    exact = torch.linalg.eigvalsh(hvp.matrix)
+    for number in range(12):
+        vector, value = spectrum.vector(number), spectrum.values[number]
+        assert torch.allclose(vector.norm(), torch.ones((), dtype=torch.float64))
+        residual = (hvp.matrix @ vector - value * vector).norm()
+        torch.testing.assert_close(residual, spectrum.residuals[number], rtol=1e-9, atol=1e-13)
+        assert (exact - value).abs().min() <= residual * (1 + 1e-9)
+
+
+def test_orthogonality_survives_what_plain_lanczos_loses():
+    hvp = with_spectrum([1e4, 1e3, *torch.linspace(0, 1, 98).tolist()], dtype=torch.float32)
+    spectrum = lanczos(hvp, iterations=60, which="largest")
+    basis = torch.stack(spectrum.basis).double()
+    torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=torch.float64), rtol=0, atol=1e-6)
+    assert (spectrum.values > 999).sum() == 2, "no ghost copies of the two large ones"
+
+
+def test_a_large_residual_of_what_is_asked_is_a_warning():
+    hvp = with_spectrum(torch.linspace(-1, 1, 200).tolist())
+    with pytest.warns(UserWarning, match=r"largest eigenvalue .* after 5 Lanczos iterations"):
+        lanczos(hvp, iterations=5, which="largest")
+    with pytest.warns(UserWarning, match=r"smallest eigenvalue"):
+        lanczos(hvp, iterations=5, which="smallest")
+    separated = with_spectrum([50.0, *torch.linspace(-1, 1, 199).tolist()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lanczos(separated, iterations=15, which="largest")
+
+
+def test_start_vectors_depend_on_the_seed_alone():
+    hvp = with_spectrum([3.0, 2.0, 1.0, 0.0])
+    first, again, other = (lanczos(hvp, seed=seed).basis[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_bad_questions_are_refused():
+    with pytest.raises(ValueError, match="at least one iteration; got 0"):
+        lanczos(diagonal(1.0), iterations=0)
+    with pytest.raises(ValueError, match="at least one probe; got 0"):
+        hutchinson_trace(diagonal(1.0), probes=0)
+    with pytest.raises(ValueError, match=r"the dimension is unknown.*Pass dim="):
+        lanczos(lambda v: v)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="iteration 1 is not finite"):
+            lanczos(diagonal(1.0, bad))
+
+
+# ---- a network with thousands of parameters
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def digits_like(count, rows):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(rows, 16, generator=generator), torch.randint(5, (rows,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def middle_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 5)
+    )
+
+
+def test_ends_of_the_spectrum_agree_with_scipy_on_thousands_of_parameters():
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    net, batches = middle_net(), digits_like(2, 32)
+    hvp = HessianOperator(net, classify, batches)
+    assert hvp.dim > 3000
+    exact = HessianOperator(net.double(), classify, [(x.double(), y) for x, y in batches])
+    operator = LinearOperator((hvp.dim,) * 2, matvec=lambda v: exact(torch.from_numpy(v.ravel())).numpy(), dtype=float)
+    start = numpy.random.default_rng(0).normal(size=hvp.dim)
+    bottom, top = eigsh(operator, 2, which="BE", v0=start, tol=1e-6, return_eigenvectors=False)
+    net.float()
+    values = lanczos(hvp, iterations=80).values
+    assert values[0].item() == pytest.approx(top, rel=1e-4)
+    assert values[-1].item() == pytest.approx(bottom, rel=1e-3)
+    thirty = lanczos(hvp, iterations=30, which="largest")
+    assert thirty.values[0].item() == pytest.approx(top, rel=1e-4)
+    assert abs(thirty.values[-1].item() - bottom) <= thirty.residuals[-1].item() * 1.01
+
+
+# ---- trace, Q, A, B
+
+
+def test_the_worked_example():
+    hvp = diagonal(-7, 4, 1)
+    delta = torch.tensor([1.0, 1.0, 0.0])
+    top = lanczos(hvp).values[0]
+    assert top.item() == pytest.approx(4), "the largest, not the largest in magnitude"
+    for kind in (float, torch.tensor):
+        assert curvature_exposure([delta, -delta], hvp, kind(4.0)) == -1.5
+        assert alignment([delta, -delta], hvp, kind(4.0)) == -0.375
+    assert hutchinson_trace(hvp, probes=1).value == -2
+    baseline = random_direction_baseline(hvp, 4.0, probes=3)
+    assert baseline.value == pytest.approx(-1 / 6, rel=1e-12)
+    assert baseline.stderr == 0
+    assert measure_penalty([delta, -delta], hvp).value == -6
+
+
+def probe_variance(matrix):
+    """Var[u' H u] = 2 (||H||_F^2 - sum H_ii^2) for Rademacher u."""
+    return 2 * (matrix.square().sum() - matrix.diagonal().square().sum())
+
+
+def test_the_trace_is_unbiased_with_an_honest_standard_error():
+    hvp = with_spectrum(torch.linspace(-2, 5, 40).tolist())
+    exact = torch.trace(hvp.matrix).item()
+    estimates = [hutchinson_trace(hvp, probes=30, seed=seed) for seed in range(60)]
+    off = torch.tensor([(estimate.value - exact) / estimate.stderr for estimate in estimates])
+    assert off.mean().abs() < 4 / math.sqrt(60)
+    assert 0.7 < off.std() < 1.4
+    assert estimates[0].stderr == pytest.approx((probe_variance(hvp.matrix) / 30).sqrt().item(), rel=0.4)
+    assert math.isnan(hutchinson_trace(hvp, probes=1).stderr)
+
+
+def test_undefined_figures_are_nan():
+    delta = torch.tensor([1.0, 0.0])
+    for hvp, top in ((diagonal(0, 0), 0.0), (diagonal(1, 1), math.nan), (diagonal(1, 1), math.inf)):
+        assert math.isnan(curvature_exposure([delta, -delta], hvp, top))
+        assert math.isnan(alignment([delta, -delta], hvp, top))
+        assert math.isnan(random_direction_baseline(hvp, top, probes=2).value)
+    vanished = [torch.zeros(2)] * 2
+    assert curvature_exposure(vanished, diagonal(1, 2), 2.0) == 0
+    assert math.isnan(alignment(vanished, diagonal(1, 2), 2.0))
+    assert curvature_exposure([], diagonal(1, 2), 2.0) == 0
+
+
+def test_small_sums_do_not_drown_in_large_ones():
+    d = 200_000
+    delta = torch.full((d,), 1e-2)
+    delta[0] = 1e4
+    identity = lambda v: v  # noqa: E731
+    exact = 2 * (1e8 + (d - 1) * 1e-4)
+    assert measure_penalty([delta, -delta], identity).squared_norm == pytest.approx(exact, rel=1e-9)
+
+
+# ---- networks
+
+
+def dense(hvp):
+    return torch.stack([hvp(unit) for unit in torch.eye(hvp.dim, dtype=hvp.dtype)], dim=1)
+
+
+def small_case(workers=3, spread=0.05):
+    """A network at the mean of its workers, in float64."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3)).double()
+    batches = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))) for _ in range(4)]
+    states = []
+    for _ in range(workers):
+        states.append({name: p.detach() + spread * torch.randn_like(p) for name, p in net.named_parameters()})
+    deltas, mean = consensus_errors(states, net)
+    set_parameters(net, mean)
+    return net, batches, deltas
+
+
+def test_a_report_holds_what_dense_algebra_gives():
+    net, batches, deltas = small_case()
+    report = measure_curvature(net, classify, batches, deltas, iterations=60, probes=400)
+    hvp = HessianOperator(net, classify, batches)
+    hessian, delta = dense(hvp), torch.stack(deltas)
+    values = torch.linalg.eigvalsh(hessian)
+    penalty = torch.trace(delta @ hessian @ delta.T)
+    noise = torch.stack([hvp.batch_gradient(b) for b in range(4)])
+    torch.testing.assert_close(noise.mean(0), hvp.gradient)
+    noise = noise - noise.mean(0)
+    quadratic = torch.trace(noise @ hessian @ noise.T)
+    exact = {
+        "lambda_1": values[-1],
+        "lambda_min": values[0],
+        "penalty": penalty,
+        "Q": penalty / values[-1],
+        "A": penalty / values[-1] / delta.square().sum(),
+        "A_grad_raw": quadratic / 4 / values[-1],
+        "A_grad": quadratic / values[-1] / noise.square().sum(),
+        "batches": 4,
+        "batch_size": 8,
+    }
+    found = report.as_dict()
+    for name, value in exact.items():
+        assert found.pop(name) == pytest.approx(float(value), rel=1e-8), name
+    assert abs(found.pop("trace") - torch.trace(hessian)) < 4 * found["trace_stderr"]
+    assert abs(found.pop("B") - torch.trace(hessian) / hvp.dim / values[-1]) < 4 * found["B_stderr"]
+    stderr = probe_variance(hessian).div(400).sqrt().item()
+    assert found.pop("trace_stderr") == pytest.approx(stderr, rel=0.2)
+    assert found.pop("B_stderr") == pytest.approx(stderr / hvp.dim / values[-1].item(), rel=0.2)
+    assert found.pop("lambda_1_residual") < 1e-8
+    assert found.pop("lambda_min_residual") < 1e-8
+    assert not found, "keys that nobody checked"
+    assert all(type(value) is float for value in report.as_dict().values())
+
+
+def test_gradient_noise_of_some_batches_is_measured_against_the_mean_of_all():
+    net, batches, _ = small_case()
+    hvp = HessianOperator(net, classify, batches)
+    two = gradient_noise_alignment(hvp, 2.0, max_batches=2)
+    noise = [hvp.batch_gradient(b) - hvp.gradient for b in (0, 2)]
+    forms = torch.stack([xi @ hvp(xi) for xi in noise]) / 2.0
+    assert two.batches == 2
+    assert two.raw == pytest.approx(forms.mean().item())
+    assert two.raw_stderr == pytest.approx(forms.std().item() / math.sqrt(2))
+    assert two.normalized == pytest.approx((forms.sum() / sum(xi @ xi for xi in noise)).item())
+    assert math.isnan(gradient_noise_alignment(HessianOperator(net, classify, batches[:1]), 2.0).normalized)
+    with pytest.raises(ValueError, match="max_batches=0"):
+        gradient_noise_alignment(hvp, 2.0, max_batches=0)
+
+
+def test_alignment_of_mere_rounding_is_nan():
+    net, batches, deltas = small_case()
+    for wide in (True, False):
+        if not wide:
+            net, batches = net.float(), [(x.float(), y) for x, y in batches]
+        hvp = HessianOperator(net, classify, batches)
+        unit = torch.stack(deltas).to(hvp.dtype)
+        unit /= unit.norm()
+        rounding = torch.finfo(hvp.dtype).eps * hvp.point.norm()
+        assert math.isnan(alignment(list(unit * rounding), hvp, 1.0))
+        assert math.isfinite(alignment(list(unit * 100 * rounding), hvp, 1.0))
+        assert math.isfinite(curvature_exposure(list(unit * rounding), hvp, 1.0))
+
+
+def test_a_synchronous_baseline_and_parts_left_out():
+    net, batches, _ = small_case()
+    report = measure_curvature(net, classify, batches, probes=0, noise_batches=0)
+    assert report.Q == report.penalty == 0
+    for name in ("A", "B", "B_stderr", "trace", "trace_stderr", "A_grad", "A_grad_raw"):
+        assert math.isnan(getattr(report, name)), name
+
+
+def test_a_report_warns_of_the_largest_eigenvalue_alone():
+    torch.manual_seed(0)
+    net, x = nn.Linear(40, 1, bias=False), torch.randn(64, 40)
+    x[:, 0] *= 10  # one eigenvalue far above a bulk that reaches to 0
+    batches, options = [(x, torch.zeros(64, 1))], {"probes": 0, "noise_batches": 0}
+    mean_square = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    with pytest.warns(UserWarning, match="largest eigenvalue"):
+        measure_curvature(net, mean_square, batches, iterations=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = measure_curvature(net, mean_square, batches, iterations=6, **options)
+    assert report.lambda_min_residual > 1e-2 * report.lambda_min
+
+
+# ---- flat vectors and saved workers
+
+
+def test_consensus_errors_are_deviations_from_the_mean_of_all_workers():
+    nets = [nn.Linear(3, 2) for _ in range(4)]
+    flats = torch.stack([flatten(net) for net in nets])
+    from_models, mean = consensus_errors(nets, nn.Linear(3, 2))
+    from_states, _ = consensus_errors([net.state_dict() for net in nets], nets[0])
+    torch.testing.assert_close(mean, flats.mean(0))
+    torch.testing.assert_close(torch.stack(from_models), flats - flats.mean(0))
+    assert all(torch.equal(a, b) for a, b in zip(from_models, from_states, strict=True))
+    set_parameters(nets[0], mean)
+    assert torch.equal(flatten(nets[0]), mean)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(3, 3, bias=False)
+        self.outside = nn.Linear(3, 3, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.outside.weight = self.inside.weight
+
+
+def test_tied_weights_are_found_under_any_of_their_names_and_counted_once():
+    net = Tied()
+    assert len(flatten(net)) == 9 + 6
+    state = net.state_dict()
+    expected = flatten(net, state)
+    for left_out in ("inside.weight", "outside.weight"):
+        assert torch.equal(flatten(net, {name: v for name, v in state.items() if name != left_out}), expected)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(3, 3), r"weight: \(3, 3\) instead of \(2, 3\)"),
+        (nn.Linear(3, 3).state_dict(), r"weight: \(3, 3\) instead of \(2, 3\)"),
+        (nn.Linear(3, 2, bias=False), r"without bias\)"),
+        (nn.Sequential(nn.Linear(3, 2)).state_dict(), r"without weight; bias, with 0\.bias; 0\.weight"),
+        (nn.Linear(3, 2).state_dict() | {f"more.{n}": 0 for n in "abcd"}, r"with more\.a; more\.b; more\.c and 1 more"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(other, message):
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=f"worker 1 of this process: the values are of another model .*{message}"):
+        consensus_errors([net, other], net)
+
+
+def test_values_that_do_not_fit_are_refused():
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="expected 2 tensors, one for each trainable parameter; got 1"):
+        flatten(net, [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match=r"shape \(8,\) for this model; got \(7,\)"):
+        set_parameters(net, torch.zeros(7))
+    with pytest.raises(ValueError, match="at least one worker"):
+        consensus_errors([], net)
