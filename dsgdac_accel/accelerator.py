@@ -151,7 +151,12 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
     @property
     def num_workers(self) -> int:
         """Workers of the whole run: as many in every process as `workers_per_process` says."""
-        return self.group.size * self.gossip_config.workers_per_process
+        return self.group.size * self.workers_per_process
+
+    @property
+    def workers_per_process(self) -> int:  # type: ignore[override]  # a plain number to those who only read it
+        """Workers of this process, as of every other."""
+        return self.gossip_config.workers_per_process
 
     # ---- prepare
 
@@ -168,7 +173,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
                 model.complete(optimizer.optimizer)
         self.make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
         if virtual:
-            seed, here = shared_seed(self.group), self.gossip_config.workers_per_process
+            seed, here = shared_seed(self.group), self.workers_per_process
             for number, model in enumerate(virtual):
                 salted = seed if number == 0 else seed + number
                 model.streams.seed(salted, range(self.group.rank * here, (self.group.rank + 1) * here))
@@ -190,7 +195,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         With several workers in this process, the model becomes `VirtualWorkers`, unless it is for evaluation only.
         """
         refuse_unsupported_model(model)
-        count = self.gossip_config.workers_per_process
+        count = self.workers_per_process
         if isinstance(model, VirtualWorkers) and model.num_workers != count:
             raise ValueError(
                 f"the model is VirtualWorkers of {model.num_workers} workers, and workers_per_process is {count}. Set "
@@ -281,13 +286,13 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
                 if id(parameter) in mine:
                     name = watch.names.get(id(parameter), "a parameter")
                     raise ValueError(f"{name} is in two optimizers and would be mixed twice; give it to one of them.")
-        several = self.gossip_config.workers_per_process > 1
+        several = self.workers_per_process > 1
         step = GossipStep(optimizer, self.group, self.gossip_config, watch, self._worker_of if several else None)
         self.gossip_steps.append(step)
         if self.group.size > 1 and not self._seeded:
             self._seeded = True
             # A process of several workers draws from a stream of its own, which is none of theirs.
-            salt = (self.gossip_config.workers_per_process,) if several else ()
+            salt = (self.workers_per_process,) if several else ()
             seed_workers_differently(self.group, *salt)
         return step
 
@@ -297,7 +302,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
             self._places = {
                 id(own): (worker, place)
-                for worker in range(self.gossip_config.workers_per_process)
+                for worker in range(self.workers_per_process)
                 for place, own in enumerate(p for model in virtual for p in model.replicas[worker].parameters())
             }
         return self._places.get(id(parameter))
@@ -307,7 +312,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         if place is None:
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is in no prepared model, and of "
-                f"{self.gossip_config.workers_per_process} workers in this process each needs its own. Make it part of "
+                f"{self.workers_per_process} workers in this process each needs its own. Make it part of "
                 f"the model, prepare the model before or together with its optimizer, or set workers_per_process=1."
             )
         return place[0]
@@ -339,7 +344,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         Of several workers in this process each is clipped by itself, and the mean of their norms is returned.
         """
         parameters = as_parameter_list(parameters)
-        if self.gossip_config.workers_per_process == 1 and not any_sparse(parameters):
+        if self.workers_per_process == 1 and not any_sparse(parameters):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
         norms = [clip_grad_norm_(mine, max_norm, norm_type) for mine in self._each_workers(parameters)]
@@ -359,7 +364,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             return [parameters]
         split = [
             [p for place, p in enumerate(p for model in virtual for p in model.by_worker()[worker]) if place in wanted]
-            for worker in range(self.gossip_config.workers_per_process)
+            for worker in range(self.workers_per_process)
         ]
         split[0] += [parameter for parameter in parameters if places[id(parameter)] is None]
         return split
@@ -416,7 +421,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         equal on all workers.
         """
         inner = self.unwrap_model(self._holder(model), keep_torch_compile=False)
-        found: list[dict[int, torch.Tensor]] = [{} for _ in range(self.gossip_config.workers_per_process)]
+        found: list[dict[int, torch.Tensor]] = [{} for _ in range(self.workers_per_process)]
         for step in self.gossip_steps:
             for mine, errors in zip(found, step.mixer.consensus_errors(), strict=True):
                 mine.update(errors)

@@ -111,5 +111,6 @@ class StreamsOfWorkers:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken."""
-        self._cpu = list(state["cpu"].clone())
-        self._cuda = list(state["cuda"].clone()) if "cuda" in state else None
+        # Each in memory of its own: torch reads a generator's state from the beginning of the storage.
+        self._cpu = [stream.clone() for stream in state["cpu"]]
+        self._cuda = [stream.clone() for stream in state["cuda"]] if "cuda" in state else None

@@ -20,7 +20,7 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
 )
 from dsgdac_accel.config import config_to_dict
-from dsgdac_accel.manifest import delete_checkpoint, is_complete, is_leftover, read_manifest
+from dsgdac_accel.manifest import MANIFEST, delete_checkpoint, is_complete, is_leftover, read_manifest
 from dsgdac_accel.other_count import average_of_workers
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
 from dsgdac_accel.resuming import DataPosition, Recorded, ResumedBatches, inner_loader, recorded
@@ -48,6 +48,7 @@ class KeepsEveryWorker:
 
     group: Any
     gossip_steps: Any
+    workers_per_process: int
     _models: list[nn.Module]
     _optimizers: list[Any]
     _schedulers: list[Any]
@@ -158,6 +159,7 @@ class KeepsEveryWorker:
         return {
             "topology": [step.mixer.topology.name for step in self.gossip_steps],
             "gossip": None if gossip is None else config_to_dict(gossip),
+            "workers_per_process": self.workers_per_process,
             "torch": torch.__version__,
         }
 
@@ -229,6 +231,7 @@ class KeepsEveryWorker:
         self.finish_saving()
         folder = self._folder_to_load(input_dir)
         averaged = False
+        self._together(lambda: self._require_same_split(folder))
         try:
             state = load_checkpoint(folder, self.group)
         except WorkerCountError as error:
@@ -248,6 +251,20 @@ class KeepsEveryWorker:
             numbers = [number for number, _ in _numbered(Path(self.project_dir) / "checkpoints")]  # type: ignore[attr-defined]
             following = self.group.gather(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             self.project_configuration.iteration = max(following, self.project_configuration.iteration)
+
+    def _require_same_split(self, folder: Path) -> None:
+        """Of several workers in a process one file holds the states."""
+        if not (folder / MANIFEST).exists():
+            return  # what is missing, `load_checkpoint` says
+        manifest = read_manifest(folder)
+        saved, mine = manifest.facts.get("workers_per_process", 1), self.workers_per_process
+        if saved == mine and (mine == 1 or manifest.workers == self.group.size):
+            return
+        raise CheckpointError(
+            f"{folder} was saved by {manifest.workers} process(es) of {saved} worker(s) each, and this run has "
+            f"{self.group.size} of {mine}. With several workers in a process, launch the same again: "
+            f"{manifest.workers} process(es), workers_per_process={saved}."
+        )
 
     def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:

@@ -31,10 +31,6 @@ class GossipConfig:
     """Who mixes with whom: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential, grid or
     base_graph (any number of workers); in Python also a Topology of your own."""
 
-    workers_per_process: int = 1
-    """Workers that each process holds (>= 1), each with a copy of the model of its own, its part of the process's
-    batch, and its own optimizer state, dropout and BatchNorm statistics: 8 on one GPU, or 32 on four."""
-
     power: float = 3.0
     """Exponent p >= 0 of gamma = (rate / max_rate)^p; 0 is plain DSGD (or DAdam), whose gamma is 1 throughout."""
 
@@ -56,6 +52,10 @@ class GossipConfig:
 
     constant: float | None = None
     """A fixed gamma in [floor, 1] in place of the power law once adaptive consensus has begun: a control experiment."""
+
+    workers_per_process: int = 1
+    """Workers that each process holds (>= 1), each with a copy of the model of its own, its part of the process's
+    batch, and its own optimizer state, dropout and BatchNorm statistics: 8 on one GPU, or 32 on four."""
 
     order: Literal["local_first", "mix_first"] = "local_first"
     """local_first takes the local step at x and adds the mixing update of the same x (Algorithm 1 to the letter);

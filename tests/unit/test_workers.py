@@ -1,0 +1,320 @@
+"""VirtualWorkers in one process: each replica computes what its own process would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from transformers.utils import ModelOutput
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers
+from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join
+from dsgdac_accel.randomness import StreamsOfWorkers
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def make_batch(size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(size, 2, generator=generator, dtype=torch.float64)
+
+
+def gradients_of_own_process(worker: int, x: torch.Tensor, y: torch.Tensor, seed: int) -> nn.Module:
+    """A model trained on this worker's samples alone, with its stream of random numbers."""
+    model = make_model()
+    with StreamsOfWorkers(seed, [worker]).swapped() as use:
+        use(0)
+        (model(x) - y).square().mean().backward()
+    return model
+
+
+@pytest.mark.parametrize("sizes", [None, [5, 4, 3], [2, 2, 8]])
+def test_each_replica_computes_what_its_own_process_would(sizes):
+    workers = VirtualWorkers(make_model(), 3)
+    workers.streams.seed(7, range(3))
+    x, y = make_batch()
+    before = torch.get_rng_state()
+    if sizes is None:
+        (workers(x) - y).square().mean().backward()
+    else:
+        with workers.cut_at(sizes):
+            (workers(x) - y).square().mean().backward()
+    assert torch.equal(torch.get_rng_state(), before), "replicas draw from streams of their own"
+    for worker, (mine, own) in enumerate(zip(x.split(sizes or 4), y.split(sizes or 4), strict=True)):
+        expected = gradients_of_own_process(worker, mine, own, seed=7)
+        for name, parameter in expected.named_parameters():
+            found = workers.replicas[worker].get_parameter(name)
+            torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-12, atol=1e-14)
+        for name, buffer in expected.named_buffers():
+            assert torch.equal(workers.replicas[worker].get_buffer(name), buffer)
+
+
+@dataclass
+class Output(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden: tuple | None = None
+
+
+class LanguageModel(nn.Module):
+    """Computes its own loss, as Transformers models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head = nn.Embedding(10, 8).double(), nn.Linear(8, 10).double()
+        self.config = {"use_cache": False}
+
+    def forward(self, input_ids, labels=None, scale=1.0, num_items_in_batch=None):
+        hidden = self.embedding(input_ids)
+        logits = self.head(hidden) * scale
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return Output(loss=total / count, logits=logits, hidden=(hidden, None))
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.arange(24).reshape(4, 6) % 10
+    labels = (ids + 1) % 10
+    labels[0, 2:] = -100  # the workers have unequally many tokens
+    return ids, labels
+
+
+def test_losses_of_the_model_itself_are_each_workers_own():
+    workers = VirtualWorkers(LanguageModel(), 2)
+    ids, labels = tokens()
+    output = workers(input_ids=ids, labels=labels, scale=2.0)
+    assert type(output) is Output and output.logits.shape == (4, 6, 10) and output.hidden[0].shape == (4, 6, 8)
+    output.loss.backward()
+    losses = []
+    for worker in range(2):
+        alone, rows = LanguageModel(), slice(2 * worker, 2 * worker + 2)
+        loss = alone(input_ids=ids[rows], labels=labels[rows], scale=2.0).loss
+        loss.backward()
+        losses.append(loss)
+        torch.testing.assert_close(workers.replicas[worker].head.weight.grad, alone.head.weight.grad)
+        torch.testing.assert_close(output.logits[rows], alone(ids[rows], labels[rows], scale=2.0).logits)
+    torch.testing.assert_close(output.loss, sum(losses) / 2)
+    assert workers.config == {"use_cache": False}, "a wrapper answers for the model"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_number_of_tokens_of_a_window_is_each_workers_own(own):
+    ids, labels = tokens()
+    counts = torch.tensor([(labels[:2] != -100).sum(), (labels[2:] != -100).sum()])
+    workers = VirtualWorkers(LanguageModel(), 2)
+    loss = workers(input_ids=ids, labels=labels, num_items_in_batch=counts if own else int(counts.sum())).loss
+    loss.backward()
+    one = LanguageModel()
+    expected = one(input_ids=ids, labels=labels, num_items_in_batch=int(counts.sum())).loss
+    if not own:
+        torch.testing.assert_close(loss, expected)
+    for worker in range(2):
+        alone, rows = LanguageModel(), slice(2 * worker, 2 * worker + 2)
+        divisor = int(counts[worker]) if own else int(counts.sum()) / 2
+        alone(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=divisor).loss.backward()
+        torch.testing.assert_close(workers.replicas[worker].head.weight.grad, alone.head.weight.grad)
+
+
+def test_shared_workers_are_one_model_with_batch_statistics_of_each_part():
+    x, y = make_batch()
+    model, reference = make_model(), make_model()
+    for module in (model[2], reference[2]):
+        module.p = 0.0
+    workers = VirtualWorkers(model, 3, shared=True)
+    assert len(list(workers.parameters())) == len(list(model.parameters()))
+    (workers(x) - y).square().mean().backward()
+    for mine, own in zip(x.split(4), y.split(4), strict=True):
+        ((reference(mine) - own).square().mean() / 3).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_structures_are_cut_and_joined_as_they_are():
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    table = torch.eye(2)
+    parts = cut((x, {"y": y, "table": table, "name": "a"}), {"flags": [y, None]}, [2, 1])
+    (first, of_first), (second, of_second) = parts
+    assert torch.equal(first[0], x[:2]) and torch.equal(second[0], x[2:])
+    assert first[1]["table"] is table and second[1]["name"] == "a"
+    assert torch.equal(of_first["flags"][0], y[:2]) and of_second["flags"][1] is None
+    joined = join([{"a": x[:2], "n": 3, "s": "p"}, {"a": x[2:], "n": 3, "s": "q"}], [2, 1])
+    assert torch.equal(joined["a"], x) and joined["n"] == 3 and joined["s"] == ("p", "q")
+    assert even_sizes(2, 3) == [1, 1, 0]
+    assert batch_size((["text"], x), {}) == 3
+
+
+def test_a_last_small_batch_leaves_workers_without_an_update(caplog):
+    workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
+    x, _ = make_batch()
+    workers(x).sum().backward()
+    workers.zero_grad()
+    workers(x[:2]).mean().backward()
+    assert [replica.weight.grad is None for replica in workers.replicas] == [False, False, True]
+    assert "a last batch of 2 samples leaves some of 3 workers without any" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: VirtualWorkers(make_model(), 0), "num_workers must be at least 1; got 0"),
+        (lambda: VirtualWorkers(make_model(), 4)(torch.zeros(3, 4)), "3 samples are too few for 4 workers"),
+        (lambda: VirtualWorkers(make_model(), 2)(3.0), "there is no tensor with a dimension"),
+        (lambda: VirtualWorkers(make_model(), 3)(make_batch(4)[0]), "worker 1 of 3 got one .* drop_last=True"),
+        (lambda: VirtualWorkers(_Ragged(), 2)(torch.zeros(3, 4)), r"differ in more than .*\(2, 2\), \(1, 1\)"),
+        (lambda: VirtualWorkers(_Uncopyable(), 2), "it cannot be copied: no copies"),
+    ],
+)
+def test_what_cannot_be_cut_or_copied_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+class _Ragged(nn.Module):
+    def forward(self, x):
+        return x[:, : len(x)]
+
+
+class _Uncopyable(nn.Module):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("no copies")
+
+
+def test_the_optimizer_is_completed_with_every_replica():
+    model = make_model()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.SGD(
+        [{"params": [item for item in named if item[1].dim() > 1], "weight_decay": 0.1}, {"params": named[1:2]}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    first = named[0][1]
+    optimizer.state[first]["momentum_buffer"] = torch.ones_like(first)
+    workers = VirtualWorkers(model, 3)
+    workers.complete(optimizer)
+    workers.complete(optimizer)  # once more changes nothing
+    assert [len(group["params"]) for group in optimizer.param_groups] == [6, 3]
+    assert optimizer.param_groups[0]["param_names"][2:4] == ["replicas.1.0.weight", "replicas.1.4.weight"]
+    twin = workers.replicas[2][0].weight
+    assert optimizer.param_groups[0]["params"][4] is twin and optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert torch.equal(optimizer.state[twin]["momentum_buffer"], torch.ones_like(twin))
+    assert optimizer.state[twin]["momentum_buffer"] is not optimizer.state[first]["momentum_buffer"]
+
+
+# ---- in an accelerator
+
+
+def prepared(count: int = 3, **options):
+    accelerator = GossipAccelerator(gossip=GossipConfig(workers_per_process=count, **options))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kept = list(model.parameters())  # as of a loop that made the list before `prepare`
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer, kept
+
+
+@pytest.mark.parametrize("listed_before", [False, True])
+def test_each_worker_is_clipped_by_itself(listed_before):
+    accelerator, model, _, kept = prepared()
+    x, y = make_batch()
+    accelerator.backward((model(x) - 10 * y).square().mean())
+    before = [[p.grad.clone() for p in own] for own in model.by_worker()]
+    norms = [torch.linalg.vector_norm(torch.cat([g.flatten() for g in own])) for own in before]
+    assert min(norms) > 1 and len({float(norm) for norm in norms}) == 3
+    found = accelerator.clip_grad_norm_(kept if listed_before else model.parameters(), 1.0)
+    torch.testing.assert_close(found, torch.stack(norms).mean())
+    for own, gradients, norm in zip(model.by_worker(), before, norms, strict=True):
+        for parameter, gradient in zip(own, gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient / (norm + 1e-6))
+
+
+def test_a_worker_whose_gradient_is_not_finite_sits_out_alone(caplog):
+    accelerator, model, optimizer, _ = prepared(topology="complete", power=0)
+    x, y = make_batch()
+    for step in range(3):
+        loss = (model(x) - y).square().mean()
+        accelerator.backward(loss)
+        if step == 1:
+            model.replicas[1][0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "worker 1, step 1: the gradient is not finite" in caplog.text and caplog.text.count("not finite") == 1
+    assert accelerator.gossip_steps[0].metrics()["nonfinite_steps"] == 1
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert len(optimizer.optimizer.state) == len(list(model.parameters()))
+
+
+def test_all_workers_are_one_deployed_model():
+    accelerator, model, _, _ = prepared()
+    with torch.no_grad():
+        for number, replica in enumerate(model.replicas):
+            replica[0].weight.fill_(float(number))
+            replica[1].running_mean.fill_(float(number))
+            replica[1].running_var.fill_(1.0)
+    x, _ = make_batch()
+    with accelerator.deployed_model(model) as deployed:
+        assert deployed is accelerator.unwrap_model(model) is model.replicas[0]
+        assert torch.equal(deployed[0].weight, torch.ones_like(deployed[0].weight))
+        torch.testing.assert_close(deployed[1].running_var, torch.full_like(deployed[1].running_var, 1 + 2 / 3))
+        assert torch.equal(model(x), deployed(x)), "the wrapper answers as the deployed model"
+        assert set(accelerator.get_state_dict(model)) == set(make_model().state_dict())
+    assert model.training and [float(r[0].weight[0, 0].detach()) for r in model.replicas] == [0.0, 1.0, 2.0]
+    accelerator.deploy(model)
+    assert all(bool((replica[0].weight == 1).all()) for replica in model.replicas)
+
+
+def test_what_several_workers_cannot_share_is_refused():
+    accelerator = GossipAccelerator(gossip=GossipConfig(workers_per_process=2))
+    model, loose = make_model(), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\) that is in no prepared model"):
+        accelerator.prepare(model, torch.optim.SGD([*model.parameters(), loose], lr=0.1))
+    with pytest.raises(ValueError, match="VirtualWorkers of 3 workers, and workers_per_process is 2"):
+        accelerator.prepare(VirtualWorkers(make_model(), 3))
+    with pytest.raises(ValueError, match="workers_per_process must be an integer >= 1; got 0"):
+        GossipConfig(workers_per_process=0)
+
+
+def test_replicas_frozen_differently_are_refused():
+    accelerator, model, optimizer, _ = prepared()
+    x, _ = make_batch()
+    model.replicas[1][0].weight.requires_grad_(False)
+    accelerator.backward(model(x).mean())
+    optimizer.step()  # what was once trained goes on being mixed
+    accelerator.free_memory()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(ValueError, match="train different parameters"):
+        accelerator.prepare(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_replicas_see_their_updates_under_autocast(precision):
+    accelerator = GossipAccelerator(
+        gossip=GossipConfig(workers_per_process=2, topology="complete", power=0), mixed_precision=precision
+    )
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.cat([torch.ones(2, 4), -torch.ones(2, 4)])
+    outputs = []
+    for _ in range(2):
+        output = model(x)
+        accelerator.backward(output.float().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach().float())
+    assert outputs[0].abs().max() == 0 and outputs[1].abs().min() > 0
+    assert outputs[1].dtype == torch.float32
