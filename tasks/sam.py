@@ -60,7 +60,7 @@ class SharpnessAwareBackward:
         loss = compute_loss()
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
-            with self._left_as_found(), self._ascended():
+            with self._same_buffers(), self._ascended():
                 self._second_pass()
         return loss.detach()
 
@@ -68,19 +68,17 @@ class SharpnessAwareBackward:
         self.optimizer.zero_grad()
         window, self.window = self.window, []
         for number, (compute_loss, randomness) in enumerate(window, 1):
-            set_random_state(randomness)
+            set_random_state(randomness)  # after the last one the streams are where the first pass left them
             last = number == len(window)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 self.accelerator.backward(compute_loss())
 
     @contextlib.contextmanager
-    def _left_as_found(self) -> Iterator[None]:
+    def _same_buffers(self) -> Iterator[None]:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        randomness = random_state()
         try:
             yield
         finally:
-            set_random_state(randomness)
             for buffer, value in buffers:
                 buffer.copy_(value)
 
@@ -92,8 +90,7 @@ class SharpnessAwareBackward:
         values = [p.clone() for p in parameters]
         norm = torch.nn.utils.get_total_norm(gradients)
         if torch.isfinite(norm) and norm > 0:
-            # First to unit length: rho / norm could overflow.
-            torch._foreach_add_(parameters, torch._foreach_div(gradients, norm), alpha=self.rho)
+            torch._foreach_add_(parameters, gradients, alpha=self.rho / float(norm))
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from images.data import (
     LabelledImages,
     collate,
     hold_out,
+    limited,
     load_image_data,
     pixel_statistics,
     with_label_noise,
@@ -269,6 +270,67 @@ class TestPixels:
         write(tmp_path, "test", img=[good, broken], label=[0, 1])
         with pytest.raises(ValueError, match="row 1 of split 'test' is not"):
             load_image_data(path=tmp_path)
+
+    def test_box_resampling_is_the_mean_of_the_pixels_under_a_new_one(self, tmp_path):
+        pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(pixels).save(stream, "PNG")
+        for file in ("train", "test"):
+            write(tmp_path, file, img=[stream.getvalue()], label=[0])
+        pooled, smooth = (
+            load_image_data(path=tmp_path, image_size=4, resampling=kind).train_images[0].double()
+            for kind in ("box", "bilinear")
+        )
+        mean = torch.nn.functional.avg_pool2d(torch.from_numpy(pixels).permute(2, 0, 1).double(), 2)
+        assert (pooled - mean).abs().max() <= 0.5  # rounded to whole numbers
+        assert (smooth - mean).abs().max() > 5
+
+
+class TestLimits:
+    def loaded(self, folder, **options):
+        """Rows of the split that were loaded; the pixels tell them."""
+        data = load_image_data(path=folder, **options)
+        return [images[:, 0, 0, 0].tolist() for images in (data.train_images, data.test_images)]
+
+    def test_the_first_rows(self, tmp_path):
+        write_both(tmp_path, [0, 1] * 20, [1, 0] * 10)
+        assert self.loaded(tmp_path, train_limit=5, test_limit=3) == [[0, 1, 2, 3, 4], [0, 1, 2]]
+        assert self.loaded(tmp_path, train_limit=5, seed=7) == [[0, 1, 2, 3, 4], list(range(20))]
+        assert self.loaded(tmp_path, train_limit=41) == [list(range(40)), list(range(20))]
+
+    def test_a_seed_draws_rows_again_and_another_seed_others(self, tmp_path):
+        write_both(tmp_path, [0, 1] * 20, [1, 0] * 20)
+        limits = {"train_limit": 12, "test_limit": 12, "draw": True}
+        train, test = self.loaded(tmp_path, **limits, seed=3)
+        assert [train, test] == self.loaded(tmp_path, **limits, seed=3)
+        assert (len(set(train)), len(set(test))) == (12, 12)
+        assert train != test
+        assert train != self.loaded(tmp_path, **limits, seed=4)[0]
+
+    def test_every_row_is_drawn_equally_often(self):
+        split = LabelledImages([(row, None) for row in range(8)], [0] * 8, (0,), "train")
+        drawn = torch.tensor([[row for row, _ in limited(split, 2, (seed,)).images] for seed in range(2000)])
+        counts = drawn.flatten().bincount(minlength=8)
+        assert (counts - 500).abs().max() < 4 * (2000 * 0.25 * 0.75) ** 0.5
+
+    def test_labels_stay_with_their_images_and_classes_with_the_data(self, tmp_path):
+        labels = list(range(40, 0, -1))
+        write_both(tmp_path, labels, [1])
+        data = load_image_data(path=tmp_path, train_limit=6, draw=True)
+        of_row = [int(data.class_names[label]) for label in data.train_labels]
+        assert of_row == [labels[row] for row in data.train_images[:, 0, 0, 0].tolist()]
+        assert data.class_names == tuple(str(label) for label in range(1, 41))
+
+    def test_only_used_images_are_decoded_and_counted(self, tmp_path):
+        columns = rows([0, 1, 0, 1])
+        columns["img"][3] = {"bytes": b"broken", "path": None}
+        write(tmp_path, "train", **columns)
+        write(tmp_path, "test", **rows([0]))
+        data = load_image_data(path=tmp_path, train_limit=2)
+        assert data.mean.tolist() == pytest.approx([0.5 / 255] * 3)  # pixels 0 and 1
+        seed = next(seed for seed in range(9) if 3 in np.random.default_rng((seed, 0)).permutation(4)[:2])
+        with pytest.raises(ValueError, match="row 3 of split 'train' is not"):
+            load_image_data(path=tmp_path, train_limit=2, draw=True, seed=seed)
 
 
 class TestSplits:

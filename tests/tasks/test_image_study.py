@@ -1,0 +1,131 @@
+"""The configurations of the small study: runs of one seed are pairs, whatever the algorithm and number of processes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cifar import CifarConfig, ImageRun
+
+from dsgdac_accel.config import ConfigError, parse_config
+from tests.launching import records
+from tests.workers import run_workers
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ALGORITHMS = ("sgd", "sam", "dsgd_ac", "dadam")
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+
+def study(name="digits_study", **changes):
+    return replace(parse_config(CifarConfig, ["--config", str(CONFIGS / f"{name}.yaml")]), **changes)
+
+
+def starting_points(rank, folder):
+    """What a run begins with, by algorithm, and by one of them with another seed."""
+    settings = [{"algorithm": algorithm, "seed": 3} for algorithm in ALGORITHMS] + [{"seed": 4}]
+    found = []
+    for number, changes in enumerate(settings):
+        run = ImageRun(study(**changes, output_dir=Path(folder) / str(number)))
+        model = run.accelerator.unwrap_model(run.model)
+        order = torch.stack([batch["labels"] for _ in range(2) for batch in run.loader])
+        found.append(
+            {
+                "training": (run.data.train_images, run.data.train_labels),
+                "test": (run.data.test_images, run.data.test_labels),
+                "order": (order,),
+                "weights": tuple(parameter.detach().clone() for parameter in model.parameters()),
+            }
+        )
+    return found
+
+
+def same(first, second):
+    return all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_a_seed_gives_all_algorithms_the_same_split_noise_weights_and_order(tmp_path):
+    ((*runs, of_another_seed),) = run_workers(starting_points, 1, str(tmp_path))
+    reference = runs[0]
+    assert [len(reference["training"][0]), len(reference["test"][0])] == [1000, 797]
+    for run in runs[1:]:
+        assert [same(run[what], reference[what]) for what in reference] == [True] * 4
+    assert [same(of_another_seed[what], reference[what]) for what in reference] == [False] * 4
+
+
+def train_in_turn(rank, folder, algorithms):
+    """Optimizers and gammas at the end of short runs of a Transformer, whose losses are in their folders."""
+    found = {}
+    for algorithm in algorithms:
+        config = study("digits_transformer", algorithm=algorithm, rate=0.01, epochs=3, warmup_epochs=1)
+        data, gossip = replace(config.data, train_limit=300), replace(config.gossip, start_epoch=1)
+        config = replace(config, data=data, gossip=gossip, eval_every=3)
+        run = ImageRun(replace(config, log_every=1, sam_rho=0.5, output_dir=Path(folder) / algorithm))
+        run.folder.write_summary = lambda summary: None  # and no plots, which take longer than the rest
+        run.train()
+        optimizer = run.optimizer.optimizer
+        found[algorithm] = type(optimizer), optimizer.defaults, [step.gamma for step in run.accelerator.gossip_steps]
+    return found
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory):
+    """By number of processes: the folder of the runs, and what they ended with."""
+    wanted = {1: ("sgd", "sam", "adam"), 2: ("sam", "adam", "dadam", "dadam_ac")}
+    folders = {count: tmp_path_factory.mktemp(f"by_{count}") for count in wanted}
+    return {
+        count: (folders[count], run_workers(train_in_turn, count, str(folders[count]), algorithms)[0])
+        for count, algorithms in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["sam", "adam"])
+def test_synchronous_algorithms_train_alike_on_any_number_of_processes(short_runs, algorithm):
+    alone, shared = (records(folder / algorithm, "train/loss") for folder, _ in short_runs.values())
+    assert len(alone) == 3 * 2
+    assert shared == pytest.approx(alone, rel=1e-4)
+
+
+def test_sam_takes_other_steps_than_sgd_from_the_same_start(short_runs):
+    folder, _ = short_runs[1]
+    of_sgd, of_sam = (records(folder / algorithm, "train/loss") for algorithm in ("sgd", "sam"))
+    assert of_sam[1] == of_sgd[1]
+    assert of_sam[6] != pytest.approx(of_sgd[6], rel=1e-4)
+
+
+def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short_runs):
+    config = study("digits_transformer")
+    _, ended = short_runs[2]
+    for algorithm in ("adam", "dadam", "dadam_ac"):
+        kind, defaults, _ = ended[algorithm]
+        assert kind is torch.optim.Adam
+        assert (defaults["betas"], defaults["eps"]) == (config.betas, config.epsilon)
+        assert (defaults["weight_decay"], defaults["decoupled_weight_decay"]) == (0, False)
+    assert ended["sam"][0] is torch.optim.SGD
+    assert [ended[algorithm][2] for algorithm in ("adam", "dadam")] == [[], [1.0]]
+    assert 0 < ended["dadam_ac"][2][0] < 0.2  # the last rate of the cosine is about a third, and squared
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--betas", "[0.9, 1.0]"], "betas must be two numbers in"),
+        (["--epsilon", "0"], "epsilon must be a finite number > 0"),
+        (["--data.test_limit", "0"], "test_limit must be an integer >= 1"),
+        (["--data.resampling", "nearest"], "'bilinear', 'box'"),
+        (["--algorithm", "asam"], "'sam'"),
+    ],
+)
+def test_nonsense_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(CifarConfig, settings)
+
+
+def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule():
+    for name in ("digits_study", "cifar10_small", "digits_transformer"):
+        config = study(name)
+        assert config.batch_size == 8 * 16
+        assert config.data.draw_by_seed
+        assert (config.epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
+        assert config.gossip.topology == "one_peer_ring"
+        assert (config.crop_padding, config.flip, config.trackers) == (0, False, ())
