@@ -221,7 +221,7 @@ def _status_in_words(status: int) -> str:
 
 def _tail(log: Path) -> str:
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = log.read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return "  (no log)"
     # Progress bars overwrite their line: of each, what stands there last counts.

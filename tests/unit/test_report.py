@@ -1,0 +1,241 @@
+"""Reports: means, spreads and paired differences against NumPy on the files of the runs; figures against their data."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsgdac_accel.cli import main
+from dsgdac_accel.sweeps import figures as drawing
+from dsgdac_accel.sweeps.columns import Spread, columns_of
+from dsgdac_accel.sweeps.config import ReportConfig
+from dsgdac_accel.sweeps.curves import curve_of
+from dsgdac_accel.sweeps.state import state_of
+from dsgdac_accel.sweeps.table import paired, pairs_of, rows_of
+from tests.unit import fake_task
+from tests.unit.test_sweep import BASE, load_sweep, plan, write_sweep
+
+SEEDS = [0, 1, 5]
+VARIANTS = {"slow": {"rate": 0.1}, "fast": {"rate": 0.3}}
+POWERS = [0, 1, 4]
+
+
+def run_here(file):
+    """The runs of a sweep by the fake task in this process, as their commands would."""
+    for run in plan(file):
+        words = run.command[run.command.index("--config") :]
+        fake_task.run(fake_task.read_settings(words))
+    return file
+
+
+def study(folder, **report):
+    keys = {"variants": VARIANTS, "grid": {"gossip.power": POWERS}, "seeds": SEEDS, "report": report}
+    return run_here(write_sweep(folder, **keys))
+
+
+def rows(file):
+    return rows_of([state_of(run) for run in plan(file)])
+
+
+def losses(rate, power):
+    return np.array([fake_task.loss(rate, power, seed) for seed in SEEDS])
+
+
+def test_means_and_spreads_are_those_of_numpy(tmp_path):
+    found = rows(study(tmp_path))
+    column, accuracy = columns_of(ReportConfig(columns=["test_loss", "test_accuracy"]))
+    assert [row.setting.labels for row in found] == [(name, f"power={p}") for name in VARIANTS for p in POWERS]
+    for row, (rate, power) in zip(found, [(r["rate"], p) for r in VARIANTS.values() for p in POWERS], strict=True):
+        spread = Spread.of(row.values(column))
+        assert spread.mean == pytest.approx(losses(rate, power).mean())
+        assert spread.std == pytest.approx(losses(rate, power).std(ddof=1))
+        expected = [100 * fake_task.accuracy(power, seed) for seed in SEEDS]
+        assert row.values(accuracy) == pytest.approx(expected)
+
+
+def test_differences_are_taken_within_a_seed(tmp_path):
+    file = study(tmp_path, baselines=["slow"])
+    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    pairs = pairs_of(rows(file), load_sweep(file).report)
+    assert [(p.row.setting.labels, p.baseline.setting.labels) for p in pairs] == [
+        (("fast", f"power={p}"), ("slow", f"power={p}")) for p in POWERS
+    ]
+    for pair, power in zip(pairs, POWERS, strict=True):
+        ours, theirs = losses(0.3, power), losses(0.1, power)
+        found = paired(pair, column)
+        assert found.difference.mean == pytest.approx((ours - theirs).mean())
+        assert found.difference.std == pytest.approx((ours - theirs).std(ddof=1), abs=1e-12)
+        assert found.ratio == pytest.approx(ours.mean() / theirs.mean())
+        assert (found.lower, found.higher) == (0, 3 if power else 0)
+    # The seeds differ far more than the settings: without pairing nothing would be seen.
+    assert losses(0.3, 4).std(ddof=1) > 2 * (losses(0.3, 4) - losses(0.1, 4)).mean()
+
+
+def test_only_named_settings_are_compared_and_only_seeds_that_both_have(tmp_path):
+    file = study(tmp_path, baselines={"power=4": "power=1"})
+    missing = plan(file)[1]
+    assert (missing.seed, missing.setting.labels) == (0, ("slow", "power=1"))
+    (missing.folder / "summary.json").unlink()
+    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    pairs = pairs_of(rows(file), load_sweep(file).report)
+    assert [pair.row.setting.labels for pair in pairs] == [("slow", "power=4"), ("fast", "power=4")]
+    counts = [paired(pair, column).difference.count for pair in pairs]
+    assert counts == [2, 3]
+    assert paired(pairs[0], column).difference.mean == pytest.approx((losses(0.1, 4) - losses(0.1, 1))[1:].mean())
+
+
+def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
+    file = run_here(write_sweep(tmp_path, seeds=[2]))
+    power = BASE["gossip"]["power"]
+    keys = ["curvature.lambda_1", "seconds", "none.such", "gossip/radius@max", "gossip/radius@2", "gossip/radius"]
+    ((values),) = [
+        [column.value(row.states[0]) for column in columns_of(ReportConfig(columns=keys))] for row in rows(file)
+    ]
+    radii = [fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS)]
+    assert values[:2] == [2.0 * BASE["rate"], 1.5]
+    assert math.isnan(values[2])
+    assert values[3:] == [max(radii), radii[1], radii[-1]]
+
+
+@pytest.mark.parametrize("column", ["gossip/radius@first", "test_loss@max", "gossip/radius@0", "gossip/radius@-1"])
+def test_a_place_that_is_none_is_refused(column):
+    with pytest.raises(ValueError, match=f"columns: {column}: "):
+        columns_of(ReportConfig(columns=[column]))
+
+
+def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, capsys):
+    file = study(tmp_path, baselines=["power=0"], columns=["test_loss", "bleu"])
+    runs = plan(file)
+    (runs[0].folder / "summary.json").unlink()
+    summary = json.loads((runs[1].folder / "summary.json").read_text())
+    (runs[1].folder / "config.yaml").write_text("rate: 7\n")
+    for part in sorted(runs[2].folder.iterdir()):
+        part.unlink()
+    assert main(["report", str(file), "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "runs" / "report.md").read_text() == out.removesuffix("\n")
+    assert "15 of 18 runs finished" in out
+    assert "Not measured by any finished run: BLEU" in out
+    assert f"- 1 begun, but not finished: {runs[0].name}" in out
+    assert f"- 1 not there: {runs[2].name}" in out
+    assert f"left out: {runs[1].name} (" in out
+    assert "rate: 7 -> 0.1" in out
+    with open(tmp_path / "runs" / "report.csv", newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    by_run = {(line["setting"], line["seed"]): line for line in lines if line["kind"] == "run"}
+    assert len(by_run) == len(runs)
+    for run in runs[3:]:
+        value = json.loads((run.folder / "summary.json").read_text())["test_loss"]
+        assert float(by_run[run.setting.name, str(run.seed)]["test_loss"]) == value
+    changed = by_run[runs[1].setting.name, str(runs[1].seed)]
+    assert (changed["status"], changed["test_loss"]) == ("changed", "")
+    assert summary["test_loss"] is not None
+    means = {line["setting"]: float(line["test_loss"]) for line in lines if line["kind"] == "mean"}
+    assert means["fast, power=4"] == pytest.approx(losses(0.3, 4).mean())
+    assert means["slow, power=0"] == pytest.approx(losses(0.1, 0)[1:].mean())
+
+
+def test_an_empty_sweep_gives_a_table_of_dashes_and_status_1(tmp_path, capsys):
+    assert main(["report", str(write_sweep(tmp_path))]) == 1
+    out = capsys.readouterr().out
+    assert "| base    | 0 of 1 | –" in out
+    assert "not there: base/seed_0" in out
+
+
+def test_tables_show_two_digits_of_the_spread():
+    assert str(Spread(0.25137, 0.0333, 5)) == "0.251 ± 0.033"
+    assert str(Spread(82.1234, 1.26, 5)) == "82.1 ± 1.3"
+    assert str(Spread(5123.4, 240.0, 5)) == "5123 ± 240"
+    assert str(Spread(1.0, 0.0, 3)) == "1 ± 0"
+    assert str(Spread.of([math.nan])) == "–"
+
+
+# ---- figures
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that a test draws, in order."""
+    made, create = [], drawing._new_figure
+
+    def remember(rows, columns):
+        figure, axes = create(rows, columns)
+        made.append(figure)
+        return figure, axes
+
+    monkeypatch.setattr(drawing, "_new_figure", remember)
+    return made
+
+
+def test_all_figures_with_data_are_written_and_no_other(tmp_path):
+    file = study(tmp_path)
+    assert main(["report", str(file)]) == 0
+    names = {path.name for path in (tmp_path / "runs").glob("*.png")}
+    wanted = ("rate_radius", "lambda_1", "accuracy", "q", "alignment", "sensitivity_gossip.power")
+    assert names == {f"{name}.png" for name in wanted}
+    for name in names:
+        assert min(Image.open(tmp_path / "runs" / name).size) > 400
+        assert f"({name})" in (tmp_path / "runs" / "report.md").read_text()
+
+
+def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
+    file = study(tmp_path, figures=["rate_radius"])
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    _, radius = drawn[0].axes
+    lines = {line.get_color(): list(line.get_ydata()) for line in radius.lines}
+    assert len(lines) == len(VARIANTS) * len(POWERS)
+    expected = [
+        [np.mean([fake_task.radius(epoch, power, seed) for seed in SEEDS]) for epoch in range(fake_task.EPOCHS)]
+        for _ in VARIANTS
+        for power in POWERS
+    ]
+    assert [list(line.get_ydata()) for line in radius.lines] == expected
+    assert list(radius.lines[0].get_xdata()) == [1.0, 2.0, 3.0]
+    assert radius.get_yscale() == "log"
+    legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
+
+
+def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alone(tmp_path):
+    file = run_here(write_sweep(tmp_path, seeds=SEEDS))
+    runs = plan(file)
+    log = runs[0].folder / "metrics.jsonl"
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    (runs[0].folder / "summary.json").unlink()
+    (row,) = rows(file)
+    power = BASE["gossip"]["power"]
+    curve = curve_of(row, ["gossip/radius"])
+    assert curve.epochs == [1.0, 2.0, 3.0]
+    assert curve.mean == [np.mean([fake_task.radius(epoch, power, seed) for seed in SEEDS[1:]]) for epoch in range(3)]
+    assert curve.low == [fake_task.radius(epoch, power, 1) for epoch in range(3)]
+    for run in runs[1:]:
+        (run.folder / "summary.json").unlink()
+    (row,) = rows(file)
+    assert curve_of(row, ["gossip/radius"]).epochs == [1.0]
+    assert curve_of(row, ["none"]) is None
+
+
+def test_sensitivity_shows_mean_and_spread_at_every_value(tmp_path, drawn):
+    file = study(tmp_path, figures=["sensitivity"])
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    by_label = {axes.get_ylabel(): axes for axes in drawn[0].axes}
+    axes = by_label["test loss"]
+    assert axes.get_xlabel() == "gossip.power"
+    for container, variant in zip(axes.containers, VARIANTS.values(), strict=True):
+        line, _, (bars,) = container
+        assert list(line.get_xdata()) == POWERS
+        assert list(line.get_ydata()) == pytest.approx([losses(variant["rate"], power).mean() for power in POWERS])
+        spans = [segment[1][1] - segment[0][1] for segment in bars.get_segments()]
+        assert spans == pytest.approx([2 * losses(variant["rate"], power).std(ddof=1) for power in POWERS])
+
+
+def test_many_settings_are_spread_over_figures(tmp_path):
+    grid = {"gossip.power": [1, 2], "rate": [1, 2, 3]}
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["accuracy"]}))
+    written = drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    assert [path.name for path in written] == [
+        f"accuracy_power={power},rate={rate}.png" for power in (1, 2) for rate in (1, 2, 3)
+    ]
