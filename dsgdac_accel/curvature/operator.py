@@ -46,10 +46,10 @@ class HessianOperator:
     With a group, batch b is computed by process b mod n, and all get the same bits; construction, products, `gradient`
     and `loss` are then collective, and every process must pass the same batches. F does not depend on n.
 
-    A product costs about a forward and three backward passes over the batches. The graphs of the gradients are kept
-    from one product to the next as far as `graph_memory` goes, which saves a third to a half of that; a graph takes
-    several times the activations of its batch, so a limit is needed. Batches beyond it are gone through again in every
-    product, one at a time.
+    A product costs about three times the forward and backward pass of training. The graphs of the gradients are kept
+    from one product to the next as far as `graph_memory` goes, which saves a quarter of that for convolutions and half
+    for small networks. A graph takes several times the activations of its batch, so without a limit a long list would
+    fill the memory; batches beyond it are gone through again in every product, one at a time.
 
     Args:
         model: at the point where curvature is asked for; mostly the average of the workers, so inside `deployed_model`.
@@ -100,6 +100,7 @@ class HessianOperator:
         self._graph_bytes = 0
         self._too_large: set[int] = set()
         self._gradient: Tensor | None = None
+        self._looked_through = False
         self._loss = 0.0
         if group is not None:
             group.require_equal((self.layout.names, self.layout.shapes), "parameters to differentiate by")
@@ -196,7 +197,10 @@ class HessianOperator:
         if used:
             gradients, vectors = zip(*used, strict=True)
             kept = number in self._graphs
-            products = torch.autograd.grad(gradients, self._parameters, vectors, retain_graph=kept, allow_unused=True)
+            with fresh_batch(self.model, self.seed, number):  # activation checkpoints run the forward pass again
+                products = torch.autograd.grad(
+                    gradients, self._parameters, vectors, retain_graph=kept, allow_unused=True
+                )
             self._add(products, total)
 
     def _add_gradient(self, number: int, total: Tensor) -> float:
@@ -229,6 +233,7 @@ class HessianOperator:
             batch = send_to_device(self.batches.batches[number], self.device)
             loss = self.loss_fn(self.model, batch)
             self._require_loss(loss, number)
+            self._refuse_reentrant_checkpoints(loss)
             gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)
         return _Graph(list(gradients), float(loss.detach()))
 
@@ -275,14 +280,32 @@ class HessianOperator:
             )
         if not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"the loss of batch {number} is {float(loss.detach())}: curvature is undefined there. The model diverged, or "
-                f"the batch holds values that are not finite."
+                f"the loss of batch {number} is {float(loss.detach())}: curvature is undefined there. The model "
+                f"diverged, or the batch holds values that are not finite."
             )
         if not loss.requires_grad:
             raise ValueError(
                 f"the loss of batch {number} does not depend on a trainable parameter. Compute it from the model that "
                 f"loss_fn is given, without `no_grad`, `detach` or `item`."
             )
+
+    def _refuse_reentrant_checkpoints(self, loss: Tensor) -> None:
+        """Their parameters would silently look unused."""
+        if self._looked_through:
+            return
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if "CheckpointFunction" in type(node).__name__:
+                raise ValueError(
+                    "the model uses reentrant activation checkpoints, which cannot be differentiated twice. Give "
+                    "torch.utils.checkpoint use_reentrant=False, or call model.gradient_checkpointing_disable()."
+                )
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+        self._looked_through = True
 
 
 class _Scales:

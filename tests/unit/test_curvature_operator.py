@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from dsgdac_accel.curvature import HessianOperator, flatten, set_parameters
 
@@ -230,6 +231,39 @@ def test_products_are_symmetric_repeatable_and_leave_no_trace(graph_memory):
     other = HessianOperator(net, loss, x, graph_memory=0)
     torch.testing.assert_close(other(u), hu, rtol=1e-12, atol=1e-12)
     assert (HessianOperator(net, loss, x, seed=1)(u) - hu).norm() > 1e-3 * hu.norm()
+
+
+class Checkpointed(nn.Module):
+    """Forgets the activations of its first part, and computes them again in the backward pass."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Tanh())
+        self.second = nn.Linear(4, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.second(self.first(x))
+        return self.second(checkpoint(self.first, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("graph_memory", [2**30, 0])
+def test_activation_checkpoints_change_nothing(graph_memory):
+    torch.manual_seed(0)
+    net, batches = Checkpointed().double(), inputs(2)
+    v = torch.ones(flatten(net).numel(), dtype=torch.float64)
+    expected = HessianOperator(net, squared, batches)(v)
+    net.reentrant = False
+    hvp = HessianOperator(net, squared, batches, graph_memory=graph_memory)
+    for _ in range(2):
+        torch.testing.assert_close(hvp(v), expected, rtol=1e-12, atol=1e-12)
+    assert net.first[1].num_batches_tracked == 0
+    assert torch.equal(net.first[1].running_mean, torch.zeros(4, dtype=torch.float64))
+    net.reentrant = True  # its parameters would look unused
+    asking = [(x.requires_grad_(), y) for x, y in batches]
+    with pytest.raises(ValueError, match=r"reentrant activation checkpoints.*use_reentrant=False"):
+        HessianOperator(net, squared, asking)(v)
 
 
 def test_dropout_is_that_of_the_batch_wherever_it_stands():
