@@ -13,17 +13,19 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.averaging import separate_state
+from dsgdac_accel.batch_parts import batch_size, cut, even_sizes
 from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.group import WorkerGroup
@@ -122,7 +124,7 @@ class GossipCallback(TrainerCallback):
             trainer.args.average_tokens_across_devices = False
         trainer.accelerator.free_memory()  # an `evaluate` before may have prepared the model
         self._adopt_accelerator()
-        if self._group.size == 1:
+        if self._accelerator.num_workers == 1:
             logger.warning(
                 "1 worker: there is nobody to gossip with, and the Trainer trains as ever. Start several with torchrun "
                 "--nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (the flag is for CPUs, too)."
@@ -130,6 +132,7 @@ class GossipCallback(TrainerCallback):
         self.checkpoints = TrainerCheckpoints(trainer)
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
+        self._wrap("_get_num_items_in_batch", self._count_items)
         self._wrap("train", self._train)
         self._wrap("evaluate", self._evaluate)
         self._wrap("predict", self._evaluate)
@@ -270,6 +273,20 @@ class GossipCallback(TrainerCallback):
                     "the first gradients are the same on all workers: either something averages them, such as a hook "
                     "of your own, or all workers read the same batches. Gossip needs neither."
                 )
+
+    def _count_items(self, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any) -> Any:
+        """Where the model divides its loss by a number of tokens: those of each worker of this process, (workers,)."""
+        trainer, count = self.trainer, self._accelerator.workers_per_process
+        if self._inside or not self._steps:  # an evaluation, of one model
+            return original(batches, *args, **kwargs)
+        of_model = trainer.compute_loss_func is None and trainer.label_smoother is None
+        own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+        if count == 1 or not of_model or own_loss or not all(isinstance(batch, Mapping) for batch in batches):
+            return original(batches, *args, **kwargs)
+        labels = [{key: batch[key] for key in ("labels", "shift_labels") if key in batch} for batch in batches]
+        parts = [cut((), mine, even_sizes(batch_size((), mine), count)) for mine in labels if mine]
+        counts = [original([part[worker][1] for part in parts], *args, **kwargs) for worker in range(count)]
+        return None if any(mine is None for mine in counts) else torch.stack([torch.as_tensor(mine) for mine in counts])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

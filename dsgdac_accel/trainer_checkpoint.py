@@ -148,7 +148,7 @@ class TrainerCheckpoints:
                 f"on_other_worker_count='deployed' in GossipConfig."
             )
         for step in accelerator.gossip_steps:
-            step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.group.size})
+            step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.num_workers})
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Whether the run resumes in the middle of an epoch, whose first batches the Trainer skips."""

@@ -183,4 +183,5 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path):
         outcomes = try_workers(train_with_dropout, processes, per_process, folder, None)
         for outcome in outcomes:
             words = "was saved by 2 process(es) of 2 worker(s) each, and this run has"
-            assert words in outcome.error and f"{processes} of {per_process}" in outcome.error
+            assert words in outcome.error
+            assert f"{processes} of {per_process}" in outcome.error

@@ -98,7 +98,9 @@ def test_losses_of_the_model_itself_are_each_workers_own():
     workers = VirtualWorkers(LanguageModel(), 2)
     ids, labels = tokens()
     output = workers(input_ids=ids, labels=labels, scale=2.0)
-    assert type(output) is Output and output.logits.shape == (4, 6, 10) and output.hidden[0].shape == (4, 6, 8)
+    assert type(output) is Output
+    assert output.logits.shape == (4, 6, 10)
+    assert output.hidden[0].shape == (4, 6, 8)
     output.loss.backward()
     losses = []
     for worker in range(2):
@@ -149,11 +151,16 @@ def test_structures_are_cut_and_joined_as_they_are():
     table = torch.eye(2)
     parts = cut((x, {"y": y, "table": table, "name": "a"}), {"flags": [y, None]}, [2, 1])
     (first, of_first), (second, of_second) = parts
-    assert torch.equal(first[0], x[:2]) and torch.equal(second[0], x[2:])
-    assert first[1]["table"] is table and second[1]["name"] == "a"
-    assert torch.equal(of_first["flags"][0], y[:2]) and of_second["flags"][1] is None
+    assert torch.equal(first[0], x[:2])
+    assert torch.equal(second[0], x[2:])
+    assert first[1]["table"] is table
+    assert second[1]["name"] == "a"
+    assert torch.equal(of_first["flags"][0], y[:2])
+    assert of_second["flags"][1] is None
     joined = join([{"a": x[:2], "n": 3, "s": "p"}, {"a": x[2:], "n": 3, "s": "q"}], [2, 1])
-    assert torch.equal(joined["a"], x) and joined["n"] == 3 and joined["s"] == ("p", "q")
+    assert torch.equal(joined["a"], x)
+    assert joined["n"] == 3
+    assert joined["s"] == ("p", "q")
     assert even_sizes(2, 3) == [1, 1, 0]
     assert batch_size((["text"], x), {}) == 3
 
@@ -210,7 +217,8 @@ def test_the_optimizer_is_completed_with_every_replica():
     assert [len(group["params"]) for group in optimizer.param_groups] == [6, 3]
     assert optimizer.param_groups[0]["param_names"][2:4] == ["replicas.1.0.weight", "replicas.1.4.weight"]
     twin = workers.replicas[2][0].weight
-    assert optimizer.param_groups[0]["params"][4] is twin and optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.param_groups[0]["params"][4] is twin
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
     assert torch.equal(optimizer.state[twin]["momentum_buffer"], torch.ones_like(twin))
     assert optimizer.state[twin]["momentum_buffer"] is not optimizer.state[first]["momentum_buffer"]
 
@@ -234,7 +242,8 @@ def test_each_worker_is_clipped_by_itself(listed_before):
     accelerator.backward((model(x) - 10 * y).square().mean())
     before = [[p.grad.clone() for p in own] for own in model.by_worker()]
     norms = [torch.linalg.vector_norm(torch.cat([g.flatten() for g in own])) for own in before]
-    assert min(norms) > 1 and len({float(norm) for norm in norms}) == 3
+    assert min(norms) > 1
+    assert len({float(norm) for norm in norms}) == 3
     found = accelerator.clip_grad_norm_(kept if listed_before else model.parameters(), 1.0)
     torch.testing.assert_close(found, torch.stack(norms).mean())
     for own, gradients, norm in zip(model.by_worker(), before, norms, strict=True):
@@ -252,7 +261,8 @@ def test_a_worker_whose_gradient_is_not_finite_sits_out_alone(caplog):
             model.replicas[1][0].weight.grad[0, 0] = torch.nan
         optimizer.step()
         optimizer.zero_grad()
-    assert "worker 1, step 1: the gradient is not finite" in caplog.text and caplog.text.count("not finite") == 1
+    assert "worker 1, step 1: the gradient is not finite" in caplog.text
+    assert caplog.text.count("not finite") == 1
     assert accelerator.gossip_steps[0].metrics()["nonfinite_steps"] == 1
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert len(optimizer.optimizer.state) == len(list(model.parameters()))
@@ -272,7 +282,8 @@ def test_all_workers_are_one_deployed_model():
         torch.testing.assert_close(deployed[1].running_var, torch.full_like(deployed[1].running_var, 1 + 2 / 3))
         assert torch.equal(model(x), deployed(x)), "the wrapper answers as the deployed model"
         assert set(accelerator.get_state_dict(model)) == set(make_model().state_dict())
-    assert model.training and [float(r[0].weight[0, 0].detach()) for r in model.replicas] == [0.0, 1.0, 2.0]
+    assert model.training
+    assert [float(r[0].weight[0, 0].detach()) for r in model.replicas] == [0.0, 1.0, 2.0]
     accelerator.deploy(model)
     assert all(bool((replica[0].weight == 1).all()) for replica in model.replicas)
 
@@ -316,5 +327,6 @@ def test_replicas_see_their_updates_under_autocast(precision):
         optimizer.step()
         optimizer.zero_grad()
         outputs.append(output.detach().float())
-    assert outputs[0].abs().max() == 0 and outputs[1].abs().min() > 0
+    assert outputs[0].abs().max() == 0
+    assert outputs[1].abs().min() > 0
     assert outputs[1].dtype == torch.float32
