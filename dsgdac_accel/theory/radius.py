@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.theory import arguments
-from dsgdac_accel.theory.covariance import Dynamics
+from dsgdac_accel.theory.covariance import ROUNDING, Dynamics
 from dsgdac_accel.theory.modes import graph_modes, has_modes, modal_variance
 from dsgdac_accel.topology import Topology
 
@@ -99,7 +99,8 @@ def predicted_radius(
     if has_modes(topology):
         mu_J, vectors_NJ = graph_modes(topology)
         variance_JK = modal_variance(rate, gamma, mu_J[:, None], lam_K, sigma2_K, momentum)
-        unstable_K = variance_JK.isinf().any(0)
+        # As in the periodic solution, so near to instability counts as unstable: mu is known up to rounding only.
+        unstable_K = (variance_JK > rate**2 * sigma2_K / ROUNDING).any(0)
         # Apart, because 0 * inf is NaN where a worker has no part in an unstable mode.
         variance_NK = vectors_NJ**2 @ variance_JK.where(~unstable_K, 0.0)
         variance_TNK = variance_NK.where(~unstable_K, torch.inf)[None]

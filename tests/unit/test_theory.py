@@ -96,7 +96,7 @@ def test_the_edges_of_the_stability_region_are_outside_it(momentum):
         inward = eigenvalue * 1e-9
         assert is_stable(alpha, gamma, mu, [(edge + inward) / alpha], momentum).tolist() == [True]
         assert is_stable(alpha, gamma, mu, [edge / alpha, (edge - inward) / alpha], momentum).tolist() == [False, False]
-        assert modal_variance(alpha, gamma, mu, edge / alpha, 1.0, momentum) == math.inf
+        assert modal_variance(alpha, gamma, mu, edge / alpha, [1.0, 0.0], momentum).tolist() == [math.inf, math.inf]
 
 
 @given(rates, gammas, eigenvalues, curvatures, momenta, st.floats(0.0, 10.0))
@@ -144,6 +144,17 @@ def test_in_mixing_dominated_modes_the_variance_is_a_constant_times_the_rate_squ
         ratio = (modal_variance(a, gamma, mu, lam, 1.0) / mixing_dominated_variance(a, gamma, mu, 1.0)).item()
         d_max = (1 + rho) * gamma * mu
         assert 1 / (1 + rho) <= ratio <= 2 / ((1 - rho) * (2 - d_max)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_with_momentum_a_mode_is_mixing_dominated_where_its_variance_is_about_that_of_a_flat_loss(momentum):
+    # |alpha lam| <= rho gamma mu (1 - b) moves the factor s of the variance by at most rho.
+    alpha, gamma, mu, rho = 0.01, 0.01, 0.5, 0.25
+    edge = rho * gamma * mu * (1 - momentum) / alpha
+    lam = torch.tensor([-1.001, -0.999, 0.0, 0.999, 1.001], dtype=torch.float64) * edge
+    assert is_mixing_dominated(alpha, gamma, mu, lam, rho, momentum).tolist() == [False, True, True, True, False]
+    ratio = modal_variance(alpha, gamma, mu, lam, 1.0, momentum) / modal_variance(alpha, gamma, mu, 0.0, 1.0, momentum)
+    exact(ratio[[1, 3]], torch.tensor([1 / (1 - rho), 1 / (1 + rho)], dtype=torch.float64), rtol=0.01)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
@@ -253,6 +264,15 @@ def test_an_unstable_direction_makes_the_norms_infinite_and_no_error(name):
     alone = predicted_radius(build_topology(name, 4), lam=1.0, **settings_)
     assert (without.radius, without.frobenius) == pytest.approx((alone.radius, alone.frobenius))
     assert predicted_radius(build_topology(name, 4), 0.0, 0.1, [1.0, 0.0], 1.0).envelope < math.inf
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_workers_that_only_swap_their_parameters_stay_as_far_apart_as_noise_takes_them(repeats):
+    swap = Topology.from_matrices([[[0.0, 1.0], [1.0, 0.0]]] * repeats)  # mu = 2: at gamma = 1 an eigenvalue of -1
+    assert predicted_radius(swap, 1.0, 0.1, 0.0, 1.0).frobenius == math.inf
+    assert predicted_radius(swap, 1.0, 0.1, 1.0, 1.0).frobenius == math.inf
+    assert predicted_radius(swap, 1.0, 0.1, -1.0, 1.0).frobenius < math.inf  # and d = 1.9 with negative curvature
+    assert predicted_radius(swap, 0.99, 0.1, 0.0, 1.0).frobenius < math.inf
 
 
 @pytest.mark.parametrize("name", ["ring", "one_peer_ring", "complete"])
