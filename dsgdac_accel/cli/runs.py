@@ -101,7 +101,7 @@ def _show(options: argparse.Namespace) -> int:
     keys = [*(key for key in FIRST_KEYS if key in known), *(key for key in known if key not in FIRST_KEYS)]
     rows = [[key, *(_shown(summary.get(key)) for summary in summaries)] for key in keys]
     if len(summaries) > 1:
-        rows.insert(0, ["", *(folder.resolve().name for folder in options.runs)])
+        rows.insert(0, ["", *map(str, options.runs)])
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -165,7 +165,7 @@ def test_show_prints_summaries_side_by_side(capsys, tmp_path):
     ]  # fmt: skip
     _, out, _ = run(capsys, "show", str(one), str(two))
     assert [line.split() for line in out.splitlines()] == [
-        ["one", "two"], ["algorithm", "dsgd", "sgd"], ["seed", "–", "3"], ["test_loss", "0.12346", "–"],
+        [str(one), str(two)], ["algorithm", "dsgd", "sgd"], ["seed", "–", "3"], ["test_loss", "0.12346", "–"],
         ["curvature.lambda_1", "2.5", "–"],
     ]  # fmt: skip
 

@@ -91,9 +91,8 @@ def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
     file = run_here(write_sweep(tmp_path, seeds=[2]))
     power = BASE["gossip"]["power"]
     keys = ["curvature.lambda_1", "seconds", "none.such", "gossip/radius@max", "gossip/radius@2", "gossip/radius"]
-    ((values),) = [
-        [column.value(row.states[0]) for column in columns_of(ReportConfig(columns=keys))] for row in rows(file)
-    ]
+    (row,) = rows(file)
+    values = [column.value(row.states[0]) for column in columns_of(ReportConfig(columns=keys))]
     radii = [fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS)]
     assert values[:2] == [2.0 * BASE["rate"], 1.5]
     assert math.isnan(values[2])
