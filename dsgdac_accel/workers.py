@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class VirtualWorkers(nn.Module):
         sizes = even_sizes(batch_size(args, kwargs), self.num_workers) if self._sizes is None else self._sizes
         self._check_sizes(sizes)
         outputs, total = [], sum(sizes)
-        with self.streams.swapped() as use:
+        with self._own_streams() as use:
             for worker, (part_args, part_kwargs) in enumerate(cut(args, kwargs, sizes)):
                 if sizes[worker] == 0:
                     continue
@@ -74,6 +74,10 @@ class VirtualWorkers(nn.Module):
                 output = self._run(worker, part_args, part_kwargs)
                 outputs.append(output if self.shared else with_scaled_gradient(output, total / sizes[worker]))
         return join(outputs, [size for size in sizes if size])
+
+    def _own_streams(self) -> AbstractContextManager[Callable[[int], None]]:
+        """Shared parameters are one worker's, with one stream: that of the process."""
+        return nullcontext(lambda worker: None) if self.shared else self.streams.swapped()
 
     def _run(self, worker: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:

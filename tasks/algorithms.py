@@ -17,11 +17,12 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, WorkerGroup
+from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.saving import KeepsEveryWorker
+from dsgdac_accel.workers import first_replica
 
 SYNCHRONOUS = ("sgd", "sam", "adam")
 WITHOUT_CONTROL = ("dsgd", "dadam")
@@ -47,7 +48,12 @@ def make_accelerator(
     if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
     if algorithm in SYNCHRONOUS:
-        return SynchronousAccelerator(timeout=gossip.timeout, cpu=not torch.accelerator.is_available(), **kwargs)
+        return SynchronousAccelerator(
+            timeout=gossip.timeout,
+            workers_per_process=gossip.workers_per_process,
+            cpu=not torch.accelerator.is_available(),
+            **kwargs,
+        )
     if algorithm in WITHOUT_CONTROL:
         gossip = replace(gossip, power=0.0, constant=None, floor=0.0, start_step=None, start_epoch=None)
     elif gossip.start_epoch is not None and steps_per_epoch is not None:
@@ -56,15 +62,19 @@ def make_accelerator(
 
 
 class SynchronousAccelerator(KeepsEveryWorker, Accelerator):
-    """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use."""
+    """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
 
-    def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
+    Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.
+    """
+
+    def __init__(self, *args: Any, timeout: float, workers_per_process: int = 1, **kwargs: Any) -> None:
         handlers = [
             *(kwargs.pop("kwargs_handlers", None) or []),
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
         ]
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.group = WorkerGroup(self.device, timeout)
+        self.workers_per_process = workers_per_process
         self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +88,29 @@ class SynchronousAccelerator(KeepsEveryWorker, Accelerator):
                 self._name_lost_workers_in_forward(model)
         seed_workers_differently(self.group)
         return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As stock; the workers of a process share one model."""
+        if self.workers_per_process == 1 or evaluation_mode:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        inner = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared: nn.Module = VirtualWorkers(inner, self.workers_per_process, shared=True)
+        if self.num_processes > 1:
+            devices = [self.local_process_index] if self.device.type == "cuda" else None
+            prepared = DistributedDataParallel(prepared, device_ids=devices)
+        self._models[-1] = prepared
+        return prepared
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As stock; also out of `VirtualWorkers`."""
+        return super().unwrap_model(first_replica(super().unwrap_model(model, *args, **kwargs)), *args, **kwargs)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the whole run."""
+        return self.num_processes * self.workers_per_process
 
     def _name_lost_workers_in_forward(self, model: DistributedDataParallel) -> None:
         """DDP sends buffers in the forward pass, where a worker may turn out to be lost, too."""

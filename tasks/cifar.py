@@ -93,18 +93,18 @@ class ImageRun:
             self.accelerator.load_state(checkpoint)
 
     def _check_batch(self) -> None:
-        shares = self.accelerator.num_processes * self.config.accumulation_steps
+        shares = self.accelerator.num_workers * self.config.accumulation_steps
         if self.config.batch_size % shares:
             raise ConfigError(
                 f"batch_size is global and must divide evenly: {self.config.batch_size} images over "
-                f"{self.accelerator.num_processes} workers x {self.config.accumulation_steps} accumulation steps. "
+                f"{self.accelerator.num_workers} workers x {self.config.accumulation_steps} accumulation steps. "
                 f"Use a multiple of {shares}."
             )
 
     def _build(self) -> None:
         config, data = self.config, self.data
         model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
-        shares = self.accelerator.num_processes * config.accumulation_steps
+        shares = self.accelerator.num_workers * config.accumulation_steps
         if config.batch_size == shares and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
             raise ConfigError(
                 f"batch_size: BatchNorm of model {config.model!r} needs at least 2 images per worker and accumulation "
@@ -139,7 +139,7 @@ class ImageRun:
 
     def described(self) -> str:
         """Algorithm, data and steps, in words."""
-        workers = self.accelerator.num_processes
+        workers = self.accelerator.num_workers
         return (
             f"{self.config.algorithm} on {self.data.source}: {len(self.data.train_images)} training images, "
             f"{workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps"
@@ -286,7 +286,7 @@ class ImageRun:
         steps = self.accelerator.gossip_steps
         return {
             "algorithm": self.config.algorithm,
-            "workers": self.accelerator.num_processes,
+            "workers": self.accelerator.num_workers,
             "topology": steps[0].mixer.topology.name if steps else "all-reduce",
             "model": self.config.model,
             "data": self.data.source,

@@ -53,10 +53,11 @@ def run_task(
     with starting_up():
         run = make_run(parse_config(config_class, default_file=default, description=description))
     run.accelerator.print(run.described())
-    if run.accelerator.num_processes == 1 and run.config.algorithm not in SYNCHRONOUS:
+    if run.accelerator.num_workers == 1 and run.config.algorithm not in SYNCHRONOUS:
         print(
             "1 worker: there is nobody to gossip with. Start several with torchrun --nproc_per_node N or "
-            "accelerate launch --multi_gpu --num_processes N (the flag starts CPU workers, too).",
+            "accelerate launch --multi_gpu --num_processes N (the flag starts CPU workers, too), or let this process "
+            "hold several: --gossip.workers_per_process N.",
             file=sys.stderr,
         )
     with training():

@@ -63,14 +63,15 @@ class TranslationRun:
         self.metric = TranslationScores(target_language=config.data.target_language or config.data.target)
         # Before any process group: while one worker tokenises millions of pairs, no collective of the others runs out.
         self.data = load_translation_data(config.data)
-        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        processes, here = int(os.environ.get("WORLD_SIZE", "1")), config.gossip.workers_per_process
         self.batches = TokenBatches(
             self.data.train.source_lengths,
             self.data.train.target_lengths,
             config.batch_tokens,
-            workers,
+            processes * here,
             config.accumulation_steps,
             config.seed,
+            per_process=here,
         )
         self.total_steps = min(config.epochs * self.batches.steps_per_epoch, config.max_steps or sys.maxsize)
         self.accelerator = make_accelerator(
@@ -86,9 +87,9 @@ class TranslationRun:
             log_with=list(config.trackers) or None,
             project_dir=str(config.output_dir),
         )
-        if self.accelerator.num_processes != workers:
+        if self.accelerator.num_processes != processes:
             raise RuntimeError(
-                f"the launcher announced {workers} workers (WORLD_SIZE) and {self.accelerator.num_processes} met. "
+                f"the launcher announced {processes} workers (WORLD_SIZE) and {self.accelerator.num_processes} met. "
                 f"Use accelerate launch or torchrun."
             )
         checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE)
@@ -150,7 +151,7 @@ class TranslationRun:
 
     def described(self) -> str:
         """Algorithm, data, size and steps, in words."""
-        workers = self.accelerator.num_processes
+        workers = self.accelerator.num_workers
         return (
             f"{self.config.algorithm} on {self.data.origin}: {self.data.train.described()}, {self.parameters:,} "
             f"parameters, {workers} worker{'s' if workers > 1 else ''}, {self.total_steps} steps of at most "
@@ -212,25 +213,29 @@ class TranslationRun:
         self.clock.start_lap()
         source_tokens, target_tokens = self.batches.epoch_tokens()
         step_tokens = (source_tokens + target_tokens).sum(axis=(1, 2))
-        scales = self._loss_scales(target_tokens)
+        scales, pairs = self._loss_scales(target_tokens), self._of_this_process(self.batches.epoch_pairs())
+        micro_step = 0
         first = epoch * self.batches.steps_per_epoch
         timed_from, timed_at = self.step, time.perf_counter()
         rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, self.loader, epoch)
         for batch in self.waiting.batches(rest):
             in_epoch = self.step - first
             labels = batch.pop("labels")
+            sizes = pairs[in_epoch, micro_step].tolist()
             with self.accelerator.accumulate(self.model):
-                loss = smoothed_loss(self.model(**batch).logits, labels, self.config.label_smoothing)
-                self.accelerator.backward(loss * scales[in_epoch])
+                losses = self._losses(batch, labels, sizes)
+                self.accelerator.backward(self._mean(losses, sizes, scales[in_epoch]))
                 if self.accelerator.sync_gradients and self.config.max_grad_norm is not None:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
                 self.rate = self.optimizer.param_groups[0]["lr"]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-            self.losses.append(loss.detach())
+            self.losses.append(losses.detach().sum())
             if not self.accelerator.sync_gradients:
+                micro_step += 1
                 continue
+            micro_step = 0
             self.step += 1
             self.accelerator.group.steps_taken = self.step  # which errors name; gossip counts by itself
             bar.update()
@@ -249,13 +254,39 @@ class TranslationRun:
         self.train_seconds += self.clock.end_lap()
 
     def _loss_scales(self, target_tokens: np.ndarray) -> np.ndarray:
-        """For each step, what makes of summed losses the mean over real tokens: for gossip over this worker's own
+        """For each step, what makes of summed losses the mean over real tokens: for gossip over each worker's own
         micro-batches, for the synchronous baseline over those of all workers (whose gradients DDP averages).
+
+        (steps, workers of this process).
         """
         shares = self.config.accumulation_steps  # Accelerate's backward divides by them
         if self.config.algorithm in SYNCHRONOUS:
-            return shares * self.accelerator.num_processes / target_tokens.sum(axis=(1, 2))
-        return shares / target_tokens[:, :, self.accelerator.process_index].sum(axis=1)
+            scales = shares * self.accelerator.num_processes / target_tokens.sum(axis=(1, 2))
+            return np.repeat(scales[:, None], self.accelerator.workers_per_process, axis=1)
+        return shares / self._of_this_process(target_tokens).sum(axis=1)
+
+    def _of_this_process(self, of_workers: np.ndarray) -> np.ndarray:
+        """(..., workers) to (..., workers of this process)."""
+        here = self.accelerator.workers_per_process
+        return of_workers[..., here * self.accelerator.process_index :][..., :here]
+
+    def _losses(self, batch: dict[str, Tensor], labels: Tensor, sizes: list[int]) -> Tensor:
+        """Summed loss of each worker of this process (workers,), whose pairs are `sizes` many each."""
+        smoothing = self.config.label_smoothing
+        if len(sizes) == 1:
+            return smoothed_loss(self.model(**batch).logits, labels, smoothing)[None]
+        holder = getattr(self.model, "module", self.model)  # DDP's
+        with holder.cut_at(sizes):
+            logits = self.model(**batch).logits
+        parts = zip(logits.split(sizes), labels.split(sizes), strict=True)
+        return torch.stack([smoothed_loss(mine, own, smoothing) for mine, own in parts])
+
+    def _mean(self, losses: Tensor, sizes: list[int], scales: np.ndarray) -> Tensor:
+        """The loss to descend: of virtual workers a mean over the batch, of which each takes its own part."""
+        weights = scales
+        if self.config.algorithm not in SYNCHRONOUS:
+            weights = scales * np.asarray(sizes) / sum(sizes)
+        return (losses * torch.as_tensor(weights, dtype=losses.dtype, device=losses.device)).sum()
 
     def _set_worker_loss(self, target_tokens: np.ndarray) -> None:
         total = float(torch.stack(self.losses).double().sum())
@@ -381,7 +412,7 @@ class TranslationRun:
         steps = self.accelerator.gossip_steps
         return {
             "algorithm": self.config.algorithm,
-            "workers": self.accelerator.num_processes,
+            "workers": self.accelerator.num_workers,
             "topology": steps[0].mixer.topology.name if steps else "all-reduce",
             "model": self.config.model.size,
             "parameters": self.parameters,

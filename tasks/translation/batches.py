@@ -37,6 +37,7 @@ class TokenBatches(Sampler[list[int]]):
         target_lengths: likewise of the target sentences (N,).
         tokens: GLOBAL budget of one optimizer step.
         workers, accumulation_steps: how many micro-batches a step is made of.
+        per_process: workers that share a process: their micro-batches of a step come together, as one list of rows.
         seed: of the order.
 
     Raises:
@@ -58,11 +59,13 @@ class TokenBatches(Sampler[list[int]]):
         workers: int,
         accumulation_steps: int = 1,
         seed: int = 0,
+        per_process: int = 1,
     ) -> None:
         self.source_lengths = np.asarray(source_lengths, dtype=np.int64)
         self.target_lengths = np.asarray(target_lengths, dtype=np.int64)
         self.per_step = workers * accumulation_steps
         self.workers, self.accumulation_steps, self.seed = workers, accumulation_steps, seed
+        self.per_process = per_process
         self.epoch = 0
         budget = tokens // self.per_step
         self._check_budget(budget, tokens)
@@ -82,13 +85,20 @@ class TokenBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Micro-batches of all workers in one epoch."""
-        return self.steps_per_epoch * self.per_step
+        """Lists of rows in one epoch: micro-batches of all workers, those of a process together."""
+        return self.steps_per_epoch * self.per_step // self.per_process
 
     def __iter__(self) -> Iterator[list[int]]:
         rows, chosen = self._plan()
-        for batch in chosen:
-            yield rows[self._cuts[batch] : self._cuts[batch + 1]].tolist()
+        for together in chosen.reshape(-1, self.per_process):
+            parts = [rows[self._cuts[batch] : self._cuts[batch + 1]] for batch in together]
+            yield np.concatenate(parts).tolist()
+
+    def epoch_pairs(self) -> NDArray[np.int64]:
+        """Pairs in each micro-batch of this epoch: (steps, accumulation steps, workers)."""
+        _, chosen = self._plan()
+        shape = (self.steps_per_epoch, self.accumulation_steps, self.workers)
+        return np.diff(self._cuts)[chosen].reshape(shape)
 
     def epoch_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Real source and target tokens of each micro-batch of this epoch: (steps, accumulation steps, workers)."""
@@ -104,7 +114,7 @@ class TokenBatches(Sampler[list[int]]):
         """Rows sorted by length, and the numbers of the micro-batches to take, in order."""
         random = np.random.default_rng([self.seed, self.epoch])
         rows = self._sorted_rows(random.permutation(len(self.source_lengths)))
-        return rows, random.permutation(len(self._cuts) - 1)[: len(self)]
+        return rows, random.permutation(len(self._cuts) - 1)[: self.steps_per_epoch * self.per_step]
 
     def _sorted_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """By the longer side, then by the difference of the sides, up and down in turn so that neighbours are alike.
