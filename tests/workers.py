@@ -48,15 +48,11 @@ class Launch:
     """Workers that were started and run on their own, until `outcomes` waits for them."""
 
     def __init__(self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> None:
-        _CONTEXT.set_forkserver_preload(_preloaded())
         self.folder = tempfile.TemporaryDirectory()
         self.deadline = time.monotonic() + timeout
         self.processes = [
-            _CONTEXT.Process(target=_work, args=(function, rank, num_workers, self.folder.name, args))
-            for rank in range(num_workers)
+            fork(_work, function, rank, num_workers, self.folder.name, args) for rank in range(num_workers)
         ]
-        for process in self.processes:
-            process.start()
 
     def outcomes(self, hanging: int | None = None) -> list[Outcome]:
         """How the workers ended; worker `hanging`, if it is given, is killed as soon as all others have ended."""
@@ -103,6 +99,14 @@ class LaunchesAhead:
         """End what was started and not asked for."""
         for launch in self.started.values():
             launch.stop()
+
+
+def fork(function: Callable[..., Any], *args: Any) -> Any:
+    """A started process that calls `function(*args)`, forked from one that has imported all that tests import."""
+    _CONTEXT.set_forkserver_preload(_preloaded())
+    process = _CONTEXT.Process(target=function, args=args)
+    process.start()
+    return process
 
 
 def _preloaded() -> list[str]:

@@ -14,7 +14,7 @@ from translation.grammar import grammar_splits
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, newest_checkpoint, read_manifest, save_checkpoint
 from dsgdac_accel.config import ConfigError, config_to_dict
-from tests.launching import ROOT, finish, start, summary, torchrun
+from tests.launching import ROOT, finish, forked, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
 
@@ -71,14 +71,14 @@ def write_pairs(folder):
             (folder / f"{split}.{language}").write_text("\n".join(lines), encoding="utf-8")
 
 
-def launch(work, script, *arguments, kill_at=None):
+def launch(work, script, *arguments, launcher=None, kill_at=None):
     settings = ["--config", "settings.yaml", "--trackers", "[]", *arguments]
     program = [str(ROOT / "tasks" / script)]
     if kill_at is not None:
         (work / "killer.py").write_text(KILLER, encoding="utf-8")
         program = ["killer.py", *program]
     variables = {} if kill_at is None else {"KILL_AT": str(kill_at)}
-    return finish(start([*torchrun(2), *program, *settings], work, **variables), timeout=120)
+    return finish(start([*(launcher or torchrun(2)), *program, *settings], work, **variables), timeout=120)
 
 
 def logged(folder):
@@ -102,7 +102,8 @@ def test_a_killed_run_started_again_is_the_unbroken_one(tmp_path, script, settin
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
     write_pairs(tmp_path / "text")
     common = [script, "--algorithm", algorithm]
-    status, out, err = launch(tmp_path, *common, "--output_dir", "unbroken", "--save_every", "1000")
+    whole = ["--output_dir", "unbroken", "--save_every", "1000"]
+    status, out, err = launch(tmp_path, *common, *whole, launcher=forked(2))
     assert status == 0, f"{out}\n{err}"
     broken = [*common, "--output_dir", "broken", "--save_every", "3"]
     status, _, _ = launch(tmp_path, *broken, kill_at=kill_at)

@@ -18,7 +18,7 @@ from translation.tokenizer import encode
 from wmt14 import TranslationRun
 
 from dsgdac_accel.config import load_config, parse_config
-from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun
+from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
 
@@ -130,11 +130,11 @@ def test_training_lowers_the_loss_and_the_rate_follows_the_schedule(first_run):
 def test_the_scores_are_those_of_the_files_beside_them(first_run, work):
     folder, _ = first_run
     files = ["--hypotheses", "first/test.hypotheses.txt", "--references", "first/test.references.txt"]
-    out = succeed(PLAIN, work, "score", *files)
+    out = succeed(forked(), work, "score", *files)
     bleu = sacrebleu.corpus_bleu(lines(folder / "test.hypotheses.txt"), [lines(folder / "test.references.txt")])
     assert bleu.score == pytest.approx(summary(folder)["bleu"], abs=1e-12)
     assert out.startswith(f"{bleu.score:.4f}  nrefs:1|case:mixed")
-    by_split = succeed(PLAIN, work, "score", *files[:2], "--data.path", "text", "--data.cache_dir", "cache")
+    by_split = succeed(forked(), work, "score", *files[:2], "--data.path", "text", "--data.cache_dir", "cache")
     assert by_split == out
 
 
@@ -162,7 +162,7 @@ def test_translate_reads_lines_and_writes_as_many(first_run, work):
 
 def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(work):
     split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--accumulation_steps", "2")
-    alone, _ = train(PLAIN, work, "alone", "--algorithm", "adam", "--accumulation_steps", "4")
+    alone, _ = train(forked(), work, "alone", "--algorithm", "adam", "--accumulation_steps", "4")
     assert summary(split)["topology"] == "all-reduce"
     assert records(split, "train/loss") == pytest.approx(records(alone, "train/loss"), rel=1e-4)
     assert records(split, "validation/loss") == pytest.approx(records(alone, "validation/loss"), rel=1e-4)
@@ -172,7 +172,7 @@ def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
     runs = {}
     for algorithm in ("adam", "dadam"):
         still = ["--algorithm", algorithm, "--rate", "1e-9", "--epochs", "1", "--trackers", "[]", "--max_steps", "4"]
-        runs[algorithm], _ = train(torchrun(2), work, f"still_{algorithm}", *still)
+        runs[algorithm], _ = train(forked(2), work, f"still_{algorithm}", *still)
     first, second = (records(folder, "train/loss") for folder in runs.values())
     assert first == pytest.approx(second, rel=1e-6)
     assert len({round(loss, 4) for loss in first.values()}) == 4
@@ -182,7 +182,7 @@ def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
 
 def test_the_last_deployed_models_are_averaged(work):
     every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
-    folder, out = train(torchrun(2), work, "averaged", *every)
+    folder, out = train(forked(2), work, "averaged", *every)
     assert "deployed is the average of 2 models" in out
     files = sorted((folder / "averages").iterdir())
     assert [file.name for file in files] == ["deployed-000000006.safetensors", "deployed-000000008.safetensors"]
@@ -194,7 +194,7 @@ def test_the_last_deployed_models_are_averaged(work):
 
 
 def test_bf16_autocast_and_loader_processes_train_one_worker(work):
-    folder, _ = train(PLAIN, work, "bf16", "--mixed_precision", "bf16", "--loader_workers", "1", "--max_steps", "4")
+    folder, _ = train(forked(), work, "bf16", "--mixed_precision", "bf16", "--loader_workers", "1", "--max_steps", "4")
     assert (summary(folder)["steps"], summary(folder)["workers"], summary(folder)["radius"]) == (4, 1, 0)
 
 
@@ -206,7 +206,7 @@ def test_bf16_autocast_and_loader_processes_train_one_worker(work):
     ],
 )
 def test_without_a_configuration_the_first_line_names_the_demo_and_the_others(tmp_path, script, demo, others):
-    status, out, err = finish(start([*PLAIN, str(ROOT / "tasks" / f"{script}.py"), "--epochs", "0"], tmp_path))
+    status, out, err = finish(start([*forked(), str(ROOT / "tasks" / f"{script}.py"), "--epochs", "0"], tmp_path))
     assert status == 2
     assert "epochs must be an integer >= 1" in error_lines(err)[0]
     first = out.split("\n")[0]
@@ -275,7 +275,7 @@ def test_what_cannot_be_used_is_refused_before_anything_begins(broken, monkeypat
     ],
 )
 def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
-    status, _, err = run(PLAIN, broken, "--config", "settings.yaml", "--output_dir", "never", *arguments.split())
+    status, _, err = run(forked(), broken, "--config", "settings.yaml", "--output_dir", "never", *arguments.split())
     assert status == 2, err
     (line,) = error_lines(err)
     assert all(word in line for word in words), line
@@ -283,7 +283,7 @@ def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
 
 def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
     arguments = ["--algorithm", "adam", "--rate", "1e30", "--warmup_steps", "1", "--output_dir", "diverged"]
-    status, _, err = run(PLAIN, work, "--config", "settings.yaml", *arguments)
+    status, _, err = run(forked(), work, "--config", "settings.yaml", *arguments)
     (line,) = error_lines(err)
     assert status == 1
     assert "the training loss is nan at step" in line
@@ -291,7 +291,7 @@ def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
 
 def test_one_gossip_worker_is_told_that_it_is_alone(work):
     alone = ["--max_steps", "3", "--trackers", "[]", "--output_dir", "lonely"]
-    status, _, err = run(PLAIN, work, "--config", "settings.yaml", *alone)
+    status, _, err = run(forked(), work, "--config", "settings.yaml", *alone)
     assert status == 0, err
     assert "1 worker: there is nobody to gossip with" in err
 
