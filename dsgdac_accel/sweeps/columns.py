@@ -119,8 +119,8 @@ class Spread:
     def __str__(self) -> str:
         """Two significant digits of the deviation, or four of the mean where there is none.
 
-        >>> print(Spread(0.25137, 0.0333, 5), Spread(82.1234, math.nan, 1), Spread(5.5e-7, 1.2e-7, 3))
-        0.251 ± 0.033 82.12 5.5e-07 ± 1.2e-07
+        >>> print(Spread(0.25137, 0.0333, 5), Spread(82.1234, math.nan, 1), Spread(5.51e-7, 1.2e-7, 3))
+        0.251 ± 0.033 82.12 5.51e-07 ± 1.2e-07
         """
         if not self.count:
             return NO_VALUE
@@ -128,7 +128,7 @@ class Spread:
             return f"{self.mean:.4g}"
         if self.std == 0:
             return f"{self.mean:.4g} ± 0"
-        if self.std < 1e-4 or abs(self.mean) >= 1e5:
-            return f"{self.mean:.2g} ± {self.std:.2g}"
+        if self.std < 1e-5 or abs(self.mean) >= 1e5:
+            return f"{self.mean:.3g} ± {self.std:.2g}"
         decimals = max(0, 1 - math.floor(math.log10(self.std)))
         return f"{self.mean:.{decimals}f} ± {self.std:.{decimals}f}"

@@ -43,7 +43,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     "bleu": (Panel(("validation/bleu", "test/bleu"), "BLEU"),),
     "loss": (
         Panel(("train/loss",), "workers' training loss"),
-        Panel(("test/loss", "validation/loss"), "deployed model's loss on held-out data"),
+        Panel(("test/loss", "validation/loss"), "held-out loss of the deployed model"),
     ),
     "q": (Panel(("curvature/Q",), "curvature exposure Q", logarithmic=True),),
     "alignment": (
@@ -181,7 +181,7 @@ def _sensitivity_figure(
 
 def _figure(panels: int) -> tuple[Any, list[Any]]:
     """Panels side by side, at most three in a row; the cells left over are blank."""
-    columns = min(panels, 3)
+    columns = 2 if panels == 4 else min(panels, 3)
     rows = -(-panels // columns)
     figure, axes = _new_figure(rows, columns)
     figure.set_size_inches((5.2 * columns + 0.6, 3.8 * rows + 0.5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,10 +41,12 @@ class RunState:
 
     @cached_property
     def records(self) -> Records:
-        """What the run logged, the warning about a line cut short left out; [] where nothing may be shown."""
+        """What the run logged; [] where it has nothing, or belongs to other settings."""
         if self.status in ("changed", "missing") or not (self.run.folder / "metrics.jsonl").is_file():
             return []
-        return read_metrics(self.run.folder / "metrics.jsonl")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the last line of a run under way may be cut short
+            return read_metrics(self.run.folder / "metrics.jsonl")
 
 
 def state_of(run: PlannedRun) -> RunState:
@@ -98,8 +101,14 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
     return [
         _change(key, old.get(key), value)
         for key, value in run.expected.items()
-        if not _is_place(key) and _differ(old.get(key), value)
+        if not _is_place(key) and _differ(old.get(key), value) and not _same_path(old.get(key), value)
     ]
+
+
+def _same_path(resolved: Any, written: Any) -> bool:
+    """Whether an absolute path may be what a relative one was resolved to; names decide, folders are not known here."""
+    both_text = isinstance(resolved, str) and isinstance(written, str)
+    return both_text and os.path.isabs(resolved) and os.path.basename(resolved) == os.path.basename(written)
 
 
 def _is_place(key: str) -> bool:

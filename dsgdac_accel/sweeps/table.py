@@ -59,7 +59,8 @@ class Paired:
             return str(self.difference)
         count, word = (self.lower, "lower") if self.lower >= self.higher else (self.higher, "higher")
         sign = "+" if self.difference.mean > 0 else ""
-        ratio = f", × {self.ratio:.3g}" if math.isfinite(self.ratio) else ""
+        digits = ".0f" if abs(self.ratio) >= 100 else ".3g"
+        ratio = f", × {self.ratio:{digits}}" if math.isfinite(self.ratio) else ""
         return f"{sign}{self.difference}{ratio}, {word} in {count} of {self.difference.count}"
 
 

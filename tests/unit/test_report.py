@@ -148,6 +148,7 @@ def test_tables_show_two_digits_of_the_spread():
     assert str(Spread(0.25137, 0.0333, 5)) == "0.251 ± 0.033"
     assert str(Spread(82.1234, 1.26, 5)) == "82.1 ± 1.3"
     assert str(Spread(5123.4, 240.0, 5)) == "5123 ± 240"
+    assert str(Spread(0.0009, 0.000034, 3)) == "0.000900 ± 0.000034"
     assert str(Spread(1.0, 0.0, 3)) == "1 ± 0"
     assert str(Spread.of([math.nan])) == "–"
 
@@ -202,7 +203,7 @@ def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alo
     file = run_here(write_sweep(tmp_path, seeds=SEEDS))
     runs = plan(file)
     log = runs[0].folder / "metrics.jsonl"
-    log.write_text(log.read_text().splitlines()[0] + "\n")
+    log.write_text(log.read_text()[: 1 + log.read_text().index("\n") + 20])  # the second line is cut short
     (runs[0].folder / "summary.json").unlink()
     (row,) = rows(file)
     power = BASE["gossip"]["power"]
