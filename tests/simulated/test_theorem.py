@@ -21,6 +21,7 @@ from dsgdac_accel.theory import (
     radius_along,
     simulate_quadratic,
 )
+from dsgdac_accel.theory.quadratic import slowest_decay
 from dsgdac_accel.topology import Topology, build_topology
 
 LAM = [5.0, 1.0, 0.0, -0.05]
@@ -155,6 +156,15 @@ def test_four_times_the_steps_halve_the_error():
     topology = build_topology("complete", 4)
     errors = [simulate_quadratic(topology, **PLAIN, steps=n, chains=256).frobenius()[1].item() for n in (100, 400)]
     assert errors[0] / errors[1] == pytest.approx(2, rel=0.3)
+
+
+def test_the_slowest_decay_is_that_of_a_step_whatever_the_period():
+    once = build_topology("ring", 4)
+    twice, lam_K = Topology.from_matrices([once.matrix(0)] * 2), torch.tensor([0.5, 0.0], dtype=torch.float64)
+    mu_J, _ = graph_modes(once)
+    expected = 1 - 0.3 * mu_J.min().item()  # the flat direction, in the mode of the graph that mixes least
+    for topology in (once, twice):
+        assert slowest_decay(topology, 0.3, 0.1, lam_K, 0.0) == pytest.approx(expected)
 
 
 def test_the_same_seed_gives_the_same_run_and_steps_round_up_to_periods():

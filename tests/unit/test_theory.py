@@ -275,6 +275,15 @@ def test_workers_that_only_swap_their_parameters_stay_as_far_apart_as_noise_take
     assert predicted_radius(swap, 0.99, 0.1, 0.0, 1.0).frobenius < math.inf
 
 
+@pytest.mark.parametrize("num_workers", [4, 6, 8, 10])
+def test_rounding_of_an_eigenvalue_at_the_edge_does_not_make_it_stable(num_workers):
+    # Workers that only hear of their neighbours alternate: mu = 2, which eigenvalue routines miss by an ulp or so.
+    neighbours = np.roll(np.eye(num_workers), 1, axis=0) / 2
+    topology = Topology.from_matrices([neighbours + neighbours.T])
+    assert predicted_radius(topology, 1.0, 0.1, 0.0, 1.0).frobenius == math.inf
+    assert predicted_radius(topology, 0.9, 0.1, 0.0, 1.0).frobenius < math.inf
+
+
 @pytest.mark.parametrize("name", ["ring", "one_peer_ring", "complete"])
 def test_one_worker_never_disagrees(name):
     alone = predicted_radius(build_topology(name, 1), 1.0, 0.1, [1.0, -1.0], 1.0, momentum=0.9)
