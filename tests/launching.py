@@ -1,5 +1,6 @@
 """Task scripts started as their users start them, and what they leave behind."""
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -87,6 +88,7 @@ class ForkedScript:
 
 def _run_script(arguments, cwd, variables, outputs):
     """In a forked process: become what `python arguments...` in `cwd` is."""
+    gc.freeze()
     os.setsid()
     os.chdir(cwd)
     for descriptor, file in enumerate(outputs, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -129,6 +130,7 @@ def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
 
 def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str, args: tuple) -> None:
     started = time.monotonic()
+    gc.freeze()  # a full collection, as `free_memory` makes, then skips what the imports left: 0.3 s each
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
