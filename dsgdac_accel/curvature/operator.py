@@ -21,6 +21,7 @@ from dsgdac_accel.curvature.surroundings import (
     training_modes,
 )
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.workers import VirtualWorkers
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """`loss_fn(model, batch)`: the mean loss of the batch, shape ()."""
@@ -86,6 +87,11 @@ class HessianOperator:
         graph_memory: float = 2**30,
     ) -> None:
         self.model = bare(model)
+        if isinstance(self.model, VirtualWorkers):
+            raise ValueError(
+                f"curvature is that of one model; got VirtualWorkers of {self.model.num_workers}. Measure their "
+                f"average, inside `deployed_model`."
+            )
         self.loss_fn = loss_fn
         self.group = group
         self.seed = seed

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.curvature.surroundings import bare
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.workers import VirtualWorkers, first_replica
 
 State = Mapping[str, Any]
 """Names and values: a `state_dict()`, or the "parameters" of a checkpoint."""
@@ -147,7 +148,8 @@ def consensus_errors(
     """Consensus errors delta_i = x_i - mean of x, each (d,), and that mean (d,). Collective where a group is given.
 
     Args:
-        workers: this process's workers, as models or as state dictionaries, from files for example.
+        workers: this process's workers, as models or as state dictionaries, from files for example. `VirtualWorkers`
+            stand for all of their replicas.
         model: decides which parameters, in which order; its values do not count.
         group: the processes that hold further workers; None if all workers are in `workers`.
 
@@ -159,11 +161,15 @@ def consensus_errors(
     >>> errors, mean
     ([tensor([-1.]), tensor([1.])], tensor([2.]))
     """
-    layout = ParameterLayout.of(model)
+    layout = ParameterLayout.of(first_replica(bare(model)))
     flats: list[Tensor] = []
+    single: list[nn.Module | State] = []
+    for worker in workers:
+        inner = bare(worker) if isinstance(worker, nn.Module) else worker
+        single.extend(inner.replicas if isinstance(inner, VirtualWorkers) else [inner])
 
     def add_all(total: Tensor) -> None:
-        for number, worker in enumerate(workers):
+        for number, worker in enumerate(single):
             try:
                 state = dict(bare(worker).named_parameters()) if isinstance(worker, nn.Module) else worker
                 flats.append(layout.flatten(state))

@@ -126,8 +126,10 @@ def test_the_worked_example_over_two_workers():
 # ---- a live run
 
 
-def train_and_measure(rank, measured):
-    accelerator = GossipAccelerator(gossip=GossipConfig(power=2, timeout=20, log_every=0))
+def train_and_measure(rank, per_process, measured):
+    accelerator = GossipAccelerator(
+        gossip=GossipConfig(power=2, timeout=20, log_every=0, workers_per_process=per_process)
+    )
     net = make_net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     generator = torch.Generator().manual_seed(rank)
@@ -142,7 +144,7 @@ def train_and_measure(rank, measured):
     for number in range(6):
         step()
         if measured and number == 3:
-            own = flatten(model)
+            own = flatten(model).view(per_process, -1)
             deltas, mean = consensus_errors([model], model, accelerator.group)
             consensus = accelerator.measure_consensus()
             with accelerator.deployed_model(model) as deployed:
@@ -151,15 +153,17 @@ def train_and_measure(rank, measured):
                     deployed, classify, make_batches(3), deltas, group=accelerator.group, probes=3
                 )
             figures = own, report.as_dict(), consensus["gossip/radius"]
-    return figures, {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return figures, state
 
 
-def test_a_live_run_is_measured_at_its_average_and_goes_on_undisturbed():
-    measured, undisturbed = run_workers(train_and_measure, 2, True), run_workers(train_and_measure, 2, False)
+@pytest.mark.parametrize(("processes", "per_process"), [(2, 1), (1, 3)])
+def test_a_live_run_is_measured_at_its_average_and_goes_on_undisturbed(processes, per_process):
+    measured, undisturbed = (run_workers(train_and_measure, processes, per_process, how) for how in (True, False))
     for (_, state), (_, expected) in zip(measured, undisturbed, strict=True):
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     net = make_net()
-    flats = torch.stack([figures[0] for figures, _ in measured])
+    flats = torch.cat([figures[0] for figures, _ in measured])
     set_parameters(net, flats.mean(0))
     deltas = list(flats - flats.mean(0))
     expected = measure_curvature(net, classify, make_batches(3), deltas, probes=3).as_dict()

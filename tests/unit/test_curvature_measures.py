@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dsgdac_accel import VirtualWorkers
 from dsgdac_accel.curvature import (
     HessianOperator,
     alignment,
@@ -258,7 +259,7 @@ def small_case(workers=3, spread=0.05):
 
 def test_a_report_holds_what_dense_algebra_gives():
     net, batches, deltas = small_case()
-    report = measure_curvature(net, classify, batches, deltas, iterations=60, probes=400)
+    report = measure_curvature(net, classify, batches, deltas, iterations=60, probes=200)
     hvp = HessianOperator(net, classify, batches)
     hessian, delta = dense(hvp), torch.stack(deltas)
     values = torch.linalg.eigvalsh(hessian)
@@ -283,9 +284,9 @@ def test_a_report_holds_what_dense_algebra_gives():
         assert found.pop(name) == pytest.approx(float(value), rel=1e-8), name
     assert abs(found.pop("trace") - torch.trace(hessian)) < 4 * found["trace_stderr"]
     assert abs(found.pop("B") - torch.trace(hessian) / hvp.dim / values[-1]) < 4 * found["B_stderr"]
-    stderr = probe_variance(hessian).div(400).sqrt().item()
-    assert found.pop("trace_stderr") == pytest.approx(stderr, rel=0.2)
-    assert found.pop("B_stderr") == pytest.approx(stderr / hvp.dim / values[-1].item(), rel=0.2)
+    stderr = probe_variance(hessian).div(200).sqrt().item()
+    assert found.pop("trace_stderr") == pytest.approx(stderr, rel=0.25)
+    assert found.pop("B_stderr") == pytest.approx(stderr / hvp.dim / values[-1].item(), rel=0.25)
     assert found.pop("lambda_1_residual") < 1e-8
     assert found.pop("lambda_min_residual") < 1e-8
     assert not found, "keys that nobody checked"
@@ -356,6 +357,19 @@ def test_consensus_errors_are_deviations_from_the_mean_of_all_workers():
     assert all(torch.equal(a, b) for a, b in zip(from_models, from_states, strict=True))
     set_parameters(nets[0], mean)
     assert torch.equal(flatten(nets[0]), mean)
+
+
+def test_virtual_workers_stand_for_their_replicas_and_are_measured_at_their_average():
+    virtual = VirtualWorkers(nn.Linear(3, 2), 3)
+    for replica in virtual.replicas:
+        nn.init.normal_(replica.weight)
+    deltas, mean = consensus_errors([virtual], virtual)
+    expected, expected_mean = consensus_errors(list(virtual.replicas), virtual.replicas[0])
+    assert len(deltas) == 3
+    assert torch.equal(torch.stack(deltas), torch.stack(expected))
+    assert torch.equal(mean, expected_mean)
+    with pytest.raises(ValueError, match=r"got VirtualWorkers of 3.*`deployed_model`"):
+        HessianOperator(virtual, classify, digits_like(1, 2))
 
 
 class Tied(nn.Module):

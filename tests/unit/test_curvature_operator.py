@@ -126,7 +126,7 @@ def make(kind):
     return net, squared, inputs(3)
 
 
-@pytest.mark.parametrize("graph_memory", [2**30, 0, 5000])
+@pytest.mark.parametrize("graph_memory", [2**30, 5000])
 @pytest.mark.parametrize("kind", ["batch norm", "attention", "tied"])
 def test_products_and_gradient_equal_those_of_the_dense_hessian(kind, graph_memory):
     net, loss_fn, batches = make(kind)
@@ -272,7 +272,9 @@ def test_dropout_is_that_of_the_batch_wherever_it_stands():
     batches = inputs(2)
     alone = HessianOperator(net, squared, batches[:1])
     both = HessianOperator(net, squared, batches)
-    torch.testing.assert_close(both.batch_gradient(0), alone.gradient, rtol=0, atol=0)
+    expected = alone.gradient
+    torch.rand(1)  # the stream outside moves on
+    torch.testing.assert_close(both.batch_gradient(0), expected, rtol=0, atol=0)
     twice = HessianOperator(net, squared, batches[:1] * 2)
     assert not torch.equal(twice.batch_gradient(0), twice.batch_gradient(1)), "equal masks in two batches"
 
@@ -329,6 +331,18 @@ def test_a_transformer_agrees_with_finite_differences(attention):
     assert (product - difference).norm() < 1e-3 * product.norm()
 
 
+def test_a_wide_resnet_in_float32_is_symmetric():
+    from images.wide_resnet import WideResNet
+
+    torch.manual_seed(0)
+    net = WideResNet(10, 1, num_classes=10)
+    batches = [(torch.randn(8, 3, 8, 8), torch.randint(10, (8,))) for _ in range(2)]
+    hvp = HessianOperator(net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches)
+    u, v = torch.randn(2, hvp.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).float()
+    one, other = (torch.dot(a.double(), hvp(b).double()) for a, b in ((u, v), (v, u)))
+    assert (one - other).abs() < 1e-4 * u.norm() * hvp(v).norm() / hvp.dim**0.5
+
+
 # ---- memory
 
 
@@ -346,7 +360,7 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     for _ in range(3):
         hvp(v)
     before = live()
-    for _ in range(200):
+    for _ in range(150):
         hvp(v)
     assert live() == before
     kept = len(hvp._graphs)
