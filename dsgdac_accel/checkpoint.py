@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.manifest import (
     MANIFEST,
@@ -40,7 +42,7 @@ from dsgdac_accel.state_files import (
     safetensors_parts,
     write_whole,
 )
-from dsgdac_accel.worker_state import load_model_state, model_state
+from dsgdac_accel.worker_state import by_replica, load_model_state, model_state
 
 __all__ = [
     "CheckpointError",
@@ -56,6 +58,7 @@ __all__ = [
     "prune_checkpoints",
     "read_manifest",
     "save_checkpoint",
+    "worker_parameters",
 ]
 
 _POLL_SECONDS = 0.05
@@ -362,3 +365,21 @@ def load_worker(folder: Path | str, rank: int) -> Any:
             f"the checkpoint {folder} holds the state of workers 0 to {manifest.workers - 1}; asked was worker {rank}."
         )
     return read_state(Path(folder), manifest.files[rank])
+
+
+def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:
+    """The parameters of every worker by name, from a checkpoint of `save_state`; no communication.
+
+    Args:
+        folder: the checkpoint; also one whose processes held several workers each.
+        model: which of the prepared models, in order.
+
+    Raises CheckpointError as `load_checkpoint`, and for a checkpoint without that model.
+    """
+    workers: list[dict[str, Tensor]] = []
+    for rank in range(read_manifest(folder).workers):
+        models = load_worker(folder, rank).get("models", {})
+        if model not in models:
+            raise CheckpointError(f"{folder} holds the models {sorted(models)}; there is no model {model} in it.")
+        workers += by_replica(models[model]["parameters"])
+    return workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.state_files import CheckpointError
 
 _SHOWN = 3  # differences named in an error
+_OF_REPLICA = re.compile(r"replicas\.(\d+)\.(.+)")  # what VirtualWorkers puts before the names of a model
 
 # ---- models
 
@@ -117,6 +119,21 @@ def require_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def _layout(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def by_replica(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Values by name, one dictionary for each replica of `VirtualWorkers`, or a single one of any other model.
+
+    >>> [list(mine) for mine in by_replica({"replicas.0.weight": torch.ones(1), "replicas.1.weight": torch.ones(1)})]
+    [['weight'], ['weight']]
+    """
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, value in named.items():
+        match = _OF_REPLICA.fullmatch(name)
+        if match is None:
+            return [dict(named)]
+        found.setdefault(int(match[1]), {})[match[2]] = value
+    return [found[number] for number in sorted(found)]
 
 
 # ---- parameters that are in no model

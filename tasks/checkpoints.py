@@ -15,7 +15,7 @@ PATTERN = "step-*"
 
 _MAY_CHANGE = (
     "output_dir", "resume", "save_every", "keep_checkpoints", "log_every", "eval_every", "trackers", "loader_workers",
-    "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count",
+    "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count", "curvature.",
 )  # fmt: skip
 """Keys of all tasks that say where and how often something is written or read, not what is trained."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
 from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
+from diagnostics import CurvatureConfig, Measurable, described, logged, measure_in_training, measure_run
+from endings import starting_up
 from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
-from images.models import build_image_model, save_image_model
+from images.models import build_image_model, load_image_model, save_image_model
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
 from run_folder import RunFolder
 from sam import SharpnessAwareBackward
@@ -24,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
-from dsgdac_accel.config import ConfigError
+from dsgdac_accel.config import ConfigError, parse_config
+from dsgdac_accel.curvature import CurvatureReport
 
 TASK = "cifar"
 MAY_CHANGE = ("eval_batch_size",)
@@ -179,8 +184,9 @@ class ImageRun:
             self.epoch = epoch
             self._train_epoch(epoch, bar)
             last = epoch + 1 == self.config.epochs
-            if last or (epoch + 1) % self.config.eval_every == 0:
-                self._evaluate(epoch, last)
+            measure = self.config.curvature.due(epoch, last)
+            if last or measure or (epoch + 1) % self.config.eval_every == 0:
+                self._evaluate(epoch, last, measure)
             self.losses, self.logged = [], 0
         bar.close()
         self.checkpoints.finish()
@@ -239,11 +245,15 @@ class ImageRun:
 
     # ---- evaluation of the deployed model
 
-    def _evaluate(self, epoch: int, last: bool) -> None:
+    def _evaluate(self, epoch: int, last: bool, measure_curvature: bool) -> None:
+        report = None
         calibrate = self.loader if self.config.calibrate else None
         with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
             test_loss, accuracy = self._measure(deployed, self.data.test_images, self.data.test_labels)
             values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, "gossip/rate": self.rate}
+            if measure_curvature:
+                report = self._curvature(deployed)
+                values |= logged(report)
             if last:
                 values["train/deployed_loss"], _ = self._measure(
                     deployed, self.data.train_images, self.data.train_labels
@@ -255,11 +265,25 @@ class ImageRun:
         if self.accelerator.is_main_process:
             tqdm.write(
                 f"epoch {epoch + 1}/{self.config.epochs}  workers' train loss {self.worker_loss:.4f}  "
-                f"deployed test loss {test_loss:.4f}  test accuracy {accuracy:.2%}  radius {radius[0]:.4g}",
+                f"deployed test loss {test_loss:.4f}  test accuracy {accuracy:.2%}  radius {radius[0]:.4g}"
+                f"{f'  {described(report)}' if report else ''}",
                 file=sys.stdout,
             )
             if last:
-                self.folder.write_summary(self._summary(values, radius[0], self.clock.seconds()))
+                summary = self._summary(values, radius[0], self.clock.seconds())
+                self.folder.write_summary(summary | ({"curvature": report.as_dict()} if report else {}))
+
+    def _curvature(self, deployed: nn.Module) -> CurvatureReport:
+        """Of the training loss, on images as they are (no crops, no flips), at the deployed model. Collective."""
+        config = self.config
+        rows = config.curvature.rows(len(self.data.train_images), config.seed)
+        batches = curvature_batches(self.data, rows, self._inputs_of_evaluation)
+        return measure_in_training(
+            config.curvature, self.accelerator, self.model, deployed, image_loss, batches, config.seed
+        )
+
+    def _inputs_of_evaluation(self, images: Tensor) -> Tensor:
+        return self._inputs(images, train=False)
 
     def _calibration_forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(self._inputs(batch["images"], train=True))
@@ -304,6 +328,41 @@ class ImageRun:
         }
 
 
+def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of a batch (inputs, labels), shape ()."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def curvature_batches(
+    data: ImageData, rows: Sequence[Sequence[int]], inputs_of: Callable[[Tensor], Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Training images of these rows as model inputs, with their labels."""
+    batches = []
+    for row in map(torch.tensor, rows):
+        inputs = inputs_of(data.train_images[row])
+        batches.append((inputs, data.train_labels[row].to(inputs.device)))
+    return batches
+
+
+def _to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, int]:
+    """The model and training batches of a run, for `curvature RUN`."""
+    config = parse_config(CifarConfig, ["--config", str(settings)])
+    data = _load_data(config)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
+    model.to(device)
+    batches = curvature_batches(
+        data,
+        curvature.rows(len(data.train_images), config.seed),
+        lambda images: normalise(images.to(device), data.mean, data.std),
+    )
+
+    def load_deployed(folder: Path) -> None:
+        model.load_state_dict(load_image_model(folder)[0].state_dict())
+
+    return Measurable(model, load_deployed, image_loss, batches), config.seed
+
+
 def _optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimizer:
     if "adam" in config.algorithm:
         return torch.optim.Adam(
@@ -328,5 +387,14 @@ def _load_data(config: CifarConfig) -> ImageData:
     return replace(data, train_labels=labels)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train, or measure the `curvature` of a run."""
+    if sys.argv[1:2] == ["curvature"]:
+        with starting_up():
+            measure_run(sys.argv[2:], _to_measure, "cifar.py curvature")
+        return
     run_task(ImageRun, CifarConfig, "digits", ("digits*", "cifar*"), __doc__)
+
+
+if __name__ == "__main__":
+    main()

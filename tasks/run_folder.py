@@ -95,15 +95,18 @@ class RunFolder:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""
         path = self.folder / "summary.json"
         partial = path.with_suffix(".partial")
-        values = {key: None if _is_not_finite(value) else value for key, value in summary.items()}
-        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         plot_run(self.folder)
 
 
-def _is_not_finite(value: Any) -> bool:
-    """NaN and infinity, which JSON does not have."""
-    return isinstance(value, float) and not math.isfinite(value)
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for NaN and infinity, which JSON does not have, also in sections."""
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        broken = isinstance(value, float) and not math.isfinite(value)
+        plain[key] = without_nan(value) if isinstance(value, dict) else None if broken else value
+    return plain
 
 
 def flat_config(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from accelerate.utils import LoggerType
+from diagnostics import CurvatureConfig
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config.checks import check_choice, check_integer, check_number
@@ -146,6 +147,9 @@ class CifarConfig:
 
     seed: int = 0
     """Of initialisation, data order, label noise and, per worker, augmentation."""
+
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    """When and how to measure the curvature at the deployed model."""
 
     save_every: int | None = None
     """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
