@@ -48,8 +48,8 @@ class HessianOperator:
     and `loss` are then collective, and every process must pass the same batches. F does not depend on n.
 
     A product costs about three times the forward and backward pass of training. The graphs of the gradients are kept
-    from one product to the next as far as `graph_memory` goes, which saves a quarter of that for convolutions and half
-    for small networks. A graph takes several times the activations of its batch, so without a limit a long list would
+    from one product to the next as far as `graph_memory` goes, which saves a fifth to a half of that, most for small
+    networks. A graph takes several times the activations of its batch, so without a limit a long list would
     fill the memory; batches beyond it are gone through again in every product, one at a time.
 
     Args:
