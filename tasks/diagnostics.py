@@ -91,10 +91,11 @@ def measure_in_training(
     seed: int,
 ) -> CurvatureReport:
     """Measure inside `with accelerator.deployed_model(model) as deployed`. Collective."""
-    deltas = []
+    deltas, frozen = [], []
     if isinstance(accelerator, GossipAccelerator):
         deltas = [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)]
-    return config.measure(deployed, loss_fn, batches, deltas, group=accelerator.group, seed=seed)
+        frozen = [layer for step in accelerator.gossip_steps for layer in step.watch.frozen]
+    return config.measure(deployed, loss_fn, batches, deltas, group=accelerator.group, seed=seed, frozen=frozen)
 
 
 def logged(report: CurvatureReport) -> dict[str, float]:

@@ -15,6 +15,7 @@ import transformers
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
 from algorithms import SYNCHRONOUS, make_accelerator
 from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
+from diagnostics import described, logged, measure_in_training
 from endings import quiet_ends, starting_up
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
 from run_folder import RunFolder
@@ -27,6 +28,7 @@ from translation.averages import LastModels, averaged_parameters, trained_state
 from translation.batches import Collate, TokenBatches
 from translation.commands import COMMANDS
 from translation.config import TranslationConfig
+from translation.curvature import curvature_batches, translation_loss
 from translation.data import load_translation_data
 from translation.decoding import Translations
 from translation.evaluation import Evaluator, write_translations
@@ -36,6 +38,7 @@ from translation.scores import TranslationScores, one_line
 
 from dsgdac_accel.averaging import cloned
 from dsgdac_accel.config import ConfigError
+from dsgdac_accel.curvature import CurvatureReport
 
 TASK = "wmt14"
 MAY_CHANGE = ("epochs", "max_steps", "decoding.", "show_translations", "data.cache_dir")
@@ -108,6 +111,7 @@ class TranslationRun:
         self.losses: list[Tensor] = []  # since the last record, by micro-batch
         self.logged = 0  # step of the last record
         self.worker_loss = math.nan  # of the workers, mean over real tokens since the last record
+        self.curvature: CurvatureReport | None = None  # at the last evaluation
         self.waiting = WaitingTime()
         self.train_seconds = 0.0
         self.clock = Clock()
@@ -124,7 +128,7 @@ class TranslationRun:
             config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, self.positions
         )
         self.parameters = trained_parameters(model)
-        collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
+        self.collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
         optimizer = torch.optim.Adam(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.rate,
@@ -137,7 +141,7 @@ class TranslationRun:
             optimizer, lambda step: inverse_square_root(step, config.warmup_steps)
         )
         loader = DataLoader(
-            self.data.train.pairs, batch_sampler=batches, collate_fn=collate, num_workers=config.loader_workers
+            self.data.train.pairs, batch_sampler=batches, collate_fn=self.collate, num_workers=config.loader_workers
         )
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
@@ -198,8 +202,9 @@ class TranslationRun:
         while True:  # the last epoch of a resumed run may have no step left
             self._train_epoch(self.epoch, bar)
             done = self.step == self.total_steps
-            if done or (self.epoch + 1) % self.config.eval_every == 0:
-                self._validate(self.epoch + 1)
+            measure = self.config.curvature.due(self.epoch, done)
+            if done or measure or (self.epoch + 1) % self.config.eval_every == 0:
+                self._validate(self.epoch + 1, measure)
             if done:
                 break
             self.epoch += 1
@@ -319,14 +324,16 @@ class TranslationRun:
 
     # ---- evaluation of the deployed model
 
-    def _validate(self, epoch: int) -> None:
+    def _validate(self, epoch: int, measure_curvature: bool) -> None:
         pairs = self.data.validation
         with self.accelerator.deployed_model(self.model) as deployed:
             model = self._bare(deployed)
             losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
             found = self.evaluator.translations(model, pairs, greedy=True)
+            self.curvature = self._curvature(deployed) if measure_curvature else None
         bleu = self.evaluator.scores(found.texts, pairs)["bleu"]
         values = {f"validation/{name}": value for name, value in losses.items()}
+        values |= logged(self.curvature) if self.curvature else {}
         self.accelerator.log(
             values | {"validation/bleu": bleu, "epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step
         )
@@ -334,6 +341,18 @@ class TranslationRun:
             f"epoch {epoch}/{self.config.epochs}  step {self.step}  workers' train loss {self.worker_loss:.4f}  "
             f"deployed validation loss {losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}  "
             f"BLEU {bleu:.2f} (greedy)  radius {self._radius():.4g}"
+            f"{f'  {described(self.curvature)}' if self.curvature else ''}"
+        )
+
+    def _curvature(self, deployed: nn.Module) -> CurvatureReport:
+        """Of the training loss, dropout included, at the average of the workers. Collective."""
+        config, pairs = self.config, self.data.train.pairs
+        batches = curvature_batches(
+            pairs, config.curvature.rows(len(pairs), config.seed), self.collate, self.accelerator.device
+        )
+        loss_fn = translation_loss(config.label_smoothing)
+        return measure_in_training(
+            config.curvature, self.accelerator, self.model, deployed, loss_fn, batches, config.seed
         )
 
     def _finish(self, epoch: int) -> None:
@@ -435,11 +454,12 @@ class TranslationRun:
             "seconds": round(seconds, 3),
             "data_share": round(self.waiting.seconds / self.train_seconds, 4),
             "seed": self.config.seed,
+            **({"curvature": self.curvature.as_dict()} if self.curvature else {}),
         }
 
 
 def main() -> None:
-    """Train, or run the subcommand `translate` or `score`."""
+    """Train, or run the subcommand `translate`, `score` or `curvature`."""
     transformers.utils.logging.disable_progress_bar()
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         with starting_up(), quiet_ends():

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diagnostics import measure_run
 from torch import nn
 
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.config.checks import check_integer
 from translation.config import DecodingConfig, TextConfig
+from translation.curvature import to_measure
 from translation.data import default_cache_dir, open_text
 from translation.decoding import translate
 from translation.model import load_translator
@@ -117,5 +119,14 @@ def _references(config: ScoreConfig) -> list[str]:
     return list(corpus.splits[config.split]["target"])
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"translate": translate_stdin, "score": score_file}
+def measure_curvature_of_run(arguments: Sequence[str]) -> None:
+    """Measure the curvature of a run of this task."""
+    measure_run(arguments, to_measure, "wmt14.py curvature")
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "translate": translate_stdin,
+    "score": score_file,
+    "curvature": measure_curvature_of_run,
+}
 """What `tasks/wmt14.py` does instead of training when its first argument is one of these."""

@@ -1,0 +1,52 @@
+"""What the curvature of a translation model is measured on: its training loss on batches of training pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diagnostics import CurvatureConfig, Measurable
+from torch import Tensor, nn
+
+from dsgdac_accel.config import parse_config
+from dsgdac_accel.curvature.operator import LossFunction
+from translation.batches import IGNORED, Collate
+from translation.config import TranslationConfig
+from translation.data import load_translation_data
+from translation.loss import smoothed_loss
+from translation.model import load_translator
+
+
+def curvature_batches(
+    pairs: Any, rows: Sequence[Sequence[int]], collate: Collate, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Padded training pairs of these rows, on `device`."""
+    collated = [collate(pairs.__getitems__(list(row))) for row in rows]
+    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in collated]
+
+
+def translation_loss(smoothing: float) -> LossFunction:
+    """Mean smoothed loss over the real target tokens of a batch, as in training."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        total = smoothed_loss(model(**inputs, use_cache=False).logits, batch["labels"], smoothing)
+        return total / (batch["labels"] != IGNORED).sum()
+
+    return loss_fn
+
+
+def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, int]:
+    """The model and training batches of a run, for `curvature RUN`."""
+    config = parse_config(TranslationConfig, ["--config", str(settings)])
+    data = load_translation_data(config.data)
+    model, tokenizer, _ = load_translator(settings.parent / "deployed")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    nn.Module.to(model, device)
+    collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
+    rows = curvature.rows(len(data.train.pairs), config.seed)
+    batches = curvature_batches(data.train.pairs, rows, collate, device)
+    loaded: Callable[[Path], None] = lambda folder: None  # noqa: E731  # it is loaded already
+    return Measurable(model, loaded, translation_loss(config.label_smoothing), batches), config.seed
