@@ -9,9 +9,9 @@ from trainer_images import load_splits
 from transformers import AutoModelForImageClassification, AutoModelForSeq2SeqLM, AutoTokenizer
 from translation.grammar import grammar_splits
 
-from tests.launching import ACCELERATE, PLAIN, ROOT, finish, start, torchrun
+from tests.launching import ACCELERATE, ROOT, finish, forked, start, torchrun
 
-pytestmark = [pytest.mark.task, pytest.mark.timeout(320)]
+pytestmark = [pytest.mark.task, pytest.mark.timeout(640)]
 
 WATCH = """
 import os, runpy, sys
@@ -42,7 +42,7 @@ def begin(launcher, cwd, example, *arguments):
 
 def end(process, cwd):
     """The folder, what the example printed, and what each worker had in the end."""
-    status, out, err = finish(process, timeout=150)
+    status, out, err = finish(process, timeout=300)
     assert status == 0, f"{out}\n{err}"
     return cwd, out, [torch.load(file, weights_only=True) for file in sorted(cwd.glob("worker*.pt"))]
 
@@ -73,7 +73,7 @@ def two_runs(translation, tmp_path_factory):
     """A fine-tune by one process and images by two, side by side: much of either is the start of one process."""
     model = ["--model", str(translation[0] / "run" / "deployed"), "--epochs", "1"]
     folders = [tmp_path_factory.mktemp(name) for name in ("finetuned", "images")]
-    alone = begin(PLAIN, folders[0], "trainer_translation", *model)
+    alone = begin(forked(), folders[0], "trainer_translation", *model)
     together = begin(torchrun(2), folders[1], "trainer_images", "--epochs", "3")
     return [end(process, folder) for process, folder in zip((alone, together), folders, strict=True)]
 
