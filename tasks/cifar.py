@@ -323,6 +323,7 @@ class ImageRun:
             "radius": radius,
             "gamma": steps[0].gamma if steps else None,
             "seconds": round(seconds, 3),
+            "train_seconds": round(self.train_seconds, 3),
             "data_share": round(self.waiting.seconds / self.train_seconds, 4),
             "seed": self.config.seed,
         }

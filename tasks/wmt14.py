@@ -452,6 +452,7 @@ class TranslationRun:
             "gamma": steps[0].gamma if steps else None,
             "padding_share": round(self.batches.padding, 4),
             "seconds": round(seconds, 3),
+            "train_seconds": round(self.train_seconds, 3),
             "data_share": round(self.waiting.seconds / self.train_seconds, 4),
             "seed": self.config.seed,
             **({"curvature": self.curvature.as_dict()} if self.curvature else {}),

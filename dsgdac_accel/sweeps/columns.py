@@ -22,6 +22,7 @@ _HEADINGS = {
     "train_loss": "train loss",
     "worker_train_loss": "workers' train loss",
     "seconds": "time (min)",
+    "train_seconds": "training (s)",
     "radius": "radius",
     "gossip/radius": "radius",
     "curvature.lambda_1": "top eigenvalue",
