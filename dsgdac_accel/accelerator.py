@@ -15,14 +15,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
-from torch.nn import Parameter
 
 from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.flat import as_parameter_list
-from dsgdac_accel.gradients import any_sparse, clip_grad_norm_
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.holding import HoldsWorkers
 from dsgdac_accel.loaders import (
     EqualSteps,
     count_passes,
@@ -40,7 +39,7 @@ from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.watch import ModelWatch
-from dsgdac_accel.workers import VirtualWorkers, first_replica
+from dsgdac_accel.workers import VirtualWorkers
 
 
 class GossipOptimizer(AcceleratedOptimizer):
@@ -82,7 +81,7 @@ class GossipOptimizer(AcceleratedOptimizer):
         return False
 
 
-class GossipAccelerator(KeepsEveryWorker, Accelerator):
+class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
 
     Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;
@@ -140,6 +139,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
 
     def _begin_gossip(self, config: GossipConfig, group: WorkerGroup | None = None) -> None:
         self.gossip_config = config
+        self.workers_per_process = config.workers_per_process
         refuse_unsupported_launch(self)
         self.group = WorkerGroup(self.device, self.gossip_config.timeout) if group is None else group
         self.gossip_steps: list[GossipStep] = []
@@ -148,16 +148,6 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         self._seeded = False
         self._deployed = 0  # how many `deployed_model` contexts are open
 
-    @property
-    def num_workers(self) -> int:
-        """Workers of the whole run: as many in every process as `workers_per_process` says."""
-        return self.group.size * self.workers_per_process
-
-    @property
-    def workers_per_process(self) -> int:  # type: ignore[override]  # a plain number to those who only read it
-        """Workers of this process, as of every other."""
-        return self.gossip_config.workers_per_process
-
     # ---- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -165,6 +155,7 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         for obj in args:
             if isinstance(obj, nn.Module):
                 refuse_unsupported_model(obj)
+        self._places = {}  # a new parameter may have the `id` of an old one
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         prepared = super().prepare(*args, device_placement=device_placement)
         virtual = [model for model in self._models[first_model:] if isinstance(model, VirtualWorkers)]
@@ -213,10 +204,6 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
         self._models[before:] = [workers]
         workers.mark_prepared()
         return workers
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As `Accelerator.unwrap_model`; of `VirtualWorkers`, the model that was given to `prepare`."""
-        return super().unwrap_model(first_replica(model), *args, **kwargs)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -296,27 +283,6 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             seed_workers_differently(self.group, *salt)
         return step
 
-    def _place_of(self, parameter: Parameter) -> tuple[int, int] | None:
-        """Which worker of this process a parameter belongs to, and where in its model; None if to none."""
-        if id(parameter) not in self._places:
-            virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
-            self._places = {
-                id(own): (worker, place)
-                for worker in range(self.workers_per_process)
-                for place, own in enumerate(p for model in virtual for p in model.replicas[worker].parameters())
-            }
-        return self._places.get(id(parameter))
-
-    def _worker_of(self, parameter: Parameter) -> int:
-        place = self._place_of(parameter)
-        if place is None:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is in no prepared model, and of "
-                f"{self.workers_per_process} workers in this process each needs its own. Make it part of "
-                f"the model, prepare the model before or together with its optimizer, or set workers_per_process=1."
-            )
-        return place[0]
-
     def make_equal(self, models: list[nn.Module], optimizers: Sequence[AcceleratedOptimizer] = ()) -> None:
         """Start from worker 0's parameters, frozen ones included, and buffers, whatever each worker was seeded with.
 
@@ -337,37 +303,6 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             self.group.broadcast_(tensor, f"starting from equal values of {name}")
 
     # ---- training
-
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip this worker's own gradient as `Accelerator.clip_grad_norm_`, also where some of it is sparse.
-
-        Of several workers in this process each is clipped by itself, and the mean of their norms is returned.
-        """
-        parameters = as_parameter_list(parameters)
-        if self.workers_per_process == 1 and not any_sparse(parameters):
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        self.unscale_gradients()
-        norms = [clip_grad_norm_(mine, max_norm, norm_type) for mine in self._each_workers(parameters)]
-        return norms[0] if len(norms) == 1 else torch.stack(norms).mean()
-
-    def clip_grad_value_(self, parameters: Iterable[Parameter], clip_value: float) -> None:
-        """As `Accelerator.clip_grad_value_`, for all workers of this process."""
-        mine = [p for own in self._each_workers(as_parameter_list(parameters)) for p in own]
-        super().clip_grad_value_(mine, clip_value)
-
-    def _each_workers(self, parameters: list[Parameter]) -> list[list[Parameter]]:
-        """The given parameters, and those in the same places of the other workers' models, worker by worker."""
-        places = {id(parameter): self._place_of(parameter) for parameter in parameters}
-        wanted = {place[1] for place in places.values() if place is not None}
-        virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
-        if not wanted:
-            return [parameters]
-        split = [
-            [p for place, p in enumerate(p for model in virtual for p in model.by_worker()[worker]) if place in wanted]
-            for worker in range(self.workers_per_process)
-        ]
-        split[0] += [parameter for parameter in parameters if places[id(parameter)] is None]
-        return split
 
     def _is_training(self) -> bool:
         return not self._deployed and torch.is_grad_enabled()
@@ -404,29 +339,6 @@ class GossipAccelerator(KeepsEveryWorker, Accelerator):
             self._deployed -= 1
             # A pass inside that was broken off must not look like the active one.
             self.gradient_state.dataloader_references = references
-
-    def _holder(self, model: nn.Module) -> nn.Module:
-        """The `VirtualWorkers` of which `model` is the first replica, if there are any; otherwise itself."""
-        holders = [
-            held
-            for held in self._models
-            if isinstance(held, VirtualWorkers) and any(model is own for own in (held, self.unwrap_model(held)))
-        ]
-        return holders[0] if holders else model
-
-    def consensus_errors(self, model: nn.Module) -> list[dict[str, torch.Tensor]]:
-        """x_i - x_bar of each worker of this process by parameter name, inside `with deployed_model(model)` only.
-
-        In the order of the model. Tied parameters once; parameters that are not trained are left out, since they are
-        equal on all workers.
-        """
-        inner = self.unwrap_model(self._holder(model), keep_torch_compile=False)
-        found: list[dict[int, torch.Tensor]] = [{} for _ in range(self.workers_per_process)]
-        for step in self.gossip_steps:
-            for mine, errors in zip(found, step.mixer.consensus_errors(), strict=True):
-                mine.update(errors)
-        named = list(inner.named_parameters())  # the model's order, whatever the optimizer's
-        return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in found]
 
     @contextmanager
     def not_training(self) -> Iterator[None]:

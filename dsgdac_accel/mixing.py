@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.exchange import Exchange, RoundPlan
+from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
+from dsgdac_accel.updates import Update, form_updates
 
 
 class NonFiniteError(RuntimeError):
@@ -35,15 +36,6 @@ class Consensus:
     """||Delta||_F = sqrt(sum_i ||x_i - x_bar||^2)."""
     step: int
     """Mixes done when it was measured."""
-
-
-@dataclass
-class _Update:
-    """What is added to one worker of this process: `scale` times `difference`, by buffer."""
-
-    worker: int
-    difference: list[Tensor]
-    scale: float
 
 
 class Mixer:
@@ -113,7 +105,7 @@ class Mixer:
         self._released = False
         self._backup: list[list[Tensor]] = []
         self._warned_of_edits = False
-        self._updates: list[_Update] = []
+        self._updates: list[Update] = []
         group.on_silence(self)
         self._lay_out()
 
@@ -223,7 +215,7 @@ class Mixer:
         self._warn_of_edits()
         # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
         # the difference to that keeps the mean of the workers exact.
-        self._updates = self._differences()
+        self._updates = form_updates(self.exchange, self.flats, self.step)
         self._check_arrived_finite()
         for update in self._updates:
             update.scale *= gamma
@@ -238,64 +230,6 @@ class Mixer:
         self._updates = []
         self.step += 1
         self.group.steps_taken = self.step
-
-    def _differences(self) -> list[_Update]:
-        """(mean of the neighbours' x, weighted by W_ij) - x_i for each worker here that does not sit the round out."""
-        updates: dict[int, _Update] = {}
-        for here, worker in enumerate(self.workers):
-            plan = self.exchange.plan(self.step, here)
-            if not plan.weights or here in updates:  # a receive buffer is stale where nothing was received
-                continue
-            if plan.averaging_group:
-                members = [member - self.workers.start for member in plan.averaging_group if member in self.workers]
-                self._subtract_from_sum(plan.averaging_group, members)
-                updates |= {
-                    member: _Update(member, self.exchange.slots[member][0], plan.total_weight) for member in members
-                }
-                continue
-            difference = self.exchange.slots[here][0]
-            self._subtract_from_neighbors(here, plan)
-            updates[here] = _Update(here, difference, plan.total_weight)
-            partner = next(iter(plan.weights)) - self.workers.start
-            if len(plan.weights) == 1 and partner in range(self.per_process):
-                back = self.exchange.plan(self.step, partner)
-                if list(back.weights) == [worker]:  # a pair within this process has one difference, seen from two sides
-                    updates[partner] = _Update(partner, difference, -back.total_weight)
-        return [updates[here] for here in sorted(updates)]
-
-    def _subtract_from_sum(self, group: tuple[int, ...], members: list[int]) -> None:
-        """slot <- (sum over the group - m x) / (m - 1), for each of its members here."""
-        first = members[0]
-        for number, total in enumerate(self.exchange.slots[first][0]):
-            xs = [self.flats[member].buffers[number].data for member in members]
-            if not self.exchange.spans_processes(group):
-                total.copy_(xs[0])
-                for x in xs[1:]:
-                    total.add_(x)
-            for member, x in reversed(list(zip(members, xs, strict=True))):  # the first one's slot holds the sum
-                slot = self.exchange.slots[member][0][number]
-                torch.sub(total, x, alpha=len(group), out=slot).div_(len(group) - 1)
-
-    def _subtract_from_neighbors(self, here: int, plan: RoundPlan) -> None:
-        """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots."""
-        elsewhere = self.exchange.elsewhere(plan.weights)
-        slots = self.exchange.slots[here]
-        for number, buffer in enumerate(self.flats[here].buffers):
-            target = slots[0][number]
-            # What arrived in the target comes first, since it is overwritten.
-            terms = [(slots[k][number], plan.weights[worker]) for k, worker in enumerate(elsewhere)]
-            terms += [
-                (self.flats[worker - self.workers.start].buffers[number].data, weight)
-                for worker, weight in plan.weights.items()
-                if worker in self.workers
-            ]
-            if len(terms) == 1:
-                torch.sub(terms[0][0], buffer.data, out=target)
-                continue
-            torch.mul(terms[0][0], terms[0][1] / plan.total_weight, out=target)
-            for x, weight in terms[1:]:
-                target.add_(x, alpha=weight / plan.total_weight)
-            target.sub_(buffer.data)
 
     def _check_arrived_finite(self) -> None:
         """Keep a neighbour's NaN out."""

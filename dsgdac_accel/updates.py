@@ -1,0 +1,94 @@
+"""What the workers of a process add to their parameters in a round: the way to the mean of their neighbours.
+
+Neighbours in other processes are read from the receive buffers, those in this one where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsgdac_accel.exchange import Exchange, RoundPlan
+from dsgdac_accel.flat import FlatParameters
+
+
+@dataclass
+class Update:
+    """What is added to one worker of this process: `scale` times `difference`, by buffer."""
+
+    worker: int
+    """Its place in the process."""
+    difference: list[Tensor]
+    scale: float
+
+
+def form_updates(exchange: Exchange, flats: Sequence[FlatParameters], step: int) -> list[Update]:
+    """(mean of the neighbours' x, weighted by W_ij) - x_i for each worker here that does not sit the round out.
+
+    Differences are formed in the receive buffers; scales are 1 - W_ii. To be called when the exchange of `step` has
+    arrived.
+
+    Args:
+        exchange: of the round.
+        flats: the parameters of each worker of this process, as they were sent.
+        step: decides the round.
+    """
+    first = exchange.workers.start
+    updates: dict[int, Update] = {}
+    for here, worker in enumerate(exchange.workers):
+        plan = exchange.plan(step, here)
+        if not plan.weights or here in updates:  # a receive buffer is stale where nothing was received
+            continue
+        if plan.averaging_group:
+            members = [member - first for member in plan.averaging_group if member in exchange.workers]
+            _subtract_from_sum(exchange, flats, plan.averaging_group, members)
+            updates |= {member: Update(member, exchange.slots[member][0], plan.total_weight) for member in members}
+            continue
+        difference = exchange.slots[here][0]
+        _subtract_from_neighbors(exchange, flats, here, plan)
+        updates[here] = Update(here, difference, plan.total_weight)
+        partner = next(iter(plan.weights)) - first
+        if len(plan.weights) == 1 and partner in range(exchange.per_process):
+            back = exchange.plan(step, partner)
+            if list(back.weights) == [worker]:  # a pair within this process has one difference, seen from two sides
+                updates[partner] = Update(partner, difference, -back.total_weight)
+    return [updates[here] for here in sorted(updates)]
+
+
+def _subtract_from_sum(
+    exchange: Exchange, flats: Sequence[FlatParameters], group: tuple[int, ...], members: list[int]
+) -> None:
+    """slot <- (sum over the group - m x) / (m - 1), for each of its members here."""
+    for number, total in enumerate(exchange.slots[members[0]][0]):
+        xs = [flats[member].buffers[number].data for member in members]
+        if not exchange.spans_processes(group):
+            total.copy_(xs[0])
+            for x in xs[1:]:
+                total.add_(x)
+        for member, x in reversed(list(zip(members, xs, strict=True))):  # the first one's slot holds the sum
+            slot = exchange.slots[member][0][number]
+            torch.sub(total, x, alpha=len(group), out=slot).div_(len(group) - 1)
+
+
+def _subtract_from_neighbors(exchange: Exchange, flats: Sequence[FlatParameters], here: int, plan: RoundPlan) -> None:
+    """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots."""
+    elsewhere, slots, first = exchange.elsewhere(plan.weights), exchange.slots[here], exchange.workers.start
+    for number, buffer in enumerate(flats[here].buffers):
+        target = slots[0][number]
+        # What arrived in the target comes first, since it is overwritten.
+        terms = [(slots[k][number], plan.weights[worker]) for k, worker in enumerate(elsewhere)]
+        terms += [
+            (flats[worker - first].buffers[number].data, weight)
+            for worker, weight in plan.weights.items()
+            if worker in exchange.workers
+        ]
+        if len(terms) == 1:
+            torch.sub(terms[0][0], buffer.data, out=target)
+            continue
+        torch.mul(terms[0][0], terms[0][1] / plan.total_weight, out=target)
+        for x, weight in terms[1:]:
+            target.add_(x, alpha=weight / plan.total_weight)
+        target.sub_(buffer.data)
