@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from dsgdac_accel import GossipCallback, GossipConfig
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
@@ -57,10 +57,22 @@ def train_one(per_process: int, folder: str, kind: str) -> dict:
     )  # fmt: skip
     trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data, callbacks=[callback])
     trainer.train()
+    if kind == "own" and per_process == 2:
+        weights = resumed(per_process, folder, settings, data)
+        assert all(map(torch.equal, weights, callback.weights)), "resuming must equal never having stopped"
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     saved = type(model).from_pretrained(f"{folder}/checkpoint-6") if kind == "gpt2" else None
     kept = None if saved is None else flat(saved.double())
     return {"weights": callback.weights, "deployed": flat(model), "losses": losses, "saved": kept}
+
+
+def resumed(per_process: int, folder: str, settings: TrainingArguments, data: Rows) -> list[torch.Tensor]:
+    """Weights at the end of a run that goes on from the checkpoint of step 3."""
+    callback = Watched(GossipConfig(power=1, timeout=60, workers_per_process=per_process))
+    other = Model(batch_norm=True, seed=5)
+    trainer = Trainer(other, settings, train_dataset=data, eval_dataset=data, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return callback.weights
 
 
 def test_any_split_trains_the_same_workers(tmp_path):
