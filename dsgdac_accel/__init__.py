@@ -1,23 +1,25 @@
 """Decentralized training with controlled disagreement (DSGD-AC, DAdam-AC) for Hugging Face Accelerate.
 
-Importing it has no side effects: no process group, no device and no Accelerate state is touched.
+Importing it has no side effects: no process group, no device and no Accelerate state is touched. What it offers is
+imported when it is first asked for, because torch and Transformers take seconds.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from dsgdac_accel.accelerator import GossipAccelerator
-from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
-from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.group import WorkerGroup, WorkerLostError
-from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
-from dsgdac_accel.mixing import Mixer, NonFiniteError
-from dsgdac_accel.schedule import AdaptiveConsensus
-from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.version import __version__
-from dsgdac_accel.workers import VirtualWorkers
 
 if TYPE_CHECKING:
+    from dsgdac_accel.accelerator import GossipAccelerator
+    from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
+    from dsgdac_accel.config import GossipConfig
+    from dsgdac_accel.group import WorkerGroup, WorkerLostError
+    from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
+    from dsgdac_accel.mixing import Mixer, NonFiniteError
+    from dsgdac_accel.schedule import AdaptiveConsensus
+    from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
+    from dsgdac_accel.workers import VirtualWorkers
 
 __all__ = [
     "AdaptiveConsensus",
@@ -38,11 +40,32 @@ __all__ = [
     "build_topology",
 ]
 
+_MODULES = {
+    "AdaptiveConsensus": "schedule",
+    "CheckpointError": "checkpoint",
+    "ConsensusLogger": "metrics",
+    "GossipAccelerator": "accelerator",
+    "GossipCallback": "trainer",
+    "GossipConfig": "config",
+    "JsonlSink": "metrics",
+    "Mixer": "mixing",
+    "NonFiniteError": "mixing",
+    "Topology": "topology",
+    "VirtualWorkers": "workers",
+    "WorkerCountError": "checkpoint",
+    "WorkerGroup": "group",
+    "WorkerLostError": "group",
+    "build_topology": "topology",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """GossipCallback needs Transformers, which takes seconds to import: only who asks for it pays."""
-    if name == "GossipCallback":
-        from dsgdac_accel.trainer import GossipCallback
+    """What is offered, from its module."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"dsgdac_accel.{_MODULES[name]}"), name)
+    return value
 
-        return GossipCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
