@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -403,7 +404,7 @@ def test_a_full_disk_on_one_worker_is_the_same_error_on_all(tmp_path, wait):
 
 def killed_while_saving(rank: int, folder: str, wait: bool) -> None:
     training = Training(rank, Case())
-    batches = iter(training.batches())
+    batches = itertools.chain.from_iterable(training.batches() for _ in itertools.count())
     training.take(next(batches), 0)
     training.accelerator.save_state(f"{folder}/1")
     training.take(next(batches), 0)
