@@ -65,12 +65,17 @@ class ReportConfig:
     """Labels of variants or grid values to compare with, seed by seed: all others with each of a list, or, as
     label: baseline, only those named."""
 
+    compare: list[str] | None = None
+    """Columns of the comparison; null compares in all of them."""
+
     figures: list[str] | None = None
     """rate_radius, lambda_1, accuracy, bleu, loss, q, alignment, sensitivity; null draws those with data."""
 
     def __post_init__(self) -> None:
         for figure in self.figures or ():
             check_choice("figures", figure, FIGURES)
+        for column in self.compare or ():
+            check_choice("compare", column, list(self.columns))
         if not self.columns:
             raise ValueError("columns must name at least one column; got none. Leave it out for the usual ones.")
 

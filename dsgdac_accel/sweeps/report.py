@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsgdac_accel.sweeps.columns import Column, Spread, columns_of
-from dsgdac_accel.sweeps.config import SweepConfig
+from dsgdac_accel.sweeps.config import ReportConfig, SweepConfig
 from dsgdac_accel.sweeps.figures import draw_figures
 from dsgdac_accel.sweeps.plan import PlannedRun
 from dsgdac_accel.sweeps.state import RunState, state_of
@@ -83,6 +83,9 @@ def _axis_names(sweep: SweepConfig) -> list[str]:
 
 def _comparisons(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:
     pairs = pairs_of(rows, sweep.report)
+    if sweep.report.compare is not None:
+        wanted = {(column.key, column.place) for column in columns_of(ReportConfig(columns=sweep.report.compare))}
+        columns = [column for column in columns if (column.key, column.place) in wanted]
     if not pairs or not columns:
         return []
     body = [

@@ -239,3 +239,15 @@ def test_many_settings_are_spread_over_figures(tmp_path):
     assert [path.name for path in written] == [
         f"accuracy_power={power},rate={rate}.png" for power in (1, 2) for rate in (1, 2, 3)
     ]
+
+
+def test_only_the_columns_asked_for_are_compared(tmp_path, capsys):
+    columns = ["test_loss", "test_accuracy", "gossip/radius@max"]
+    file = study(tmp_path, columns=columns, baselines=["slow"], compare=["test_loss"], figures=[])
+    assert main(["report", str(file)]) == 0
+    means, _, comparison = capsys.readouterr().out.partition("## Paired differences")
+    assert "test accuracy" in means
+    assert "test loss" in comparison
+    assert "test accuracy" not in comparison
+    with pytest.raises(ValueError, match=r"compare must be one of test_loss; got 'radius'"):
+        ReportConfig(columns=["test_loss"], compare=["radius"])
