@@ -96,6 +96,8 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
         for row, colour, curve in zip(rows, colours, panel_curves, strict=True):
             if curve is None or not curve.epochs:
                 continue
+            if panel.logarithmic and not any(value > 0 for value in curve.mean):
+                continue  # such as the radius of a baseline: nothing to see, so nothing in the legend
             line = _draw(panel_axes, curve, colour, panel.logarithmic)
             handles.setdefault(_name_in_group(row, group), line)
             reference = curve_of(row, (panel.reference,), panel.scale) if panel.reference else None
