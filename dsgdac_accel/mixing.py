@@ -177,15 +177,14 @@ class Mixer:
 
     def start(self) -> None:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.num_workers == 1 or self.exchange.in_flight or self._arrived:
-            return
+        if self.group.size == 1 or self.exchange.in_flight or self._arrived:
+            return  # in one process, neighbours are read when the update is formed
         self.group.require_open()
         self._refuse_while_borrowed()
         self._follow_changes()
         for flat in self.flats:
             flat.remember_versions()
-        if self.group.size > 1:
-            self.exchange.post(self.step)
+        self.exchange.post(self.step)
 
     def drain(self) -> None:
         """Wait for what is in flight. What arrived is kept for the next `finish`."""
@@ -212,6 +211,8 @@ class Mixer:
         if self.num_workers == 1:
             self.neighbor_disagreement = 0.0
             return
+        if self.group.size == 1:
+            self._follow_changes()
         self._warn_of_edits()
         # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
         # the difference to that keeps the mean of the workers exact.
