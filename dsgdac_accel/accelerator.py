@@ -159,13 +159,14 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, Accelerator):
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         prepared = super().prepare(*args, device_placement=device_placement)
         virtual = [model for model in self._models[first_model:] if isinstance(model, VirtualWorkers)]
+        everything = [model for model in self._models if isinstance(model, VirtualWorkers)]
         for optimizer in self._optimizers[first_optimizer:]:
-            for model in virtual:
+            for model in everything:
                 model.complete(optimizer.optimizer)
         self.make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
         if virtual:
             seed, here = shared_seed(self.group), self.workers_per_process
-            for number, model in enumerate(virtual):
+            for number, model in enumerate(virtual, start=len(everything) - len(virtual)):
                 salted = seed if number == 0 else seed + number
                 model.streams.seed(salted, range(self.group.rank * here, (self.group.rank + 1) * here))
         for optimizer in self._optimizers:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 TOKENS_KEY = "num_items_in_batch"
@@ -42,8 +43,12 @@ def cut(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int]) ->
 
     `num_items_in_batch`, by which Transformers models divide their loss, becomes each worker's own: of a vector with an
     entry per worker that entry, of a number a share in proportion to the samples.
+
+    Raises ValueError for ragged batches, which have no first dimension to cut: lists of texts or of tensors that differ
+    in shape, packed sequences.
     """
     total = sum(sizes)
+    _refuse_ragged((list(args), dict(kwargs)))
     counts = kwargs.get(TOKENS_KEY)
     leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
     pieces = [
@@ -61,10 +66,35 @@ def cut(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int]) ->
     return parts
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One output of those of all workers: tensors one after another, numbers as means weighted by `sizes`.
+def _refuse_ragged(values: Any) -> None:
+    if isinstance(values, PackedSequence):
+        what = "a PackedSequence"
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            _refuse_ragged(value)
+        return
+    elif isinstance(values, list | tuple):
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if isinstance(values, list) and len(values) > 1 and all(isinstance(value, str) for value in values):
+            what = f"a list of {len(values)} texts"
+        elif isinstance(values, list) and len(values) == len(tensors) > 1 and len({t.shape for t in tensors}) > 1:
+            what = f"a list of {len(values)} tensors that differ in shape"
+        else:
+            for value in values:
+                _refuse_ragged(value)
+            return
+    else:
+        return
+    raise ValueError(
+        f"a batch is cut along the first dimension of its tensors, and the model was given {what}. Pad the batch to "
+        f"tensors (batch, ...), or launch a process for each worker (workers_per_process=1)."
+    )
 
-    What is neither stays if it is the same everywhere; otherwise there is a tuple of all in its place.
+
+def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One output of those of all workers: tensors one after another, those of shape () as means weighted by `sizes`.
+
+    What is no tensor stays if it is the same everywhere; otherwise there is a tuple of all in its place.
 
     >>> join([(torch.tensor([1.0]), torch.tensor(1.0)), (torch.tensor([2.0, 3.0]), torch.tensor(4.0))], [1, 2])
     (tensor([1., 2., 3.]), tensor(3.))

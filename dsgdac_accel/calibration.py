@@ -154,7 +154,9 @@ def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGrou
     """
     for layers in zip(*layers_of, strict=True):
         mine = [(layer.running_mean.double().cpu(), layer.running_var.double().cpu()) for layer in layers]
-        shares = [share for of_process in group.gather(mine, "pooling BatchNorm statistics") for share in of_process]
+        every = [share for of_process in group.gather(mine, "pooling BatchNorm statistics") for share in of_process]
+        # A worker that has met a batch which is not finite keeps that in its statistics for good, and to itself.
+        shares = [share for share in every if all(bool(torch.isfinite(part).all()) for part in share)] or every
         means = torch.stack([share[0] for share in shares])
         variances = torch.stack([share[1] for share in shares])
         layers[0].running_mean.copy_(means.mean(0))

@@ -70,7 +70,7 @@ class StreamsOfWorkers:
     def seed(self, seed: int, workers: Sequence[int]) -> None:
         """Begin anew."""
         self._seeds = [words[2] << 32 | words[3] for words in (_words(seed, worker) for worker in workers)]
-        self._cpu = [torch.Generator().manual_seed(seed).get_state() for seed in self._seeds]
+        self._cpu = [torch.Generator().manual_seed(own).get_state() for own in self._seeds]
         self._cuda = None  # made when first used: looking must not begin to use a GPU
 
     @contextmanager
@@ -78,7 +78,7 @@ class StreamsOfWorkers:
         """Inside, call the function given with the place of a worker: what follows draws from that worker's stream."""
         cuda = torch.cuda.is_initialized()
         if cuda and self._cuda is None:
-            self._cuda = [torch.Generator("cuda").manual_seed(seed).get_state() for seed in self._seeds]
+            self._cuda = [torch.Generator("cuda").manual_seed(own).get_state() for own in self._seeds]
         outer = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
         running: int | None = None
 

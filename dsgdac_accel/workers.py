@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,8 +23,8 @@ class VirtualWorkers(nn.Module):
     """`num_workers` replicas of a model behind the interface of one.
 
     A batch is cut into one part per worker along the first dimension, in order, and each replica computes its own part
-    with its own parameters, BatchNorm statistics and stream of random numbers (dropout). Outputs are joined again. The
-    loss is taken as a mean over the batch, as data-parallel training takes it; what flows back into each replica is
+    with its own parameters, BatchNorm statistics and stream of torch's random numbers (dropout). Outputs are joined.
+    The loss is taken as a mean over the batch, as data-parallel training takes it; what flows back into each replica is
     then the gradient of the mean over its OWN part, exactly what its own process would compute.
 
     `GossipAccelerator(gossip=GossipConfig(workers_per_process=8))` makes one in `prepare`, completes the optimizer
@@ -47,12 +48,15 @@ class VirtualWorkers(nn.Module):
         copies = [model if shared else _copy(model) for _ in range(num_workers - 1)]
         self.replicas = nn.ModuleList([model, *copies])
         self.shared = shared
+        if not shared:
+            model.register_load_state_dict_post_hook(_LoadIntoOthers(self))
         self.streams = StreamsOfWorkers(torch.initial_seed(), range(num_workers))
         """The random streams of the replicas."""
         self.training = model.training
         self._whole = 0
         self._sizes: list[int] | None = None
         self._seen_full_batch = self._warned = False
+        self._named: set[str] = set()
 
     @property
     def num_workers(self) -> int:
@@ -65,15 +69,32 @@ class VirtualWorkers(nn.Module):
             return self.replicas[0](*args, **kwargs)
         sizes = even_sizes(batch_size(args, kwargs), self.num_workers) if self._sizes is None else self._sizes
         self._check_sizes(sizes)
+        self._follow_the_first()
         outputs, total = [], sum(sizes)
         with self._own_streams() as use:
             for worker, (part_args, part_kwargs) in enumerate(cut(args, kwargs, sizes)):
                 if sizes[worker] == 0:
                     continue
                 use(worker)
+                if not self.shared:  # what flows back to the inputs is part of the mean over the batch again
+                    part_args, part_kwargs = with_scaled_gradient((part_args, part_kwargs), sizes[worker] / total)
                 output = self._run(worker, part_args, part_kwargs)
                 outputs.append(output if self.shared else with_scaled_gradient(output, total / sizes[worker]))
         return join(outputs, [size for size in sizes if size])
+
+    def _follow_the_first(self) -> None:
+        """Modes and frozen parameters are set on the model that everybody knows, the first replica."""
+        if self.shared:
+            return
+        first, *others = self.replicas
+        modes = [module.training for module in first.modules()]
+        trained = [parameter.requires_grad for parameter in first.parameters()]
+        for replica in others:
+            for module, mode in zip(replica.modules(), modes, strict=True):
+                module.training = mode
+            for parameter, wanted in zip(replica.parameters(), trained, strict=True):
+                if parameter.requires_grad != wanted:
+                    parameter.requires_grad_(wanted)
 
     def _own_streams(self) -> AbstractContextManager[Callable[[int], None]]:
         """Shared parameters are one worker's, with one stream: that of the process."""
@@ -167,7 +188,19 @@ class VirtualWorkers(nn.Module):
         except AttributeError:
             if name == "replicas":
                 raise
-            return getattr(self.replicas[0], name)
+            value = getattr(self.replicas[0], name)
+            self._warn_of_first_only(name, value)
+            return value
+
+    def _warn_of_first_only(self, name: str, value: Any) -> None:
+        computes = isinstance(value, nn.Module) or (callable(value) and not hasattr(nn.Module, name))
+        if computes and self.training and not self._whole and torch.is_grad_enabled() and name not in self._named:
+            self._named.add(name)
+            logger.warning(
+                "%s was asked of several workers in one process and is that of the first one only; the others neither "
+                "compute nor learn by it. Let the model's forward do it.",
+                name,
+            )
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The random streams, for checkpoints."""
@@ -176,6 +209,33 @@ class VirtualWorkers(nn.Module):
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Go on with random streams from a checkpoint."""
         self.streams.load_state_dict(state)
+
+
+class _LoadIntoOthers:
+    """Hook of the model that everybody knows: what is loaded into it is what all replicas go on with.
+
+    A copy of the model, or one that was pickled, is nobody's replica.
+    """
+
+    def __init__(self, workers: VirtualWorkers | None) -> None:
+        self._workers = None if workers is None else weakref.ref(workers)
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, keys: Any) -> None:
+        workers = None if self._workers is None else self._workers()
+        for replica in () if workers is None else workers.replicas[1:]:
+            for mine, loaded in zip(_values(replica), _values(model), strict=True):
+                mine.copy_(loaded)
+
+    def __deepcopy__(self, memo: dict) -> _LoadIntoOthers:
+        return _LoadIntoOthers(None)
+
+    def __reduce__(self) -> tuple:
+        return _LoadIntoOthers, (None,)
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def first_replica(model: nn.Module) -> nn.Module:

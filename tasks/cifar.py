@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from algorithms import make_accelerator
 from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
-from diagnostics import CurvatureConfig, Measurable, described, logged, measure_in_training, measure_run
+from diagnostics import (
+    CurvatureConfig,
+    Measurable,
+    described,
+    logged,
+    measure_in_training,
+    measure_run,
+    refuse_batches_of_one,
+)
 from endings import starting_up
 from images.augment import CropAndFlip, normalise
 from images.config import CifarConfig
@@ -115,6 +123,7 @@ class ImageRun:
                 f"batch_size: BatchNorm of model {config.model!r} needs at least 2 images per worker and accumulation "
                 f"step; {config.batch_size} in all gives it 1. Use {2 * shares} or more."
             )
+        refuse_batches_of_one(config.curvature, model)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out of the stub
         optimizer = _optimizer(model, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 from checkpoints import PATTERN
 from run_folder import AnyAccelerator, without_nan
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
@@ -78,6 +80,14 @@ class CurvatureConfig:
             probes=self.probes,
             noise_batches=self.noise_batches,
             **options,
+        )
+
+
+def refuse_batches_of_one(config: CurvatureConfig, model: nn.Module) -> None:
+    """Raise ConfigError where BatchNorm, which is in training mode, would have a single sample."""
+    if config.batch_size == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise ConfigError(
+            "curvature.batch_size: the model has BatchNorm, which needs at least 2 samples in a batch; got 1."
         )
 
 
@@ -168,8 +178,11 @@ def measure_run(
             )
         found.load_deployed(deployed)
         source = f"{deployed}; without a checkpoint of the workers (save_every) there is no Q and no A"
+    refuse_batches_of_one(asked.curvature, found.model)
     report = asked.curvature.measure(found.model, found.loss_fn, found.batches, deltas, seed=seed)
     values = report.as_dict()
+    if not deltas:
+        values |= dict.fromkeys(("Q", "A", "penalty"), math.nan)
     width = max(map(len, values))
     print(f"curvature of {source}")
     print("\n".join(f"  {name:{width}}  {value:.6g}" for name, value in values.items()))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from algorithms import SynchronousAccelerator
+from filelock import FileLock, Timeout
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
 from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
@@ -67,9 +68,15 @@ class RunFolder:
     def _begin_files(self, config: Any) -> None:
         """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays.
 
+        The folder belongs to this run until its process ends: two that write into one would spoil each other's log.
         Of a run that is gone on with, what it had logged stays, and so do the models it wants to average.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.folder / ".lock", blocking=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise BlockingIOError(f"another run is writing into it: {self.folder}") from None
         stale = [self.folder / name for name in ("summary.json", *PANELS)]
         patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
         if self.resumed_at is None:

@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except MemoryError as error:
+        print(f"error: this takes more memory than there is: {error}. Ask for less.", file=sys.stderr)
+        return 2
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

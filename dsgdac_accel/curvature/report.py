@@ -89,6 +89,10 @@ def measure_curvature(
         probes: of the trace; 0 leaves trace and B out, as NaN.
         noise_batches: at most so many batches for A_grad; 0 leaves it out, as NaN.
     """
+    counts = (("iterations", iterations, 1), ("probes", probes, 0), ("noise_batches", noise_batches, 0))
+    for name, value, smallest in counts:
+        if value < smallest:
+            raise ValueError(f"{name} must be at least {smallest}; got {value}.")
     hvp = HessianOperator(model, loss_fn, batches, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory)
     spectrum = run_lanczos(hvp, iterations, seed=seed)
     warn_unless_converged(spectrum, 0, stacklevel=3)

@@ -46,10 +46,13 @@ class Column:
 
     def value(self, state: RunState) -> float:
         """The number of a finished run, in the unit of the heading; NaN where it has none."""
+        return self.raw(state) * _SCALES.get(self.key, 1.0)
+
+    def raw(self, state: RunState) -> float:
+        """The number as the run has written it."""
         if state.status != "finished":
             return math.nan
-        value = _in_records(state.records, self.key, self.place) if self.place else _in_summary(state.summary, self.key)
-        return value * _SCALES.get(self.key, 1.0)
+        return _in_records(state.records, self.key, self.place) if self.place else _in_summary(state.summary, self.key)
 
 
 def columns_of(report: ReportConfig) -> list[Column]:

@@ -156,9 +156,16 @@ def load_sweep(file: Path | str) -> SweepConfig:
     included.
     """
     file = Path(file)
+    from dsgdac_accel.sweeps.columns import columns_of
+
     sweep = _named(file, lambda: load_config(SweepConfig, file))
+    try:
+        columns_of(sweep.report)
+    except ValueError as error:
+        raise ConfigError(f"{file}: report.{error}") from None
     if not sweep.base.is_file():
-        raise ConfigError(f"{file}: base: {sweep.base} does not exist. Name the configuration that the runs share.")
+        problem = "is a folder" if sweep.base.is_dir() else "does not exist"
+        raise ConfigError(f"{file}: base: {sweep.base} {problem}. Name the configuration that the runs share.")
     _named(file, lambda: read_yaml(sweep.base))
     return sweep
 

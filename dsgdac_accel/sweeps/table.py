@@ -118,7 +118,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_csv(file: Path, rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """All numbers at full precision: a line per run, then lines with mean, std and count per setting."""
+    """All numbers as the runs wrote them: a line per run, then lines with mean, std and count per setting."""
     axes = max((len(row.setting.labels) for row in rows), default=0)
     names = [f"label_{number}" for number in range(1, axes + 1)]
     headings = [_csv_name(column) for column in columns]
@@ -127,10 +127,10 @@ def write_csv(file: Path, rows: Sequence[Row], columns: Sequence[Column]) -> Non
         writer.writerow(["kind", "setting", *names, "seed", "status", *headings])
         for row in rows:
             for state in row.states:
-                values = [_csv_number(column.value(state)) for column in columns]
+                values = [_csv_number(column.raw(state)) for column in columns]
                 writer.writerow(["run", row.setting.name, *row.setting.labels, state.run.seed, state.status, *values])
         for row in rows:
-            spreads = [Spread.of(row.values(column)) for column in columns]
+            spreads = [Spread.of([column.raw(state) for state in row.states]) for column in columns]
             for kind in ("mean", "std", "count"):
                 values = [_csv_number(getattr(spread, kind)) for spread in spreads]
                 writer.writerow([kind, row.setting.name, *row.setting.labels, "", "", *values])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -299,16 +301,91 @@ def test_what_several_workers_cannot_share_is_refused():
         GossipConfig(workers_per_process=0)
 
 
-def test_replicas_frozen_differently_are_refused():
+def test_the_other_replicas_follow_the_first():
     accelerator, model, optimizer, _ = prepared()
     x, _ = make_batch()
-    model.replicas[1][0].weight.requires_grad_(False)
+    inner = accelerator.unwrap_model(model)
+    inner[0].requires_grad_(False)
+    inner[1].eval()
     accelerator.backward(model(x).mean())
     optimizer.step()  # what was once trained goes on being mixed
-    accelerator.free_memory()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with pytest.raises(ValueError, match="train different parameters"):
-        accelerator.prepare(model, optimizer)
+    assert all(replica[0].weight.grad is None for replica in model.replicas)
+    assert not any(replica[1].training for replica in model.replicas)
+    inner.load_state_dict(make_model().state_dict())
+    for replica in model.replicas:
+        for mine, loaded in zip(replica.state_dict().values(), make_model().state_dict().values(), strict=True):
+            assert torch.equal(mine, loaded)
+    kept = copy.deepcopy(inner)
+    kept.load_state_dict({name: value + 1 for name, value in kept.state_dict().items()})
+    assert torch.equal(model.replicas[1][0].weight, make_model()[0].weight), "a copy of the model is nobody's replica"
+    assert pickle.loads(pickle.dumps(inner)) is not None
+    own = {name: value.clone() for name, value in model.state_dict().items() if name != "_extra_state"}
+    own["replicas.2.0.weight"] += 1
+    model.load_state_dict(own, strict=False)
+    assert torch.equal(model.replicas[2][0].weight, own["replicas.2.0.weight"]), "each its own, if each is given"
+    assert torch.equal(model.replicas[1][0].weight, own["replicas.1.0.weight"])
+
+
+def test_what_only_the_first_replica_computes_is_warned_of_once(caplog):
+    model = VirtualWorkers(LanguageModel(), 2)
+    for _ in range(2):
+        model.head(torch.zeros(1, 8, dtype=torch.float64))
+    assert caplog.text.count("head was asked of several workers") == 1
+    assert model.config == {"use_cache": False}
+    assert "config" not in caplog.text
+
+
+def test_gradients_through_several_models_are_each_workers_own():
+    torch.manual_seed(3)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+    chain = VirtualWorkers(first, 3), VirtualWorkers(second, 3)
+    x, y = make_batch()
+    inputs = x.clone().requires_grad_()
+    (chain[1](torch.tanh(chain[0](chain[0](inputs)))) - y).square().mean().backward()
+    for worker, (mine, own) in enumerate(zip(x.split(4), y.split(4), strict=True)):
+        torch.manual_seed(3)
+        alone = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+        mine = mine.clone().requires_grad_()
+        (alone[1](torch.tanh(alone[0](alone[0](mine)))) - own).square().mean().backward()
+        for virtual, expected in zip(chain, alone, strict=True):
+            torch.testing.assert_close(virtual.replicas[worker].weight.grad, expected.weight.grad, rtol=1e-12, atol=0)
+        # Outside of the workers, the loss is the mean over the whole batch.
+        torch.testing.assert_close(inputs.grad[4 * worker : 4 * worker + 4], mine.grad / 3, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([torch.zeros(2, 3), torch.zeros(4, 3)], "a list of 2 tensors that differ in shape"),
+        ({"texts": ["a", "b"], "x": torch.zeros(2, 3)}, "a list of 2 texts"),
+        (nn.utils.rnn.pack_sequence([torch.zeros(2, 3), torch.zeros(1, 3)]), "a PackedSequence"),
+    ],
+)
+def test_ragged_batches_are_refused(batch, words):
+    with pytest.raises(ValueError, match=f"the model was given {words}. Pad the batch"):
+        VirtualWorkers(nn.Linear(3, 2), 2)(batch)
+
+
+def test_models_and_optimizers_are_prepared_one_by_one():
+    accelerator = GossipAccelerator(gossip=GossipConfig(workers_per_process=2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    other = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == 4
+    other = accelerator.prepare(other)
+    x = torch.ones(64, 4, dtype=torch.float64)
+    assert not torch.equal(model(x) == 0, other(x) == 0), "each model drops out by a stream of its own"
+
+
+def test_a_workers_nan_stays_out_of_pooled_statistics():
+    accelerator, model, _, _ = prepared()
+    for replica in model.replicas:
+        replica[1].running_mean.fill_(2.0)
+    model.replicas[1][1].running_mean.fill_(torch.nan)
+    with accelerator.deployed_model(model) as deployed:
+        assert bool((deployed[1].running_mean == 2.0).all())
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
