@@ -4,6 +4,7 @@ import json
 
 import pytest
 from diagnostics import CurvatureConfig
+from filelock import FileLock
 
 from tests.launching import ROOT, error_lines, finish, forked, records, start, summary
 from tests.tasks.test_task_resume import write_pairs
@@ -120,7 +121,9 @@ def test_a_run_without_workers_on_disk_has_the_curvature_of_its_deployed_model(w
     status, out, err = finish(start([*forked(), script, "curvature", folder.name, *small], work))
     assert status == 0, f"{out}\n{err}"
     assert "there is no Q and no A" in out
-    assert json.loads((folder / "curvature.json").read_text(encoding="utf-8"))["lambda_1"] > 0
+    measured = json.loads((folder / "curvature.json").read_text(encoding="utf-8"))
+    assert measured["lambda_1"] > 0
+    assert [measured[name] for name in ("Q", "A", "penalty")] == [None] * 3
     for arguments, words in (
         (["nowhere"], "nowhere holds no config.yaml"),
         ([folder.name, "--curvature.batch=3"], "curvature.batch: unknown key. Did you mean"),
@@ -129,6 +132,22 @@ def test_a_run_without_workers_on_disk_has_the_curvature_of_its_deployed_model(w
         status, _, err = finish(start([*forked(), script, "curvature", *arguments], work))
         assert status == 2
         assert words in error_lines(err)[0]
+
+
+def test_two_runs_do_not_write_into_one_folder(work):
+    (work / "taken").mkdir()
+    command = [*forked(), str(ROOT / "tasks" / "cifar.py"), "--config", "images.yaml", "--output_dir", "taken"]
+    with FileLock(work / "taken" / ".lock"):
+        status, _, err = finish(start(command, work))
+    assert status == 2
+    assert "another run is writing into it" in error_lines(err)[0]
+
+
+def test_one_image_is_no_batch_to_measure_on_with_batch_norm(work):
+    command = [*forked(), str(ROOT / "tasks" / "cifar.py"), "--config", "images.yaml", "--curvature.batch_size", "1"]
+    status, _, err = finish(start(command, work))
+    assert status == 2
+    assert "curvature.batch_size: the model has BatchNorm" in error_lines(err)[0]
 
 
 def test_batches_to_measure_on_are_whole_and_drawn_by_the_seed():
