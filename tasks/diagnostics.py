@@ -164,7 +164,12 @@ def measure_run(
     settings = asked.run / "config.yaml"
     if not settings.is_file():
         raise ConfigError(f"RUN must be the output folder of a run; {asked.run} holds no config.yaml.")
-    found, seed = make(settings, asked.curvature)
+    try:
+        found, seed = make(settings, asked.curvature)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{asked.run} is a run of another task, or of another version of this one ({error})."
+        ) from error
     checkpoint = asked.checkpoint or newest_checkpoint(asked.run / "checkpoints", PATTERN)
     if checkpoint is not None:
         deltas, mean = consensus_errors(worker_parameters(checkpoint), found.model)

@@ -139,11 +139,15 @@ def _schedule(options: argparse.Namespace) -> int:
         raise ValueError(f"--warmup must be a finite number >= 0; got {options.warmup}.")
     if not 0 <= options.start <= options.epochs:
         raise ValueError(f"--start must be an epoch from 0 to {options.epochs}; got {options.start}.")
+    if options.lines < 1:
+        raise ValueError(f"--lines must be at least 1; got {options.lines}.")
+    if options.plot is not None and (options.plot.is_dir() or options.plot.suffix != ".png"):
+        raise ValueError(f"--plot must be a file that ends in .png; got {options.plot}.")
     steps = 100  # an epoch
     rates = [_rate(options)(step, options.warmup * steps) for step in range(options.epochs * steps)]
     gammas = {power: _gammas(rates, power, options.start * steps, options) for power in options.power}
     print(f"{'epoch':>6} {'rate':>8} " + " ".join(f"{f'p = {power:g}':>10}" for power in gammas))
-    every = max(1, round(options.epochs / max(1, options.lines)))
+    every = max(1, round(options.epochs / options.lines))
     for epoch in [*range(0, options.epochs, every), options.epochs]:
         step = min(epoch * steps, len(rates) - 1)
         shown = " ".join(f"{values[step]:>10.4g}" for values in gammas.values())

@@ -144,7 +144,16 @@ def test_schedule_prints_what_the_library_computes(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["--epochs", "0"], ["--power", "-1"], ["--start", "300"], ["--warmup", "-2"], ["--power", "a"]]
+    "words",
+    [
+        ["--epochs", "0"],
+        ["--power", "-1"],
+        ["--start", "300"],
+        ["--warmup", "-2"],
+        ["--power", "a"],
+        ["--lines", "0"],
+        ["--plot", "."],
+    ],
 )
 def test_a_schedule_that_cannot_be_is_refused(capsys, words):
     status, _, error = run(capsys, "schedule", *words)
