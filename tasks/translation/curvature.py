@@ -16,7 +16,7 @@ from translation.batches import IGNORED, Collate
 from translation.config import TranslationConfig
 from translation.data import load_translation_data
 from translation.loss import smoothed_loss
-from translation.model import load_translator
+from translation.model import DEFAULT_POSITIONS, build_model, load_translator
 
 
 def curvature_batches(
@@ -42,14 +42,22 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     """The model and training batches of a run, for `curvature RUN`."""
     config = parse_config(TranslationConfig, ["--config", str(settings)])
     data = load_translation_data(config.data)
-    model, tokenizer, _ = load_translator(settings.parent / "deployed")
+    train, tokenizer = data.train, data.tokenizer
+    longest = int(max(max(train.source_lengths), max(train.target_lengths)))
+    # Built anew, since a model that is loaded trains its position tables, which training leaves alone.
+    model = build_model(
+        config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, max(DEFAULT_POSITIONS, longest)
+    )
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     nn.Module.to(model, device)
     collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
-    rows = curvature.rows(len(data.train.pairs), config.seed)
-    batches = curvature_batches(data.train.pairs, rows, collate, device)
-    return Measurable(model, _is_loaded, translation_loss(config.label_smoothing), batches), config.seed
+    batches = curvature_batches(train.pairs, curvature.rows(len(train.pairs), config.seed), collate, device)
 
+    def load_deployed(folder: Path) -> None:
+        trained = dict(load_translator(folder)[0].named_parameters())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(trained[name])
 
-def _is_loaded(folder: Path) -> None:
-    """The vocabulary and the sizes come from the deployed model, which so is there already."""
+    return Measurable(model, load_deployed, translation_loss(config.label_smoothing), batches), config.seed
