@@ -70,7 +70,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def launches(request):
     """The selected cases, some at a time: nearly all of their time is waiting for a worker that is lost."""
-    selected = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
+    selected = [item.callspec.params["case"] for item in request.session.items if getattr(item, "module", None) is request.module]
     ahead = LaunchesAhead(lambda case: Launch(train_with_fault, 3, *case, timeout=10 * TIMEOUT + 60), selected)
     yield ahead
     ahead.stop()

@@ -165,9 +165,14 @@ def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert main(["sweep", str(file), "--jobs", "1"]) == 130
-    thread.join()
+    # A shell that starts the tests in the background lets them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        assert main(["sweep", str(file), "--jobs", "1"]) == 130
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "interrupted: the runs under way were ended; the same command goes on" in capsys.readouterr().err
     wait_until(lambda: not is_running(int(note.read_text())))
     assert statuses(file) == ["unfinished", "missing", "missing"]
