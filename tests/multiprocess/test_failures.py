@@ -70,7 +70,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def launches(request):
     """The selected cases, some at a time: nearly all of their time is waiting for a worker that is lost."""
-    selected = [item.callspec.params["case"] for item in request.session.items if getattr(item, "module", None) is request.module]
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    selected = [item.callspec.params["case"] for item in here]
     ahead = LaunchesAhead(lambda case: Launch(train_with_fault, 3, *case, timeout=10 * TIMEOUT + 60), selected)
     yield ahead
     ahead.stop()

@@ -70,7 +70,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory):
     """The selected cases, some at a time: most of their time is waiting for a worker that is lost."""
-    selected = [item.callspec.params["case"] for item in request.session.items if getattr(item, "module", None) is request.module]
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    selected = [item.callspec.params["case"] for item in here]
 
     def launch(case):
         return Launch(train, 3, tmp_path_factory.mktemp("run"), *case, timeout=10 * TIMEOUT + 60)
