@@ -226,7 +226,7 @@ def test_a_killed_worker_ends_the_others_in_time_by_name(work, algorithm):
             status, _, err = finish(workers[rank], timeout=15 + 30)
             (line,) = error_lines(err)
             assert status == 1
-            # DDP may let worker 2 notice only when worker 0, which keeps the store, has ended as well: then both are gone.
+            # DDP may let worker 2 notice only when worker 0, which keeps the store, has ended as well: both are gone.
             assert re.search("worker (0, )?1 was lost" if algorithm == "sgd" else "worker 1 was lost", line)
             assert re.search(r"step \d+", line)
     finally:
