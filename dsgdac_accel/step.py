@@ -245,7 +245,8 @@ class GossipStep:
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.nonfinite_steps = state["nonfinite_steps"]
-        self._consecutive_nonfinite = list(state["consecutive_nonfinite"])
+        counts = state["consecutive_nonfinite"]  # a number in checkpoints from before processes held several workers
+        self._consecutive_nonfinite = [counts] if isinstance(counts, int) else list(counts)
         latest = state["latest"]
         self.gamma, self.rate = latest["gamma"], latest["rate"]
         self.mixer.neighbor_disagreement = latest["disagreement"]
