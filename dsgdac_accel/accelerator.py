@@ -39,7 +39,7 @@ from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.watch import ModelWatch
-from dsgdac_accel.workers import VirtualWorkers
+from dsgdac_accel.workers import VirtualWorkers, replicas_of, values_of
 
 
 class GossipOptimizer(AcceleratedOptimizer):
@@ -157,18 +157,16 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, Accelerator):
                 refuse_unsupported_model(obj)
         self._places = {}  # a new parameter may have the `id` of an old one
         first_model, first_optimizer = len(self._models), len(self._optimizers)
+        first_virtual = len(self._virtual_models)
         prepared = super().prepare(*args, device_placement=device_placement)
-        virtual = [model for model in self._models[first_model:] if isinstance(model, VirtualWorkers)]
-        everything = [model for model in self._models if isinstance(model, VirtualWorkers)]
         for optimizer in self._optimizers[first_optimizer:]:
-            for model in everything:
+            for model in self._virtual_models:
                 model.complete(optimizer.optimizer)
         self.make_equal(self._models[first_model:], self._optimizers[first_optimizer:])
-        if virtual:
+        if self._virtual_models[first_virtual:]:
             seed, here = shared_seed(self.group), self.workers_per_process
-            for number, model in enumerate(virtual, start=len(everything) - len(virtual)):
-                salted = seed if number == 0 else seed + number
-                model.streams.seed(salted, range(self.group.rank * here, (self.group.rank + 1) * here))
+            for number, model in list(enumerate(self._virtual_models))[first_virtual:]:
+                model.streams.seed(seed + number, range(self.group.rank * here, (self.group.rank + 1) * here))
         for optimizer in self._optimizers:
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self._gossip_step(optimizer.optimizer)
@@ -358,12 +356,11 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, Accelerator):
         Arguments as of `deployed_model`. To train on, prepare model and optimizer again.
         """
         with self.deployed_model(model, calibrate, calibration_forward) as deployed:
-            average = [tensor.detach().clone() for tensor in _values_of(deployed)]
+            average = [tensor.detach().clone() for tensor in values_of(deployed)]
         self._end_gossip()
-        holder = self._holder(model)
         with torch.no_grad():
-            for replica in holder.replicas if isinstance(holder, VirtualWorkers) else (holder,):
-                for tensor, value in zip(_values_of(replica), average, strict=True):
+            for replica in replicas_of(self._holder(model)):
+                for tensor, value in zip(values_of(replica), average, strict=True):
                     tensor.copy_(value)
 
     def _end_gossip(self) -> None:
@@ -451,8 +448,3 @@ def _checked_config(gossip: GossipConfig | None) -> GossipConfig:
     if not isinstance(config, GossipConfig):
         raise TypeError(f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...).")
     return config
-
-
-def _values_of(model: nn.Module) -> list[torch.Tensor]:
-    """All that a model is made of, tied tensors once."""
-    return [*model.parameters(), *model.buffers()]

@@ -21,7 +21,7 @@ from dsgdac_accel.calibration import (
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Mixer
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.workers import VirtualWorkers, first_replica
+from dsgdac_accel.workers import VirtualWorkers, first_replica, replicas_of
 
 
 @contextmanager
@@ -56,9 +56,8 @@ def deployed_model(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP would broadcast buffers in every forward, and wait where shares are uneven
     holder, model = model, first_replica(model)
-    replicas = list(dict.fromkeys(holder.replicas)) if isinstance(holder, VirtualWorkers) else [model]
     untouched = {*frozen, *frozen_layers(holder)}
-    layers_of = [calibrated_layers(replica, untouched) for replica in replicas]
+    layers_of = [calibrated_layers(replica, untouched) for replica in replicas_of(holder)]
     layers = layers_of[0]
     with preserved_state(holder), holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext():
         try:

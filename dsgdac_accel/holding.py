@@ -31,12 +31,16 @@ class HoldsWorkers:
         """Workers of the whole run: as many in every process as `workers_per_process` says."""
         return self.group.size * self.workers_per_process
 
+    @property
+    def _virtual_models(self) -> list[VirtualWorkers]:
+        return [model for model in self._models if isinstance(model, VirtualWorkers)]
+
     # ---- whose a parameter is
 
     def _place_of(self, parameter: Parameter) -> tuple[int, int] | None:
         """Which worker of this process a parameter belongs to, and where in its model; None if to none."""
         if id(parameter) not in self._places:
-            virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
+            virtual = self._virtual_models
             self._places = {
                 id(own): (worker, place)
                 for worker in range(self.workers_per_process)
@@ -57,9 +61,7 @@ class HoldsWorkers:
     def _holder(self, model: nn.Module) -> nn.Module:
         """The `VirtualWorkers` of which `model` is the first replica, if there are any; otherwise itself."""
         holders = [
-            held
-            for held in self._models
-            if isinstance(held, VirtualWorkers) and any(model is own for own in (held, self.unwrap_model(held)))
+            held for held in self._virtual_models if any(model is own for own in (held, self.unwrap_model(held)))
         ]
         return holders[0] if holders else model
 
@@ -104,7 +106,7 @@ class HoldsWorkers:
         """The given parameters, and those in the same places of the other workers' models, worker by worker."""
         places = {id(parameter): self._place_of(parameter) for parameter in parameters}
         wanted = {place[1] for place in places.values() if place is not None}
-        virtual = [model for model in self._models if isinstance(model, VirtualWorkers)]
+        virtual = self._virtual_models
         if not wanted:
             return [parameters]
         split = [

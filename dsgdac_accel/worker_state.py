@@ -24,14 +24,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
     The tensors are the model's own. Names are those of the model without `torch.compile` and DDP.
     """
-    bare = _bare(model)
-    caches = _cache_names(bare)
-    buffers = dict(bare.named_buffers())
+    inner = bare(model)
+    caches = _cache_names(inner)
+    buffers = dict(inner.named_buffers())
     return {
-        "parameters": _named(dict(bare.named_parameters())),
+        "parameters": _named(dict(inner.named_parameters())),
         "buffers": _named({name: buffer for name, buffer in buffers.items() if name not in caches}),
         "caches": _named({name: buffer for name, buffer in buffers.items() if name in caches}),
-        "extra": _named({name: module.get_extra_state() for name, module in _with_extra_state(bare).items()}),
+        "extra": _named({name: module.get_extra_state() for name, module in _with_extra_state(inner).items()}),
     }
 
 
@@ -44,12 +44,12 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises CheckpointError for the state of another model, naming the first differences; then nothing was changed.
     """
     require_same_model(model, state)
-    bare = _bare(model)
-    own = model_state(bare)
+    inner = bare(model)
+    own = model_state(inner)
     for part in ("parameters", "buffers"):
         for name, tensor in own[part].items():
             tensor.copy_(state[part][name])
-    modules = {_eager(name): module for name, module in bare.named_modules()}
+    modules = {eager(name): module for name, module in inner.named_modules()}
     for name, saved in state["caches"].items():
         buffer = own["caches"].get(name)
         if buffer is None:
@@ -59,23 +59,24 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         else:
             owner, _, short = name.rpartition(".")
             modules[owner]._buffers[short] = saved.to(buffer.device)
-    for name, module in _with_extra_state(bare).items():
-        module.set_extra_state(state["extra"][_eager(name)])
+    for name, module in _with_extra_state(inner).items():
+        module.set_extra_state(state["extra"][eager(name)])
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def bare(model: nn.Module) -> nn.Module:
+    """The model without DDP and `torch.compile`."""
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
     return model
 
 
-def _eager(name: str) -> str:
+def eager(name: str) -> str:
     """Without what `torch.compile` of a part of the model puts into names."""
     return name.replace("_orig_mod.", "")
 
 
 def _named(values: dict[str, Any]) -> dict[str, Any]:
-    return {_eager(name): value for name, value in values.items()}
+    return {eager(name): value for name, value in values.items()}
 
 
 def _cache_names(model: nn.Module) -> set[str]:
@@ -168,13 +169,13 @@ def load_loose_parameters(
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradients that there are, by name."""
-    return _named({name: p.grad for name, p in _bare(model).named_parameters() if p.grad is not None})
+    return _named({name: p.grad for name, p in bare(model).named_parameters() if p.grad is not None})
 
 
 def load_gradients(model: nn.Module, state: Mapping[str, Tensor] | None) -> None:
     """Give parameters the gradients of `gradients_of`, and none to the others."""
-    for name, parameter in _bare(model).named_parameters():
-        gradient = None if state is None else state.get(_eager(name))
+    for name, parameter in bare(model).named_parameters():
+        gradient = None if state is None else state.get(eager(name))
         if gradient is None:
             parameter.grad = None
         else:

@@ -224,7 +224,7 @@ class _LoadIntoOthers:
     def __call__(self, model: nn.Module, keys: Any) -> None:
         workers = None if self._workers is None else self._workers()
         for replica in () if workers is None else workers.replicas[1:]:
-            for mine, loaded in zip(_values(replica), _values(model), strict=True):
+            for mine, loaded in zip(values_of(replica), values_of(model), strict=True):
                 mine.copy_(loaded)
 
     def __deepcopy__(self, memo: dict) -> _LoadIntoOthers:
@@ -234,8 +234,14 @@ class _LoadIntoOthers:
         return _LoadIntoOthers, (None,)
 
 
-def _values(model: nn.Module) -> list[Tensor]:
+def values_of(model: nn.Module) -> list[Tensor]:
+    """All that a model is made of, tied tensors once."""
     return [*model.parameters(), *model.buffers()]
+
+
+def replicas_of(model: nn.Module) -> list[nn.Module]:
+    """The models that `VirtualWorkers` hold, a shared one once; of any other model itself alone."""
+    return list(dict.fromkeys(model.replicas)) if isinstance(model, VirtualWorkers) else [model]
 
 
 def first_replica(model: nn.Module) -> nn.Module:

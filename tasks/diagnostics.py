@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 from checkpoints import PATTERN
-from run_folder import AnyAccelerator, without_nan
+from run_folder import AnyAccelerator, write_json
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -191,7 +189,6 @@ def measure_run(
     width = max(map(len, values))
     print(f"curvature of {source}")
     print("\n".join(f"  {name:{width}}  {value:.6g}" for name, value in values.items()))
-    target, partial = asked.run / "curvature.json", asked.run / "curvature.json.partial"
-    partial.write_text(json.dumps({"source": source, "seed": seed, **without_nan(values)}, indent=2) + "\n", "utf-8")
-    os.replace(partial, target)
+    target = asked.run / "curvature.json"
+    write_json(target, {"source": source, "seed": seed, **values})
     print(f"written to {target}", file=sys.stderr)

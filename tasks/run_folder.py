@@ -100,11 +100,15 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""
-        path = self.folder / "summary.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(self.folder / "summary.json", summary)
         plot_run(self.folder)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(without_nan(values), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def without_nan(values: dict[str, Any]) -> dict[str, Any]:

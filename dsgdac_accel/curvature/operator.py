@@ -15,12 +15,12 @@ from dsgdac_accel.curvature.collective import rank_of, size_of, summed
 from dsgdac_accel.curvature.fixed_batches import FixedBatches, checksum
 from dsgdac_accel.curvature.parameters import ParameterLayout, State
 from dsgdac_accel.curvature.surroundings import (
-    bare,
     fresh_batch,
     surroundings,
     training_modes,
 )
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.worker_state import bare
 from dsgdac_accel.workers import VirtualWorkers
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.curvature.collective import summed
-from dsgdac_accel.curvature.surroundings import bare
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.worker_state import bare, eager
 from dsgdac_accel.workers import VirtualWorkers, first_replica
 
 State = Mapping[str, Any]
@@ -62,15 +62,15 @@ class ParameterLayout:
         every = list(inner.named_parameters(remove_duplicate=False))
         for name, parameter in every:
             if id(parameter) in names_of:
-                names_of[id(parameter)].append(_eager(name))
+                names_of[id(parameter)].append(eager(name))
         wide = any(parameter.dtype == torch.float64 for parameter in trainable.values())
         return cls(
-            names=tuple(_eager(name) for name in trainable),
+            names=tuple(eager(name) for name in trainable),
             aliases=tuple(tuple(names_of[id(parameter)]) for parameter in trainable.values()),
             shapes=tuple(parameter.shape for parameter in trainable.values()),
             dtype=torch.float64 if wide else torch.float32,
             device=devices.pop(),
-            known=frozenset(map(_eager, [*inner.state_dict(), *(name for name, _ in every)])),
+            known=frozenset(map(eager, [*inner.state_dict(), *(name for name, _ in every)])),
         )
 
     @property
@@ -102,7 +102,7 @@ class ParameterLayout:
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def _by_name(self, values: State) -> list[Tensor]:
-        named = {_eager(name): value for name, value in values.items()}
+        named = {eager(name): value for name, value in values.items()}
         missing = [names[0] for names in self.aliases if not any(name in named for name in names)]
         unknown = sorted(named.keys() - self.known)
         if missing or unknown:
@@ -136,7 +136,7 @@ def set_parameters(model: nn.Module, flat: Tensor) -> None:
     layout = ParameterLayout.of(model)
     if flat.shape != (layout.dim,):
         raise ValueError(f"expected a vector of shape ({layout.dim},) for this model; got {tuple(flat.shape)}.")
-    own = {_eager(name): parameter for name, parameter in bare(model).named_parameters()}
+    own = {eager(name): parameter for name, parameter in bare(model).named_parameters()}
     for name, value in layout.unflatten(flat).items():
         own[name].copy_(value)
 
@@ -184,11 +184,6 @@ def consensus_errors(
     mean = total[:-1] / total[-1]
     # Subtracted in float64: errors may be far smaller than the weights.
     return [(flat - mean).to(layout.dtype) for flat in flats], mean.to(layout.dtype)
-
-
-def _eager(name: str) -> str:
-    """Without what `torch.compile` of a part of the model puts into names."""
-    return name.replace("_orig_mod.", "")
 
 
 def _first(things: Sequence[str]) -> str:

@@ -15,19 +15,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel.randomness import random_state, set_random_state
 
 Modes = Sequence[tuple[nn.Module, bool]]
 """Modules, and whether each of them is in training mode."""
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model without DDP and `torch.compile`, neither of which can be differentiated twice."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-    return model
 
 
 def training_modes(model: nn.Module, frozen: Collection[nn.Module] = ()) -> Modes:
