@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
     from dsgdac_accel.mixing import Mixer, NonFiniteError
     from dsgdac_accel.schedule import AdaptiveConsensus
+    from dsgdac_accel.stopping import EXIT_STOPPED, StoppedBySignal
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
     from dsgdac_accel.workers import VirtualWorkers
 
 __all__ = [
+    "EXIT_STOPPED",
     "AdaptiveConsensus",
     "CheckpointError",
     "ConsensusLogger",
@@ -31,6 +33,7 @@ __all__ = [
     "JsonlSink",
     "Mixer",
     "NonFiniteError",
+    "StoppedBySignal",
     "Topology",
     "VirtualWorkers",
     "WorkerCountError",
@@ -44,12 +47,14 @@ _MODULES = {
     "AdaptiveConsensus": "schedule",
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
+    "EXIT_STOPPED": "stopping",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
     "GossipConfig": "config",
     "JsonlSink": "metrics",
     "Mixer": "mixing",
     "NonFiniteError": "mixing",
+    "StoppedBySignal": "stopping",
     "Topology": "topology",
     "VirtualWorkers": "workers",
     "WorkerCountError": "checkpoint",

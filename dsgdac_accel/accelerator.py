@@ -38,6 +38,7 @@ from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
+from dsgdac_accel.stopping import StopsOnSignals
 from dsgdac_accel.watch import ModelWatch
 from dsgdac_accel.workers import VirtualWorkers, replicas_of, values_of
 
@@ -81,7 +82,7 @@ class GossipOptimizer(AcceleratedOptimizer):
         return False
 
 
-class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, Accelerator):
+class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
 
     Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;

@@ -22,6 +22,7 @@ from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.saving import KeepsEveryWorker
+from dsgdac_accel.stopping import StopsOnSignals
 from dsgdac_accel.workers import first_replica
 
 SYNCHRONOUS = ("sgd", "sam", "adam")
@@ -61,7 +62,7 @@ def make_accelerator(
     return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
 
 
-class SynchronousAccelerator(KeepsEveryWorker, Accelerator):
+class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
     """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
 
     Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.

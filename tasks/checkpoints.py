@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from run_folder import AnyAccelerator, flat_config
 
+from dsgdac_accel import StoppedBySignal
 from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpoint, prune_checkpoints, read_manifest
 from dsgdac_accel.config import ConfigError, config_to_dict
 
@@ -104,6 +105,11 @@ def _require_same_count(folder: Path, launched: int) -> None:
         )
 
 
+def _way_on(resume: str | Path) -> str:
+    same = "the same command goes on from it"
+    return f"{same} (resume: auto)" if resume == "auto" else f"{same} with resume: auto in place of resume: {resume}"
+
+
 class Checkpoints:
     """Saves into `output_dir/checkpoints` in the background, and keeps the newest few.
 
@@ -123,12 +129,32 @@ class Checkpoints:
         self._saving: Path | None = None
 
     def save_if_due(self, step: int) -> None:
-        """Save the state of all workers after every `save_every` steps and after the last. Collective."""
+        """Save the state of all workers after every `save_every` steps and after the last. Collective.
+
+        To be called after every step. Where a signal stops the run, the state of this very step is saved as well.
+
+        Raises StoppedBySignal, on all workers, when that is complete.
+        """
+        stop = self.accelerator.should_stop()
         every = self.config.save_every
-        if every is None or (step % every and step != self.total_steps):
+        due = every is not None and (step % every == 0 or step == self.total_steps)
+        if not (due or stop):
             return
         self.finish()
-        self._saving = self.accelerator.save_state(self.folder / f"step-{step:08d}", wait=False, facts=self.facts)
+        folder = self.folder / f"step-{step:08d}"
+        self._saving = self.accelerator.save_state(folder, wait=False, facts=self.facts)
+        if stop:
+            self._stop(step, folder)
+
+    def _stop(self, step: int, checkpoint: Path) -> NoReturn:
+        self.finish()
+        self.accelerator.group.meet("stopping the run")  # launchers end the others when the first one is gone
+        reason = self.accelerator.stop_reason
+        self.accelerator.end_training()
+        raise StoppedBySignal(
+            f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
+            f"{_way_on(self.config.resume)}"
+        )
 
     def finish(self) -> None:
         """Wait for what is being written, then delete what is too old. Collective."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from dsgdac_accel import NonFiniteError, WorkerLostError
+from dsgdac_accel import EXIT_STOPPED, NonFiniteError, StoppedBySignal, WorkerLostError
 from dsgdac_accel.checkpoint import CheckpointError
 
 GRACE_SECONDS = 3.0
@@ -35,9 +35,14 @@ def starting_up() -> Iterator[None]:
 
 @contextmanager
 def training() -> Iterator[None]:
-    """Report a lost worker, a diverged run or a failed save in one line and exit with 1; of an interrupt with 130."""
+    """Report a lost worker, a diverged run or a failed save in one line and exit with 1; of an interrupt with 130.
+
+    A run that a signal stopped, with its checkpoint complete, exits with 75.
+    """
     try:
         yield
+    except StoppedBySignal as stop:
+        _end(str(stop) if _rank() == 0 else "", EXIT_STOPPED)
     except (WorkerLostError, NonFiniteError, CheckpointError) as error:
         _end(f"error: {error}", 1)
     except KeyboardInterrupt:

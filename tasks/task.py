@@ -60,7 +60,7 @@ def run_task(
             "hold several: --gossip.workers_per_process N.",
             file=sys.stderr,
         )
-    with training():
+    with training(), run.accelerator.stop_on_signals():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
         run.accelerator.group.meet("ending the run")  # nobody leaves while another still writes

@@ -1,0 +1,131 @@
+"""Signals that a process gets, noted instead of ending it, whatever its main thread is busy with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""What batch systems and launchers send before they kill."""
+
+_INSISTENCE = 3  # the first asks, the second may come from another sender (batch system and launcher both send)
+
+_receivers: weakref.WeakSet[SignalReceiver] = weakref.WeakSet()
+
+
+class SignalReceiver:
+    """Between `open` and `close`, notes the given signals; whoever had a handler for them does not hear of them.
+
+    The third of a kind does what it would have done without a receiver. Processes forked meanwhile, such as those of a
+    DataLoader, end by SIGTERM as ever and ignore the other signals, which are meant for the run and not for them.
+
+    Args:
+        signals: which ones; those that can be caught.
+
+    Raises:
+        ValueError, TypeError: none are given, or one that is no signal or cannot be caught.
+    """
+
+    def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
+        self.signals = _checked(signals)
+        self.first: signal.Signals | None = None
+        """The signal that came first, if one came."""
+        self.deaf = False
+        """Nobody acts on signals any longer: they do again what they did before."""
+        self._counts: Counter[int] = Counter()
+        self._previous: dict[int, Any] = {}
+
+    def open(self) -> None:
+        """Begin to note signals.
+
+        Raises ValueError outside of the main thread, the only one in which Python lets handlers be set.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"signal handlers can be set in the main thread only; this is {threading.current_thread().name}. Enter "
+                f"`stop_on_signals` in the main thread."
+            )
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+        for number in self.signals:
+            self._previous[number] = signal.signal(number, self._note)
+        # Handlers run when the main thread is back in Python, which may take long. What is written here comes at once.
+        self._previous_descriptor = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+        if self._previous_descriptor != -1:  # an event loop's
+            signal.set_wakeup_fd(self._previous_descriptor)
+        _receivers.add(self)
+
+    def close(self) -> None:
+        """Put the handlers that were there before back in place."""
+        _receivers.discard(self)
+        signal.set_wakeup_fd(self._previous_descriptor)
+        self._restore()
+        self._near.close()
+        self._far.close()
+
+    def wait(self, seconds: float) -> None:
+        """In another thread: until a signal comes or `wake` is called, but not longer than that."""
+        ready, _, _ = select.select([self._near], [], [], seconds)
+        if ready:
+            for number in self._near.recv(4096):
+                if number in self.signals and self.first is None:
+                    self.first = signal.Signals(number)
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        with contextlib.suppress(BlockingIOError):  # full: it wakes up anyway
+            self._far.send(b"\0")
+
+    def _note(self, number: int, frame: Any) -> None:
+        # Nothing here may wait: it runs between any two lines of the main thread, which may hold any lock.
+        self._counts[number] += 1
+        if self.deaf or self._counts[number] >= _INSISTENCE:
+            self._restore()
+            signal.raise_signal(number)
+        elif self.first is None:
+            self.first = signal.Signals(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's
+
+    def in_forked_process(self) -> None:
+        """Let go of the signals of a process that is only a helper of this one."""
+        signal.set_wakeup_fd(-1)  # or its signals would be taken for ours
+        self._restore()
+        for number in self.signals:
+            if number != signal.SIGTERM:
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _in_forked_process() -> None:
+    for receiver in list(_receivers):
+        receiver.in_forked_process()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_process)
+
+
+def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
+    if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
+        raise TypeError(f"signals must be a sequence such as (signal.SIGTERM,); got {signals!r}.")
+    found = tuple(signals)
+    if not found:
+        raise ValueError("signals must name at least one signal, such as (signal.SIGTERM,); got none.")
+    for number in found:
+        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(
+                f"signals must be signals that a process can catch, such as signal.SIGTERM or signal.SIGUSR1; "
+                f"got {number!r}."
+            )
+    return tuple(map(signal.Signals, found))
