@@ -1,0 +1,118 @@
+"""Settings under which a run would be slow, or would not do what its author means. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsgdac_accel.cli.theory import steps_to_mix
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.doctor.report import Finding
+from dsgdac_accel.schedule import AdaptiveConsensus
+from dsgdac_accel.topology import Topology
+
+_NO_GAP = 1e-9
+_SHORT_TIMEOUT = 30.0
+_VANISHED = 1e-6
+"""A gamma below it moves nothing that float32 parameters would notice."""
+
+
+def check_topology(topology: Topology, total_steps: int | None = None) -> tuple[list[Finding], dict[str, float | int]]:
+    """How fast the topology mixes, and its figures: period, spectral gap, steps to mix."""
+    workers, gap = topology.num_workers, topology.spectral_gap()
+    values: dict[str, float | int] = {"period": topology.period, "spectral_gap": gap}
+    shown = f"{topology.name} of {workers} workers, period {topology.period}, spectral gap {gap:.3g}"
+    if workers == 1:
+        return [], values
+    if gap < _NO_GAP:
+        advice = "Let each worker keep some of its own weight, or use base_graph"
+        return [Finding("error", "topology", f"{shown}: disagreement never shrinks, even at gamma 1", advice)], values
+    values["steps_to_mix"] = steps = steps_to_mix(topology, 1e-3)
+    shown += f", {steps} steps at gamma 1 mix to 1e-3"
+    if total_steps is not None and steps > total_steps:
+        advice = "Use one_peer_exponential, base_graph or exponential, which mix in few steps"
+        return [Finding("warning", "topology", f"{shown}, more than the run's {total_steps}", advice)], values
+    return [Finding("ok", "topology", shown)], values
+
+
+def check_gossip(
+    config: GossipConfig, total_steps: int | None = None, rates: Sequence[float] | None = None
+) -> list[Finding]:
+    """Whether gamma does what adaptive consensus is for, and what the policies cost.
+
+    Args:
+        config: the settings.
+        total_steps: optimizer steps of the run, if known.
+        rates: the rate of each of its steps, if known.
+    """
+    findings = [_gamma(config, total_steps, rates)]
+    if not config.overlap:
+        findings.append(
+            Finding(
+                "warning",
+                "overlap",
+                "overlap = false: every step waits for its whole exchange",
+                "Leave it at true, unless weights are changed between steps",
+            )
+        )
+    if config.timeout < _SHORT_TIMEOUT:
+        findings.append(
+            Finding(
+                "warning",
+                "timeout",
+                f"timeout = {config.timeout:g} s: an evaluation or a save that takes one worker longer ends the run",
+                "Raise it, to 600 for example",
+            )
+        )
+    return findings
+
+
+def _gamma(config: GossipConfig, total_steps: int | None, rates: Sequence[float] | None) -> Finding:
+    total = len(rates) if rates else total_steps
+    begins = config.start_step if config.start_step is not None else 0
+    if config.constant is None and config.power == 0:
+        return Finding("ok", "gamma", "power = 0: gamma is 1 throughout, which is plain DSGD")
+    if total is not None and begins >= total:
+        advice = "Lower start_step, or use power 0 for plain DSGD"
+        message = f"adaptive consensus begins at step {begins}, and the run has {total}: gamma stays 1"
+        return Finding("warning", "gamma", message, advice)
+    if config.constant is not None:
+        message = f"constant = {config.constant:g} from step {begins} on"
+        if config.constant == 0:
+            return Finding("warning", "gamma", f"{message}: the workers then never mix again", "Use a value above 0")
+        return Finding("ok", "gamma", message)
+    if config.start_epoch is not None:
+        return Finding("ok", "gamma", f"1 before epoch {config.start_epoch}, then (rate / max_rate)^{config.power:g}")
+    if not rates:
+        advice = "" if isinstance(config.max_rate, float) else "Give total_steps, so that it looks ahead"
+        message = f"(rate / max_rate)^{config.power:g}; how the rate goes on is not known, so gamma is 1 until it falls"
+        return Finding("ok", "gamma", message, advice)
+    return _planned_gamma(config, rates, begins)
+
+
+def _planned_gamma(config: GossipConfig, rates: Sequence[float], begins: int) -> Finding:
+    consensus = AdaptiveConsensus(
+        power=config.power,
+        start_step=begins,
+        max_rate=config.max_rate,
+        floor=config.floor,
+        planned_rates=rates,
+    )
+    gammas = [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+    active = gammas[begins:]
+    smallest, largest, last = min(active), max(active), active[-1]
+    shown = f"between {smallest:.3g} and {largest:.3g} from step {begins} on, {last:.3g} at the last of {len(rates)}"
+    if smallest == 1:
+        if isinstance(config.max_rate, float):
+            advice = f"The largest rate is {max(rates):.3g}: leave max_rate out, or raise it"
+        else:
+            advice = "Use a scheduler that lowers the rate, or set a constant gamma"
+        return Finding("warning", "gamma", "stays 1, since the rate never falls below max_rate: plain DSGD", advice)
+    vanished = sum(gamma < _VANISHED for gamma in active)
+    if vanished > len(active) / 3:
+        message = f"below 1e-6 in {vanished} of {len(active)} active steps: the workers train apart there"
+        return Finding("warning", "gamma", message, "Lower power, set a floor, or start later than a long warm-up")
+    if largest < 0.1:
+        message = f"at most {largest:.3g}: the workers hardly mix"
+        advice = f"The largest rate is {max(rates[begins:]):.3g}; max_rate = {config.max_rate} is far above it"
+        return Finding("warning", "gamma", message, advice)
+    return Finding("ok", "gamma", shown)
