@@ -1,6 +1,7 @@
-"""The `dsgdac` command: sweeps and their reports, and a look at runs, topologies and schedules.
+"""The `dsgdac` command: sweeps and their reports, a look at runs, topologies and schedules, and at a launch.
 
-Exit status: 0 for success, 1 where runs failed or are missing, 2 for a mistake in what was asked, 130 when interrupted.
+Exit status: 0 for success, 1 where runs failed or are missing or the doctor found errors, 2 for a mistake in what was
+asked, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dsgdac_accel.cli import runs, sweeps, theory
+from dsgdac_accel.cli import doctor, launch, runs, sweeps, theory
 from dsgdac_accel.version import __version__
 
 EXAMPLES = """examples:
@@ -20,6 +21,7 @@ EXAMPLES = """examples:
   dsgdac topology one_peer_ring 8
   dsgdac schedule --power 0,1,2,3 --epochs 200 --warmup 10
   dsgdac plot runs/dsgd runs/dsgd_ac
+  torchrun --nproc_per_node 4 -m dsgdac_accel doctor --topology one_peer_ring --parameters 10M
 """
 
 
@@ -58,12 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="dsgdac",
-        description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies.",
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies, launches.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (sweeps, runs, theory):
+    for module in (launch, sweeps, runs, theory, doctor):
         module.add_commands(commands)
     return parser

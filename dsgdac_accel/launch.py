@@ -1,0 +1,394 @@
+"""Start the workers of one machine so that those left can go on when one of them is lost.
+
+torchrun and `accelerate launch` end all workers of a machine as soon as one fails. Here the others go on, and the
+rendezvous store lives in the launcher, so that no worker is a single point of failure: worker 0 can be lost, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.machinery
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+STOPPED = 75
+"""Exit status of a worker that a signal stopped, with a complete checkpoint (EX_TEMPFAIL: try again later)."""
+
+MISTAKE = 2
+"""Exit status of a script that was asked for something impossible: with it, no other worker can go on either."""
+
+DROPPED = "dsgdac_accel/dropped"
+"""Key in the rendezvous store; with `/RANK`, of a worker that the others go on without. It is ended if it hangs."""
+
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 1.0
+_PATIENCE_SECONDS = 300.0  # for the launcher of machine 0 to be there
+_SILENCE_SECONDS = 30.0  # after which a machine without a sign of life counts as lost
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be launched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to start, and what to do when a worker fails. Raises LaunchError where it makes no sense."""
+
+    command: Sequence[str]
+    """Script and its arguments, or those of `python -m`."""
+    module: bool = False
+    workers: int
+    """On each machine."""
+    machines: int = 1
+    machine_index: int = 0
+    address: str | None = None
+    """HOST:PORT of machine 0, where its launcher keeps the store; a free port of 127.0.0.1 on a single machine."""
+    stop_on_failure: bool = False
+    """Whether the others are ended when one fails."""
+    grace: float = 30.0
+    """Seconds between SIGTERM and SIGKILL, where workers are ended."""
+    max_restarts: int = 0
+    log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if sys.platform != "linux":
+            raise LaunchError("dsgdac launch needs Linux. Use torchrun or accelerate launch here.")
+        for name, least in (("workers", 1), ("machines", 1), ("max_restarts", 0), ("grace", 0)):
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                raise LaunchError(f"{name} must be at least {least}; got {value:g}.")
+        if not 0 <= self.machine_index < self.machines:
+            raise LaunchError(f"the machine index must be in 0..{self.machines - 1}; got {self.machine_index}.")
+        if self.machines > 1 and self.address is None:
+            raise LaunchError(f"{self.machines} machines need the address HOST:PORT of machine 0, the same on all.")
+        if self.machines > 1 and self.max_restarts:
+            raise LaunchError("max_restarts needs a single machine. Let the batch system start all of them anew.")
+        _ = self.host_and_port
+        if not self.command:
+            raise LaunchError("name the script to launch, after the options.")
+        name = self.command[0]
+        if self.module:
+            if not importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
+                raise LaunchError(f"there is no module {name}. Install it, or give the path of a script without -m.")
+        elif not Path(name).is_file():
+            raise LaunchError(f"there is no script {name} in {os.getcwd()}. For a module give -m.")
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Where the store is; port 0 is any free one."""
+        host, colon, port = ("127.0.0.1:0" if self.address is None else self.address).rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 2**16 and (int(port) or self.machines == 1)):
+            raise LaunchError(f"the address must be HOST:PORT, such as node0:29500; got {self.address!r}.")
+        return host, int(port)
+
+
+@dataclass
+class _Worker:
+    """A process under way, or how it ended."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    status: int | None = None
+    """As of `subprocess`: a signal's is negative."""
+
+
+def launch(plan: Launch) -> int:
+    """Start the workers, wait for all of them, and return the exit status of the whole.
+
+    SIGTERM, SIGINT and SIGUSR1 go on to the workers, whose end is then waited for, without a restart; a second SIGINT
+    ends them at once. Whatever happens, no process of theirs stays behind, also where the launcher itself is killed.
+
+    Returns 0 where the workers that ended last finished well, even if others were lost before; else the status of the
+    first that failed, 128 + n for signal n.
+
+    Raises LaunchError before anything starts: the port is taken, machine 0 does not answer, more workers than GPUs.
+    """
+    run = _Run(plan)
+    with run.signals():
+        for attempt in range(plan.max_restarts + 1):
+            status = run.once(attempt)
+            if status in (0, MISTAKE) or run.received or attempt == plan.max_restarts:
+                break
+            _say(f"restarting all {plan.workers} workers ({attempt + 1} of {plan.max_restarts} restarts)")
+    return status
+
+
+class _Run:
+    """One launch: its workers, the store, and the signals that came."""
+
+    def __init__(self, plan: Launch) -> None:
+        self.plan = plan
+        self.received: list[int] = []
+        self.workers: list[_Worker] = []
+        self._pending: list[int] = []  # signals that the workers have not been told of
+        self._ending = False  # whether the others were told to end because one failed
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        def note(number: int, _: object) -> None:
+            self.received.append(number)
+            self._pending.append(number)
+
+        before = {number: signal.signal(number, note) for number in _FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def once(self, attempt: int) -> int:
+        """Start all workers and wait for their end."""
+        plan = self.plan
+        self.workers, self._ending = [], False
+        with contextlib.ExitStack() as ended:
+            store, port = self._open_store()
+            ended.callback(self._end_all)
+            first = plan.machine_index * plan.workers
+            common = _environment(plan, port, attempt)
+            echo = None
+            for local in range(plan.workers):
+                own = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+                log = _log_file(plan, first + local)
+                if log is not None:
+                    ended.callback(log.close)
+                    if first + local == 0:
+                        echo = ended.enter_context(open(log.name, "rb"))
+                        echo.seek(0, os.SEEK_END)
+                self.workers.append(_Worker(first + local, _start(plan, common | own, log)))
+            status = self._wait(store, echo)
+            if plan.machines > 1:
+                self._leave_store(store)
+        return status
+
+    def _wait(self, store: Any, echo: Any) -> int:
+        first_failure, last = 0, 0
+        deadline: float | None = None  # of those that were told to end
+        next_beat = 0.0
+        while any(worker.status is None for worker in self.workers):
+            time.sleep(_POLL_SECONDS)
+            self._forward()
+            ends = [worker.status or 0 for worker in self.workers if self._has_ended(worker)]
+            if echo is not None:
+                _copy(echo)
+            for status in ends:
+                first_failure = first_failure or status
+            if ends:
+                last = min(ends, key=abs)  # of those that end at the same time, one that finishes counts
+            if self._ending and deadline is None:
+                deadline = time.monotonic() + self.plan.grace
+                self._signal_all(signal.SIGTERM)
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill_all()
+            if time.monotonic() > next_beat:
+                next_beat = time.monotonic() + _BEAT_SECONDS
+                self._ask_store(store)
+        lost = [str(worker.rank) for worker in self.workers if worker.status]
+        if first_failure and not last and deadline is None:
+            plural = "s" if len(lost) > 1 else ""
+            _say(f"finished without worker{plural} {', '.join(lost)}")
+            return 0
+        return first_failure if first_failure >= 0 else 128 - first_failure
+
+    def _has_ended(self, worker: _Worker) -> bool:
+        """Whether this worker has ended since the last look."""
+        if worker.status is not None:
+            return False
+        process = worker.process
+        # Not reaped yet, its number is still its own, so that its children can be ended by it.
+        if not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return False
+        _kill_group(process.pid)
+        worker.status = process.wait()
+        by_us = self._ending and worker.status in (-signal.SIGTERM, -signal.SIGKILL)
+        self._ending |= worker.status == MISTAKE or (self.plan.stop_on_failure and worker.status not in (0, STOPPED))
+        if worker.status and not by_us:
+            left = sum(other.status is None for other in self.workers)
+            others = f"; {left} of {len(self.workers)} go on" if left and not self._ending else ""
+            _say(f"worker {worker.rank} {_in_words(worker.status)}{others}")
+        return True
+
+    def _forward(self) -> None:
+        while self._pending:
+            number = self._pending.pop(0)
+            _say(f"{signal.Signals(number).name} goes to all workers")
+            self._signal_all(number)
+            if number == signal.SIGINT and self.received.count(signal.SIGINT) > 1:
+                self._kill_all()
+
+    def _ask_store(self, store: Any) -> None:
+        """Tell machine 0 that this one is there, and end workers that hang and were dropped by the others."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with machine 0
+            if self.plan.machines > 1:
+                store.add(f"dsgdac_launch/beats/{self.plan.machine_index}", 1)
+            for worker in self.workers:
+                if worker.status is None and store.check([f"{DROPPED}/{worker.rank}"]):
+                    _kill_group(worker.process.pid)
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.status is None:
+                # Not to its group: processes of a DataLoader would die of it before the worker has saved.
+                worker.process.send_signal(number)
+
+    def _kill_all(self) -> None:
+        for worker in self.workers:
+            if worker.status is None:
+                _kill_group(worker.process.pid)
+
+    def _end_all(self) -> None:
+        self._kill_all()
+        for worker in self.workers:
+            worker.process.wait()
+
+    def _open_store(self) -> tuple[Any, int]:
+        """The rendezvous store, kept by the launcher of machine 0, and its port."""
+        from torch.distributed import TCPStore
+
+        plan = self.plan
+        host, port = plan.host_and_port
+        if plan.machine_index == 0:
+            try:
+                # Reachable by others only where there are other machines.
+                server = socket.create_server(("" if plan.machines > 1 else host, port))
+            except OSError as error:
+                raise LaunchError(f"port {port} cannot be used ({error.strerror}): give another address.") from None
+            port = server.getsockname()[1]
+            descriptor: int | None = server.detach()
+            host = "127.0.0.1" if plan.machines > 1 else host
+        else:
+            self._await_machine_0(host, port)
+            descriptor = None
+        store = TCPStore(
+            host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timedelta(seconds=10),
+            master_listen_fd=descriptor,
+        )  # fmt: skip
+        if plan.machines > 1:
+            me, shape = uuid.uuid4().hex, f"{plan.machines} machines with {plan.workers} workers each"
+            first = store.compare_set("dsgdac_launch/shape", "", shape).decode()
+            if first != shape:
+                raise LaunchError(f"machine {plan.machine_index} was given {shape}, and another one {first}.")
+            if store.compare_set(f"dsgdac_launch/machine/{plan.machine_index}", "", me).decode() != me:
+                raise LaunchError(f"machine index {plan.machine_index} is taken: give each machine its own.")
+        return store, port
+
+    def _await_machine_0(self, host: str, port: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self.received:
+            try:
+                socket.create_connection((host, port), timeout=5).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"no launcher of machine 0 answered at {host}:{port} within {_PATIENCE_SECONDS:g} s ({error})."
+                    ) from None
+            time.sleep(1)
+        raise KeyboardInterrupt
+
+    def _leave_store(self, store: Any) -> None:
+        """Machine 0 keeps the store until the others are done or silent; they say that they are done."""
+        plan = self.plan
+        with contextlib.suppress(RuntimeError):
+            if plan.machine_index:
+                store.set(f"dsgdac_launch/done/{plan.machine_index}", "")
+                return
+            seen = {other: (-1, time.monotonic()) for other in range(1, plan.machines)}
+            while seen and not self.received:
+                for other, (beats, since) in list(seen.items()):
+                    now = store.add(f"dsgdac_launch/beats/{other}", 0)
+                    if now != beats:
+                        seen[other] = (now, time.monotonic())
+                    if store.check([f"dsgdac_launch/done/{other}"]) or time.monotonic() - since > _SILENCE_SECONDS:
+                        del seen[other]
+                time.sleep(_POLL_SECONDS)
+
+
+def _environment(plan: Launch, port: int, attempt: int) -> dict[str, str]:
+    """What all workers of this machine are told."""
+    import torch
+
+    host, _ = plan.host_and_port
+    variables = dict(os.environ)
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.workers)))
+    if not torch.accelerator.is_available():
+        variables.setdefault("ACCELERATE_USE_CPU", "true")
+    gpus = torch.cuda.device_count() if variables.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true") else 0
+    if 0 < gpus < plan.workers:
+        raise LaunchError(
+            f"{plan.workers} workers need a GPU each, and this machine has {gpus}. Let a process hold "
+            f"several (workers_per_process), or set ACCELERATE_USE_CPU=true."
+        )
+    return variables | {
+        "WORLD_SIZE": str(plan.workers * plan.machines), "LOCAL_WORLD_SIZE": str(plan.workers),
+        "MASTER_ADDR": host, "MASTER_PORT": str(port),
+        # torch's workers are then clients of a store that whoever launched them keeps.
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "dsgdac",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+    }  # fmt: skip
+
+
+def _start(plan: Launch, variables: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-u", *(["-m"] if plan.module else []), *plan.command], env=variables,
+        stdin=subprocess.DEVNULL, stdout=log, stderr=None if log is None else subprocess.STDOUT,
+        process_group=0, preexec_fn=_die_with(os.getpid()),
+    )  # fmt: skip
+
+
+def _die_with(launcher: int) -> Callable[[], None]:
+    """Called in the new process: the kernel kills it when the launcher ends, however that happens."""
+    control = ctypes.CDLL(None).prctl  # looked up here: a forked process should do as little as possible
+
+    def bind() -> None:
+        control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it ended before the kernel knew
+            os._exit(1)
+
+    return bind
+
+
+def _log_file(plan: Launch, rank: int) -> Any:
+    if plan.log_dir is None:
+        return None
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    return open(plan.log_dir / f"worker-{rank}.log", "ab", buffering=0)
+
+
+def _copy(file: Any) -> None:
+    """To the console, what came to this file since the last look."""
+    if text := file.read():
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _say(line: str) -> None:
+    print(f"dsgdac launch: {line}", file=sys.stderr, flush=True)
+
+
+def _in_words(status: int) -> str:
+    if status == STOPPED:
+        return f"was stopped by a signal and has saved (status {status})"
+    if status > 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

@@ -1,0 +1,388 @@
+"""`dsgdac launch`: real launchers with workers that mostly do without torch, what is lost, and what stays behind."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from dsgdac_accel.cli import main
+from dsgdac_accel.launch import DROPPED, STOPPED
+from dsgdac_accel.stopping import EXIT_STOPPED
+from tests.workers import fork
+
+BEGIN = "import glob, os, signal, sys, time; rank = int(os.environ['RANK'])\n"
+HANG = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'here{rank}', 'w').write(str(os.getpid())); time.sleep(60)"
+AWAIT_OTHERS = "while len(glob.glob('here*')) < {}: time.sleep(0.01)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+class Command:
+    """`dsgdac launch WORDS` in a forked process."""
+
+    def __init__(self, folder, *words, script=None, **variables):
+        self.output = folder / f"output{time.monotonic_ns()}"
+        self.folder = folder
+        if script is not None:
+            (folder / "script.py").write_text(BEGIN + textwrap.dedent(script))
+        self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables)
+
+    def end(self, seconds=30):
+        """Its exit status and all that was printed."""
+        self.process.join(seconds)
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGKILL)
+            pytest.fail(f"still running after {seconds} s\n{self.output.read_text()}")
+        return self.process.exitcode, self.output.read_text()
+
+    def await_workers(self, *ranks):
+        """Wait until these have written who they are; their process ids."""
+        return [int(appeared(self.folder / f"here{rank}")) for rank in ranks]
+
+
+def _launch(words, folder, output, variables):
+    os.chdir(folder)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def run(folder, *words, **options):
+    return Command(folder, *words, **options).end()
+
+
+def appeared(file, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not (file.exists() and (text := file.read_text())):
+        assert time.monotonic() < deadline, f"{file.name} did not appear"
+        time.sleep(0.01)
+    return text
+
+
+def is_gone(process, seconds=5):
+    """Whether this process has ended; a zombie that nobody collects has."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- what workers are told
+
+
+NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS",
+)  # fmt: skip
+SHOW = f"print(*[os.environ[name] for name in {NAMES}], *sys.argv[1:])"
+
+
+def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
+    stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7"}  # of an outer launch
+    status, out = run(tmp_path, "-n", 2, "script.py", "--n", "3", "-m", script=SHOW, **stale)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    expected = [f"{rank} {rank} 2 2 127.0.0.1 True 0 {threads} --n 3 -m" for rank in (0, 1)]
+    assert (status, sorted(out.splitlines())) == (0, expected)
+
+
+def test_number_of_threads_is_left_as_it_was_set(tmp_path):
+    status, out = run(tmp_path, "-n", 1, "script.py", script=SHOW, OMP_NUM_THREADS="3")
+    assert (status, out) == (0, "0 0 1 1 127.0.0.1 True 0 3\n")
+
+
+def test_a_module_is_launched_by_name(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__package__, *sys.argv[1:])")
+    assert run(tmp_path, "-n", 1, "-m", "package.train", "--epochs", 2) == (0, "package --epochs 2\n")
+
+
+def test_logs_are_added_to_files_and_only_worker_0_is_on_the_console(tmp_path):
+    script = "print('out', rank); print('err', rank, file=sys.stderr)"
+    for launches in (1, 2):
+        status, out = run(tmp_path, "-n", 2, "--log-dir", "logs/run", "script.py", script=script)
+        assert (status, out) == (0, "out 0\nerr 0\n")
+        for rank in (0, 1):
+            text = (tmp_path / "logs" / "run" / f"worker-{rank}.log").read_text()
+            assert text == f"out {rank}\nerr {rank}\n" * launches
+
+
+# ---- failures
+
+
+def test_others_go_on_when_a_worker_is_lost(tmp_path):
+    script = f"""
+        if rank == 0:
+            {KILLED}
+        time.sleep(0.5)
+        print("finished", rank)
+        """
+    status, out = run(tmp_path, "-n", 3, "script.py", script=script)
+    assert status == 0
+    assert {"finished 1", "finished 2"} < set(out.splitlines())
+    assert "worker 0 was ended by SIGKILL; 2 of 3 go on" in out
+    assert out.endswith("finished without worker 0\n")
+
+
+@pytest.mark.parametrize(("first", "status"), [("sys.exit(5)", 5), (KILLED, 128 + 9), ("sys.exit(75)", 75)])
+def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_path, first, status):
+    script = f"""
+        if rank == 1:
+            {first}
+        time.sleep(0.5)
+        sys.exit(6)
+        """
+    assert run(tmp_path, "-n", 2, "script.py", script=script)[0] == status
+
+
+def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
+    status, out = run(tmp_path, "-n", 2, "script.py", script="time.sleep(rank / 2); sys.exit(3 * rank)")
+    assert (status, "worker 1 ended with status 3" in out) == (3, True)
+    assert "finished without" not in out
+
+
+def test_stop_on_failure_ends_the_others_also_those_that_do_not_listen(tmp_path):
+    script = f"""
+        if rank != 1:
+            {HANG}
+        {AWAIT_OTHERS.format(2)}
+        sys.exit(5)
+        """
+    command = Command(tmp_path, "-n", 3, "--on-failure", "stop", "--grace", 0.3, "script.py", script=script)
+    assert command.end()[0] == 5
+    assert all(is_gone(process) for process in command.await_workers(0, 2))
+
+
+def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_restart(tmp_path):
+    script = """
+        open("starts", "a").write("x")
+        if rank == 1:
+            time.sleep(0.2)
+            sys.exit(2)
+        time.sleep(60)
+        """
+    status, out = run(tmp_path, "-n", 2, "--max-restarts", 2, "script.py", script=script)
+    assert (status, out) == (2, "dsgdac launch: worker 1 ended with status 2\n")
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
+    script = f"""
+        if rank == 1:
+            {HANG}
+        {AWAIT_OTHERS.format(1)}
+        open("port", "w").write(os.environ["MASTER_PORT"])
+        while not os.path.exists("dropped"):
+            time.sleep(0.01)
+        """
+    command = Command(tmp_path, "-n", 2, "script.py", script=script)
+    store = TCPStore("127.0.0.1", int(appeared(tmp_path / "port")), is_master=False)
+    store.set(f"{DROPPED}/1", "")
+    assert is_gone(*command.await_workers(1))
+    (tmp_path / "dropped").write_text("")
+    status, out = command.end()
+    assert (status, "worker 1 was ended by SIGKILL" in out, "finished without worker 1" in out) == (0, True, True)
+
+
+# ---- signals, and what stays behind
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_reaches_all_workers_and_nothing_is_restarted(tmp_path, name):
+    script = f"""
+        signal.signal(signal.{name}, lambda *_: sys.exit({STOPPED}))
+        open(f"here{{rank}}", "w").write(str(os.getpid()))
+        time.sleep(60)
+        """
+    command = Command(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
+    command.await_workers(0, 1)
+    os.kill(command.process.pid, signal.Signals[name])
+    status, out = command.end()
+    assert status == STOPPED == EXIT_STOPPED
+    assert f"{name} goes to all workers" in out
+    assert out.count("was stopped by a signal and has saved (status 75)") == 2
+    assert "restarting" not in out
+
+
+def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
+    script = f"signal.signal(signal.SIGINT, signal.SIG_IGN); {HANG}"
+    command = Command(tmp_path, "-n", 2, "script.py", script=script)
+    processes = command.await_workers(0, 1)
+    os.kill(command.process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert command.process.is_alive()
+    os.kill(command.process.pid, signal.SIGINT)
+    assert command.end()[0] == 128 + 9
+    assert all(is_gone(process) for process in processes)
+
+
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
+    command = Command(tmp_path, "-n", 2, "script.py", script=HANG)
+    processes = command.await_workers(0, 1)
+    os.kill(command.process.pid, signal.SIGKILL)
+    assert all(is_gone(process) for process in processes)
+
+
+def test_processes_that_a_worker_started_end_with_it(tmp_path):
+    script = """
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open("here0", "w").write(str(child.pid))
+        """
+    command = Command(tmp_path, "-n", 1, "script.py", script=script)
+    assert command.end()[0] == 0
+    assert is_gone(*command.await_workers(0))
+
+
+# ---- restarts
+
+
+def test_stopped_and_failed_runs_are_started_anew(tmp_path):
+    script = f"""
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("attempt", attempt, "rank", rank)
+        time.sleep(0.2)
+        sys.exit([{STOPPED}, 1, 0][attempt])
+        """
+    status, out = run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
+    assert status == 0
+    assert sorted(re.findall(r"attempt (\d) rank (\d)", out)) == [(a, r) for a in "012" for r in "01"]
+    assert out.count("restarting all 2 workers") == 2
+    assert "(2 of 3 restarts)" in out
+
+
+def test_restarts_come_to_an_end(tmp_path):
+    status, out = run(tmp_path, "-n", 1, "--max-restarts", 2, "script.py", script="sys.exit(4)")
+    assert (status, out.count("worker 0 ended with status 4")) == (4, 3)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", 0, "script.py"], "workers must be at least 1; got 0"),
+        (["-n", 1, "--max-restarts", -1, "script.py"], "max_restarts must be at least 0; got -1"),
+        (["-n", 1, "--grace", "nan", "script.py"], "grace must be at least 0; got nan"),
+        (["-n", 1], "name the script"),
+        (["-n", 1, "nothing.py"], "there is no script nothing.py in"),
+        (["-n", 1, "."], "there is no script . in"),
+        (["-n", 1, "-m", "nothing.here"], "there is no module nothing.here"),
+        (["-n", 1, "--machines", 2, "script.py"], "2 machines need the address HOST:PORT"),
+        (["-n", 1, "--machines", 2, "--address", "node0", "script.py"], "HOST:PORT, such as node0:29500; got 'node0'"),
+        (["-n", 1, "--machines", 2, "--address", "node0:0", "script.py"], "got 'node0:0'"),
+        (["-n", 1, "--address", "node0:70000", "script.py"], "got 'node0:70000'"),
+        (["-n", 1, "--machine-index", 1, "script.py"], "the machine index must be in 0..0; got 1"),
+        (["-n", 1, "--machines", 2, "--address", "a:1", "--max-restarts", 1, "script.py"], "needs a single machine"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert (error.count("\n"), error.startswith("error: ")) == (1, True)
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["launch", "-n", "1", "--address", f"127.0.0.1:{port}", "script.py"]) == 2
+    error = capsys.readouterr().err
+    assert (f"port {port} cannot be used" in error, error.count("\n")) == (True, 1)
+
+
+# ---- with torch
+
+
+def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_path):
+    script = f"""
+        import torch
+        import torch.distributed as dist
+        from datetime import timedelta
+
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        total = torch.tensor([10.0 ** rank])
+        dist.all_reduce(total)
+        if rank == 0:
+            {KILLED}
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError:
+            store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+            left = dist.ProcessGroupGloo(store, rank - 1, 2, timedelta(seconds=20))
+            again = torch.tensor([10.0 ** rank])
+            left.allreduce([again]).wait()
+            print("sums", total.item(), again.item(), flush=True)
+            os._exit(0)
+        """
+    status, out = run(tmp_path, "-n", 3, "script.py", script=script, OMP_NUM_THREADS="1")
+    assert status == 0, out
+    assert out.count("sums 111.0 110.0") == 2
+    assert "finished without worker 0" in out
+
+
+MEET = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([10.0 ** rank])
+    dist.all_reduce(total)
+    print("rank", rank, "local", os.environ["LOCAL_RANK"], "sum", total.item())
+    time.sleep(rank)
+    dist.get_world_size(), dist.distributed_c10d._get_default_store().set("late", "still there")
+    print("late", rank)
+    """
+
+
+def test_two_machines_meet_at_the_first_one_which_stays_until_the_other_is_done(tmp_path):
+    words = ["-n", 1, "--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
+    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=MEET, GLOO_SOCKET_IFNAME="lo")
+    first = Command(tmp_path, *words, "--machine-index", 0, "script.py", GLOO_SOCKET_IFNAME="lo")
+    assert first.end() == (0, "rank 0 local 0 sum 11.0\nlate 0\n")
+    assert second.end() == (0, "rank 1 local 0 sum 11.0\nlate 1\n")
+
+
+def test_machines_that_were_told_different_things_are_refused(tmp_path):
+    words = ["--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
+    first = Command(tmp_path, "-n", 1, *words, "script.py", script=HANG)
+    first.await_workers(0)
+    status, out = run(tmp_path, "-n", 1, *words, "script.py")
+    assert (status, "cannot be used" in out) == (2, True)
+    status, out = run(tmp_path, "-n", 2, *words, "--machine-index", 1, "script.py")
+    assert (status, "2 machines with 2 workers each, and another one 2 machines with 1 workers each" in out) == (
+        2,
+        True,
+    )
+    os.kill(first.process.pid, signal.SIGKILL)
