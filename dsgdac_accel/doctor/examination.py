@@ -41,7 +41,7 @@ def examine(
     *,
     settings: Any = None,
     parameters: int | None = None,
-    output_dir: Path | None = None,
+    output_dir: Path | str | None = None,
     timeout: float = 30.0,
     report: Report | None = None,
 ) -> Report:
@@ -76,7 +76,7 @@ def examine(
     examination = _Examination(accelerator, model, timeout, report)
     try:
         examination.meet()
-        examination.compare(settings, output_dir)
+        examination.compare(settings, None if output_dir is None else Path(output_dir))
         examination.look_at_settings()
         examination.look_at_data(loader)
         examination.measure(parameters)

@@ -20,6 +20,7 @@ from dsgdac_accel.doctor.report import Finding, Report, named_workers
 GRACE_SECONDS = 3.0
 """How long the others wait for worker 0 to speak; launchers end all processes of a machine when one fails."""
 _OWN_WORDS = 0.5  # seconds in which others may say that they failed, too
+_LAST_LOOK = 1.0  # seconds in which they see that all is said
 
 
 def run_examination(examine: Callable[[Report], None], say: Callable[[Report], None], timeout: float) -> int:
@@ -131,7 +132,17 @@ class _Speaking:
         sys.stdout.flush()
         if self._store is not None:
             self._store.set("done", str(status))
+            self._let_others_read()
         return status
+
+    def _let_others_read(self) -> None:
+        """Where worker 0 serves the store, it ends after those that are still there."""
+        if self.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        deadline = time.monotonic() + _LAST_LOOK
+        others = [f"left/{rank}" for rank in range(1, self.size)]
+        while not all(self._store.check([other]) for other in others) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _wait_for_worker_0(self) -> None:
         deadline = time.monotonic() + GRACE_SECONDS + _OWN_WORDS
@@ -146,6 +157,8 @@ class _Speaking:
         return self._store.compare_set("speaker", "", str(self.rank)).decode() == str(self.rank)
 
     def _status(self) -> int:
-        if self._store is not None and self._store.check(["done"]):
-            return max(int(self._store.get("done")), self.report.exit_status)
-        return 1 if self.rank else self.report.exit_status
+        if self._store is None or not self._store.check(["done"]):
+            return 1
+        said = int(self._store.get("done"))
+        self._store.set(f"left/{self.rank}", "")
+        return max(said, self.report.exit_status)

@@ -107,12 +107,12 @@ def _planned_gamma(config: GossipConfig, rates: Sequence[float], begins: int) ->
         else:
             advice = "Use a scheduler that lowers the rate, or set a constant gamma"
         return Finding("warning", "gamma", "stays 1, since the rate never falls below max_rate: plain DSGD", advice)
-    vanished = sum(gamma < _VANISHED for gamma in active)
-    if vanished > len(active) / 3:
-        message = f"below 1e-6 in {vanished} of {len(active)} active steps: the workers train apart there"
-        return Finding("warning", "gamma", message, "Lower power, set a floor, or start later than a long warm-up")
     if largest < 0.1:
         message = f"at most {largest:.3g}: the workers hardly mix"
         advice = f"The largest rate is {max(rates[begins:]):.3g}; max_rate = {config.max_rate} is far above it"
         return Finding("warning", "gamma", message, advice)
+    vanished = sum(gamma < _VANISHED for gamma in active)
+    if vanished > len(active) / 3:
+        message = f"below 1e-6 in {vanished} of {len(active)} active steps: the workers train apart there"
+        return Finding("warning", "gamma", message, "Lower power, set a floor, or start later than a long warm-up")
     return Finding("ok", "gamma", shown)

@@ -1,0 +1,378 @@
+"""The doctor with real workers, one of which is deliberately wrong: the finding must name it."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel.doctor import examination, examine, facts, quick_check
+from dsgdac_accel.randomness import seed_workers_differently
+from tests.launching import finish, forked, start
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+
+WORKERS, PARAMETERS, BATCH = 3, 250_000, 4
+SLOW_SECONDS = 0.12
+
+# ---- one worker of a run is wrong
+
+
+def healthy(rank, run):
+    pass
+
+
+def other_version(rank, run):
+    if rank == 1:
+        versions = facts.package_versions() | {"torch": "1.0"}
+        run["patches"].setattr(facts, "package_versions", lambda: versions)
+
+
+def other_setting(rank, run):
+    run["settings"] = {"data": {"name": "digits"}, "rate": 0.3 if rank == 2 else 0.1}
+
+
+def other_model(rank, run):
+    if rank == 1:
+        run["model"] = nn.Linear(4, 3)
+
+
+def other_values(rank, run):
+    if rank == 2:
+        with torch.no_grad():
+            next(run["model"].parameters()).add_(1)
+
+
+def same_stream(rank, run):
+    if rank in (0, 2):
+        torch.manual_seed(7)
+
+
+def shared_samples(rank, run):
+    run["loader"] = own_samples(run, range(24 * rank, 24 * rank + 24) if rank < 2 else range(4, 28))
+
+
+def one_step_more(rank, run):
+    run["loader"] = own_samples(run, range(32 * rank, 32 * rank + 24 + (BATCH if rank == 1 else 0)))
+
+
+def failing_loader(rank, run):
+    class Broken:
+        def __iter__(self):
+            if rank == 2:
+                raise KeyError("no such column")
+            return iter([[0], [1]])
+
+        def __len__(self):
+            return 2
+
+    run["loader"] = run["accelerator"].equal_steps(DataLoader(range(9), batch_sampler=Broken()))
+
+
+def slow_link(rank, run):
+    """Messages of worker 1 to worker 2 take longer."""
+    if rank == 1:
+        from dsgdac_accel import exchange
+
+        send = exchange.dist.isend
+
+        def slow_send(chunk, target, *args, **kwargs):
+            time.sleep(SLOW_SECONDS if target == 2 else 0)
+            return send(chunk, target, *args, **kwargs)
+
+        run["patches"].setattr(exchange.dist, "isend", slow_send)
+
+
+def no_folder(rank, run):
+    if rank == 1:
+        run["output_dir"] = f"{__file__}/runs"
+
+
+def own_samples(run, samples):
+    return run["accelerator"].equal_steps(DataLoader(range(100), batch_size=BATCH, sampler=list(samples)))
+
+
+CASES = (
+    healthy, other_version, other_setting, other_model, other_values, same_stream, shared_samples, one_step_more,
+    failing_loader, slow_link, no_folder,
+)  # fmt: skip
+
+
+def examine_all(rank):
+    """The report of each case, in one launch."""
+    facts._cores = lambda: (0,)  # advice on cores that are left idle would depend on the machine
+    reports = {}
+    for case in CASES:
+        torch.manual_seed(3)
+        accelerator = GossipAccelerator(gossip=GossipConfig(total_steps=50))
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        loader = DataLoader(torch.arange(96.0), batch_size=BATCH, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with pytest.MonkeyPatch.context() as patches:
+            run = {"accelerator": accelerator, "model": model, "loader": loader, "patches": patches}
+            case(rank, run)
+            del run["accelerator"], run["patches"]
+            if case is not slow_link:
+                patches.setattr(examination, "measure_links", quick_links)
+            before = torch.get_rng_state()
+            reports[case.__name__] = examine(accelerator, parameters=PARAMETERS, timeout=20, **run)
+            assert torch.equal(before, torch.get_rng_state())
+    return reports
+
+
+def quick_links(*args):
+    from dsgdac_accel.doctor.links import measure_links
+
+    return measure_links(*args, budget=0.5)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return run_workers(examine_all, WORKERS, timeout=120)
+
+
+def only(reports, case, level, subject):
+    """The findings of a case that are not ok; they are of one subject, and the same on all workers."""
+    found = [finding for finding in reports[0][case].findings if finding.level != "ok"]
+    assert {(finding.level, finding.subject) for finding in found} == {(level, subject)}, found
+    for report in reports[1:]:
+        assert [finding for finding in report[case].findings if finding.level != "ok"] == found
+    return found
+
+
+def test_a_healthy_run_has_no_warning(reports):
+    for report in reports:
+        report = report["healthy"]
+        assert [finding.line() for finding in report.findings if finding.level != "ok"] == []
+        assert report.exit_status == 0
+        assert report.values["steps_per_pass"] == [96 // BATCH // WORKERS] * WORKERS
+    text = "\n".join(reports[0]["healthy"].lines())
+    assert "workers        3 (3 processes x 1), 1 machine, gloo, cpu" in text
+    assert "disjoint, 96 of 96 samples" in text
+    gap = build_topology("one_peer_ring", WORKERS).spectral_gap()
+    assert reports[0]["healthy"].values["spectral_gap"] == gap
+
+
+def test_links_are_measured_between_all_neighbours(reports):
+    values = reports[0]["healthy"].values
+    assert values["parameter_bytes"] == 4 * PARAMETERS
+    assert [link["processes"] for link in values["links"]] == [(0, 1), (0, 2), (1, 2)]
+    for link in values["links"]:
+        assert 0 < link["latency"] < 1
+        assert link["bytes_per_second"] == 4 * PARAMETERS / link["seconds"]
+        assert 2**20 < link["bytes_per_second"] < 2**40  # memory of one machine, however busy
+    assert len(values["round_seconds"]) == build_topology("one_peer_ring", WORKERS).period
+    assert min(values["round_seconds"]) > 0
+
+
+def test_another_version_is_an_error_that_names_the_worker(reports):
+    (finding,) = only(reports, "other_version", "error", "versions")
+    assert finding.workers == (1,)
+    assert "worker 1: torch 1.0, but worker 0: torch 2" in finding.message
+
+
+def test_another_setting_is_named_with_its_key_and_values(reports):
+    (finding,) = only(reports, "other_setting", "error", "configuration")
+    assert finding.message == "worker 2: rate = 0.3, but worker 0: rate = 0.1"
+    assert finding.workers == (2,)
+    assert "links" not in reports[0]["other_setting"].values  # such workers might wait for each other
+
+
+def test_another_model_is_named_with_its_first_difference(reports):
+    (finding,) = only(reports, "other_model", "error", "model")
+    assert finding.workers == (1,)
+    assert "weight (3, 4) torch.float32 instead of 0.weight (3, 4) torch.float32" in finding.message
+
+
+def test_another_start_is_an_error(reports):
+    (finding,) = only(reports, "other_values", "error", "model")
+    assert (finding.workers, "start from different values" in finding.message) == ((2,), True)
+
+
+def test_equal_random_streams_are_an_error(reports):
+    (finding,) = only(reports, "same_stream", "error", "random streams")
+    assert finding.workers == (0, 2)
+
+
+def test_overlapping_shards_name_both_workers_and_count(reports):
+    (finding,) = only(reports, "shared_samples", "error", "shards")
+    assert finding.workers == (0, 2)
+    assert "20 samples" in finding.message
+
+
+def test_one_step_more_on_a_worker_is_a_warning(reports):
+    (finding,) = only(reports, "one_step_more", "warning", "steps")
+    assert finding.workers == (1,)
+    assert "(6, 7, 6)" in finding.message
+    assert reports[0]["one_step_more"].exit_status == 0
+
+
+def test_a_loader_that_fails_on_one_worker_is_its_fault(reports):
+    (finding,) = only(reports, "failing_loader", "error", "data")
+    assert finding.workers == (2,)
+    assert "KeyError: 'no such column'" in finding.message
+
+
+def test_a_slow_link_is_named_by_its_pair(reports):
+    (finding,) = only(reports, "slow_link", "warning", "links")
+    assert finding.workers == (1, 2)
+    times = {tuple(link["processes"]): link["seconds"] for link in reports[0]["slow_link"].values["links"]}
+    assert times.pop((1, 2)) >= SLOW_SECONDS > max(times.values())
+
+
+def test_a_folder_that_cannot_be_written_names_the_worker(reports):
+    (finding,) = only(reports, "no_folder", "error", "output folder")
+    assert finding.workers == (1,)
+    assert "is not a folder" in finding.message
+
+
+# ---- silence
+
+
+def meet_without_one(rank):
+    accelerator = GossipAccelerator(gossip=GossipConfig())
+    if rank == 1:
+        time.sleep(3.5)
+        return None
+    started = time.monotonic()
+    report = examine(accelerator, parameters=10, timeout=1.5)
+    return report, time.monotonic() - started
+
+
+def test_a_worker_that_does_not_come_is_named_in_time():
+    first, _, last = run_workers(meet_without_one, WORKERS)
+    for report, seconds in (first, last):
+        (finding,) = report.of_level("error")
+        assert (finding.subject, finding.workers) == ("lost worker", (1,))
+        assert report.exit_status == 1
+        assert seconds < 3
+
+
+def lose_one_on_the_way(rank):
+    class Sleepy(list):
+        def __iter__(self):
+            time.sleep(6.5 if rank == 2 else 0)
+            return super().__iter__()
+
+    accelerator = GossipAccelerator(gossip=GossipConfig())
+    loader = accelerator.equal_steps(DataLoader(range(9), batch_sampler=Sleepy([[0], [1]])))
+    started = time.monotonic()
+    report = examine(accelerator, loader=loader, parameters=10, timeout=1)
+    return report, time.monotonic() - started
+
+
+def test_a_worker_that_falls_silent_is_named():
+    first, second, _ = run_workers(lose_one_on_the_way, WORKERS)
+    for report, seconds in (first, second):
+        (finding,) = report.of_level("error")
+        assert finding.subject == "lost worker"
+        assert "worker 2 did not answer" in finding.message
+        assert seconds < 6.5
+
+
+# ---- the quick check
+
+
+def check_quickly(rank):
+    accelerator = GossipAccelerator(gossip=GossipConfig())
+    group = accelerator.group
+    seed_workers_differently(group)
+    found = {"healthy": quick_check(group, {"rate": 0.1}, streams=True)}
+    took = []
+    for _ in range(5):
+        started = time.perf_counter()
+        quick_check(group, {"rate": 0.1}, streams=True)
+        took.append(time.perf_counter() - started)
+    for name, settings in (("rate", {"rate": 0.1 + rank}), ("seed", {"rate": 0.1})):
+        torch.manual_seed(1)
+        try:
+            quick_check(group, settings, streams=name == "seed")
+        except ValueError as error:
+            found[name] = str(error)
+    return found, min(took)
+
+
+def test_the_quick_check_refuses_what_would_be_wrong_and_costs_nothing():
+    for found, seconds in run_workers(check_quickly, 2):
+        assert found["healthy"] == []
+        assert "worker 1: rate = 1.1, but worker 0: rate = 0.1" in found["rate"]
+        assert "workers 0, 1 draw the same random numbers (torch)" in found["seed"]
+        assert seconds < 0.05
+
+
+# ---- the command
+
+
+PROLOGUE = """
+import os, sys, time
+from dsgdac_accel.doctor import facts
+facts._cores = lambda: (0,)
+rank = os.environ["RANK"]
+"""
+CALL = """
+from dsgdac_accel.cli import main
+raise SystemExit(main())
+"""
+
+
+def launch(tmp_path, workers, *words, before=""):
+    script = tmp_path / "launch.py"
+    script.write_text(PROLOGUE + before + CALL)
+    return finish(start([*forked(workers), script, "doctor", *map(str, words)], tmp_path), timeout=60)
+
+
+def test_worker_0_alone_reports_and_writes_json(tmp_path):
+    file = tmp_path / "made" / "report.json"
+    status, out, err = launch(tmp_path, 2, "--parameters", "100k", "--topology", "ring", "--json", file)
+    assert status == 0, err
+    assert out.count("doctor: ") == 1
+    report = json.loads(file.read_text())
+    assert (report["level"], report["workers"], report["topology"]) == ("warning", 2, "ring")
+    # Here no agent keeps the store; that is all there is to say.
+    assert [found["subject"] for found in report["findings"] if found["level"] != "ok"] == ["rendezvous"]
+    assert [link["processes"] for link in report["links"]] == [[0, 1]]
+
+
+def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_path):
+    before = "sys.argv += ['--rate', '0.3'] if rank == '1' else []"
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    words = ["--config", f"{root}/configs/digits.yaml", "--output_dir", tmp_path / "runs"]
+    status, out, _ = launch(tmp_path, 2, *words, before=before)
+    assert status == 1
+    assert "error    configuration  worker 1: rate = 0.3, but worker 0: rate = 0.2." in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_worker_that_is_not_launched_is_named(tmp_path):
+    before = "time.sleep(60 if rank == '1' else 0)"
+    status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
+    assert status == 1
+    assert "error    lost worker    worker 1 did not answer within 2 s in the meeting." in out
+
+
+def test_the_failure_of_one_worker_ends_all_at_once_with_its_reason(tmp_path):
+    before = """
+from dsgdac_accel import GossipAccelerator
+def fail(*args, **kwargs):
+    raise OSError("the data set is not on this machine")
+if rank == "1":
+    GossipAccelerator.prepare = fail
+"""
+    started = time.monotonic()
+    status, out, _ = launch(tmp_path, 2, before=before)
+    assert status == 1
+    assert "error    failed         worker 1: the data set is not on this machine" in out
+    assert time.monotonic() - started < 25  # the others wait in a collective, whose timeout is 30 s
+
+
+def test_a_mistake_is_said_once(tmp_path):
+    status, out, err = launch(tmp_path, 2, "--topology", "ringg")
+    assert (status, out) == (2, "")
+    assert [line for line in err.splitlines() if line.startswith("error: ")] == [err.strip()]
+    assert "Did you mean 'ring'?" in err

@@ -1,0 +1,355 @@
+"""The doctor's findings from facts, settings and times, and the command in a single process."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, Topology, build_topology
+from dsgdac_accel.cli import main
+from dsgdac_accel.doctor import Report, checks, examine, facts
+from dsgdac_accel.doctor.data import Share, check_shares, share_of
+from dsgdac_accel.doctor.links import Link, Measured, check_links, matchings
+from dsgdac_accel.doctor.meeting import launched
+from dsgdac_accel.doctor.report import Finding
+from dsgdac_accel.doctor.settings import check_gossip, check_topology
+from dsgdac_accel.topology import TOPOLOGIES
+from tests.launching import ROOT
+
+MINE = facts.collect_facts(0, torch.device("cpu"))
+
+
+def workers(count, **changes):
+    """Facts of healthy workers on one machine of as many cores."""
+    environment = {"WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    settings = {"threads": 1, "cores": tuple(range(count)), "core_limit": count, "environment": environment}
+    return [replace(MINE, rank=rank, **(settings | changes)) for rank in range(count)]
+
+
+def levels(findings):
+    return [(finding.level, finding.subject) for finding in findings if finding.level != "ok"]
+
+
+# ---- facts
+
+
+def test_healthy_workers_have_no_warning():
+    streams = [{"torch": str(rank), "numpy": str(rank)} for rank in range(4)]
+    found = [replace(fact, streams=streams[fact.rank]) for fact in workers(4)]
+    assert levels(checks.check_facts(found)) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "threads", "cores", "limit", "device", "expected"),
+    [
+        (4, 1, 4, 4.0, "cpu", None),
+        (4, 1, 2, 2.0, "cpu", None),  # nothing to set: one thread each is the least
+        (4, 2, 4, 4.0, "cpu", "OMP_NUM_THREADS=1"),
+        (2, 4, 6, 6.0, "cpu", "OMP_NUM_THREADS=3"),
+        (2, 4, 16, 4.0, "cpu", "OMP_NUM_THREADS=2"),  # a container with a quota
+        (2, 1, 16, 16.0, "cpu", "OMP_NUM_THREADS=8"),  # idle cores
+        (2, 1, 16, 16.0, "cuda:0", None),
+    ],
+)
+def test_threads_against_cores(count, threads, cores, limit, device, expected):
+    found = workers(count, threads=threads, cores=tuple(range(cores)), core_limit=limit, device=device)
+    (finding,) = checks.check_threads(found)
+    assert finding.level == ("ok" if expected is None else "warning")
+    assert expected is None or expected in finding.advice
+
+
+def test_machines_are_counted_by_themselves():
+    found = [replace(fact, machine="ab"[fact.rank // 2], threads=2) for fact in workers(4, cores=(0, 1, 2, 3))]
+    assert [finding.level for finding in checks.check_threads(found)] == ["ok", "ok"]
+
+
+def test_workers_that_share_a_gpu_are_named():
+    found = [replace(fact, device="cuda:0", gpu=f"m {fact.rank // 2}") for fact in workers(3)]
+    (finding,) = checks.check_devices(found)
+    assert (finding.level, finding.workers, "workers_per_process" in finding.advice) == ("error", (0, 1), True)
+    mixed = [replace(fact, device=device) for fact, device in zip(workers(2), ("cpu", "cuda:0"), strict=True)]
+    assert levels(checks.check_devices(mixed)) == [("error", "device")]
+    assert levels(checks.check_devices(workers(2, idle_gpu=True))) == [("warning", "GPU")]
+
+
+def test_processes_that_do_not_see_each_other_are_an_error():
+    (finding,) = checks.check_launch(workers(1, environment={"WORLD_SIZE": "4"}))
+    assert (finding.level, "4 processes were launched" in finding.message) == ("error", True)
+    assert "--multi_gpu" in finding.advice
+
+
+def test_the_place_of_the_store_and_the_agent_are_told():
+    alone = workers(2, store="TCPStore", environment={"WORLD_SIZE": "2"})
+    assert levels(checks.check_launch(alone)) == [("warning", "rendezvous")]
+    agent = {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}
+    (finding,) = checks.check_launch(workers(2, store="TCPStore", environment=agent))
+    assert (finding.level, "none again" in finding.message) == ("ok", True)
+    (finding,) = checks.check_launch(workers(2, environment=agent | {"TORCHELASTIC_MAX_RESTARTS": "3"}))
+    assert "up to 3 times" in finding.message
+
+
+def test_room_for_three_checkpoints():
+    roomy = [replace(fact, free_bytes=free) for fact, free in zip(workers(2), (900, 299), strict=True)]
+    (finding,) = checks.check_room(roomy, 100)
+    assert (finding.level, finding.workers) == ("warning", (1,))
+    assert levels(checks.check_room(roomy, 99)) == []
+    assert checks.check_room(workers(2), 100) == []
+
+
+def test_many_differences_are_shortened():
+    found = workers(2)
+    found[1] = replace(found[1], settings={f"key{number}": number for number in range(30)})
+    lines = [finding.line() for finding in checks.check_settings(found)]
+    assert len(lines) == 9
+    assert "worker 1: key0 = 0, but worker 0: key0 = nothing" in lines[0]
+    assert "22 more" in lines[-1]
+
+
+def test_streams_of_workers_within_processes_must_differ_too():
+    own = [{"torch": "ab"[rank], "torch of its worker 0": "c", "torch of its worker 1": "de"[rank]} for rank in (0, 1)]
+    found = [replace(fact, streams=own[fact.rank]) for fact in workers(2)]
+    (finding,) = checks.check_streams(found)
+    assert (finding.level, finding.workers, "of its workers" in finding.message) == ("error", (0, 1), True)
+
+
+def test_missing_variables_of_a_launcher_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK must be a number from 0 to WORLD_SIZE - 1; got RANK=None"):
+        launched()
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_topologies_are_described(name):
+    topology = build_topology(name, 8)
+    (finding,), values = check_topology(topology, total_steps=1000)
+    assert finding.level == "ok"
+    assert values["spectral_gap"] == topology.spectral_gap()
+
+
+def test_a_topology_that_never_or_hardly_mixes_is_told():
+    swap = Topology.from_matrices([[[0, 1], [1, 0]]])
+    (finding,), _ = check_topology(swap)
+    assert (finding.level, "never shrinks" in finding.message) == ("error", True)
+    (finding,), values = check_topology(build_topology("ring", 32), total_steps=50)
+    assert (finding.level, str(values["steps_to_mix"]) in finding.message) == ("warning", True)
+
+
+COSINE = [0.5 * (1 + np.cos(np.pi * step / 1000)) for step in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("config", "rates", "expected"),
+    [
+        (GossipConfig(), COSINE, None),
+        (GossipConfig(power=6), COSINE, None),
+        (GossipConfig(power=0), [0.1] * 9, None),
+        (GossipConfig(), [0.1] * 9, "stays 1"),
+        (GossipConfig(max_rate=0.01), [0.1, 0.05], "stays 1"),
+        (GossipConfig(max_rate=10.0), [0.1, 0.05], "hardly mix"),
+        (GossipConfig(), [1.0, *[1e-3] * 9], "train apart"),
+        (GossipConfig(floor=0.01), [1.0, *[1e-3] * 9], None),
+        (GossipConfig(constant=0.0), COSINE, "never mix"),
+        (GossipConfig(constant=0.5), COSINE, None),
+        (GossipConfig(start_step=9), [0.1] * 9, "begins at step 9"),
+    ],
+)
+def test_what_gamma_does_over_the_run(config, rates, expected):
+    (finding,) = check_gossip(config, rates=rates)
+    assert finding.level == ("ok" if expected is None else "warning")
+    assert expected is None or expected in finding.message
+
+
+def test_settings_that_cost_time_or_patience():
+    assert levels(check_gossip(GossipConfig(overlap=False, timeout=5))) == [
+        ("warning", "overlap"), ("warning", "timeout"),
+    ]  # fmt: skip
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("per_process", [1, 2])
+def test_matchings_are_disjoint_and_hold_every_pair(name, count, per_process):
+    topology = build_topology(name, count * per_process)
+    found = matchings(topology, per_process)
+    for joined in found:
+        ends = [end for pair in joined for end in pair]
+        assert len(ends) == len(set(ends))
+    expected = {
+        tuple(sorted((worker // per_process, peer // per_process)))
+        for step in range(topology.period)
+        for worker in range(topology.num_workers)
+        for peer in topology.neighbors(step, worker)
+        if worker // per_process != peer // per_process
+    }
+    assert sorted(pair for joined in found for pair in joined) == sorted(expected)
+
+
+def times(*seconds, rounds=(0.1,), radius=0.001):
+    links = tuple(Link((number, number + 1), 0.001, took, 10**6) for number, took in enumerate(seconds))
+    return Measured(10**6, 10**6, links, rounds, 10**6, radius)
+
+
+def test_findings_from_times():
+    ring, complete = build_topology("ring", 8), build_topology("complete", 8)
+    assert levels(check_links(times(0.1, 0.1, 0.12), ring, GossipConfig())) == []
+    (finding, *_) = check_links(times(0.1, 0.1, 0.6), ring, GossipConfig())
+    assert (finding.level, finding.workers) == ("warning", (2, 3))
+    assert levels(check_links(times(0.001, 0.001, 0.006), ring, GossipConfig())) == []  # nobody would notice
+    assert levels(check_links(times(0.1), complete, GossipConfig())) == [("warning", "exchange")]
+    assert levels(check_links(times(0.1), ring, GossipConfig(overlap=False))) == [("warning", "exchange")]
+    assert levels(check_links(times(0.1, radius=0.3), ring, GossipConfig(log_every=1))) == [("warning", "radius")]
+    assert levels(check_links(times(0.1, radius=0.3), ring, GossipConfig())) == []
+    assert levels(check_links(times(0.1), complete, None)) == []
+
+
+# ---- data
+
+
+def test_a_pass_over_the_numbers_of_samples_leaves_no_trace():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            raise AssertionError("the data must not be read")
+
+    torch.manual_seed(0)
+    loader = DataLoader(Data(), batch_size=4, shuffle=True, num_workers=2, pin_memory=False)
+    prepared = GossipAccelerator(gossip=GossipConfig()).prepare(loader)
+    state, base = torch.get_rng_state(), prepared.base_dataloader
+    kept = dict(vars(base))
+    first, second = share_of(prepared), share_of(prepared)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert vars(base) == kept
+    assert sorted(first.samples) == list(range(10))
+    assert list(first.samples) == list(second.samples)  # it is the next pass, that nobody has begun
+    assert (first.steps, first.batch_size, first.loader_workers, first.total) == (3, 4, 2, 10)
+    assert prepared.iteration == 0
+
+
+def test_an_iterable_is_not_read():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            raise AssertionError("the data must not be read")
+
+    share = share_of(DataLoader(Stream(), batch_size=2))
+    assert (share.steps, share.samples) == (None, None)
+
+
+def share(samples, **changes):
+    samples = np.asarray(samples)
+    known = {"steps": len(samples) // 2, "samples": samples, "whole": True, "batch_size": 2, "prepared": True}
+    return Share(**(known | {"loader_workers": 0, "persistent": False, "total": 100} | changes))
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([share(range(8)), share(range(8, 16))], []),
+        ([share(range(8)), share([8, 9, 10, 11, 12, 13, 0, 1])], []),  # filled up
+        ([share(range(8)), share(range(8))], [("error", "shards")]),
+        ([share(range(8)), share(range(8, 18))], [("warning", "steps")]),
+        ([share(range(8), prepared=False), share(range(8, 18), prepared=False)], [("error", "steps")]),
+        ([share(range(8)), share(range(0))], [("error", "steps")]),
+        ([share(range(8), steps=None), share(range(8, 16))], []),
+        ([share(range(8), steps=None, prepared=False), share(range(8, 16))], [("error", "steps")]),
+        ([share(range(8), loader_workers=20), share(range(8, 16))], [("warning", "loader")]),
+    ],
+)
+def test_findings_from_shares(shares, expected):
+    found = workers(2, start_method="fork")
+    assert levels(check_shares(shares, found)) == expected
+
+
+def test_loader_processes_that_import_everything_anew_are_told():
+    several = [share(range(8), loader_workers=1), share(range(8, 16), loader_workers=1)]
+    assert levels(check_shares(several, workers(2, start_method="spawn"))) == [("warning", "loader")]
+    kept = [replace(one, persistent=True) for one in several]
+    assert levels(check_shares(kept, workers(2, start_method="spawn"))) == []
+
+
+# ---- reports
+
+
+def test_a_report_counts_and_writes_what_it_found(tmp_path):
+    report = Report()
+    assert (report.level, report.exit_status, report.lines()) == ("ok", 0, ["doctor: all is well"])
+    report.add([Finding("warning", "a", "b"), Finding("ok", "c", "d")])
+    assert (report.level, report.exit_status, report.lines()[-1]) == ("warning", 0, "doctor: 1 warning")
+    report.add([Finding("error", "e", "several\nlines", "Mend it", (1,))])
+    assert report.lines()[2:] == ["error    e              several lines. Mend it.", "doctor: 1 error, 1 warning"]
+    assert report.exit_status == 1
+    report.write_json(tmp_path / "sub" / "report.json")
+    written = json.loads((tmp_path / "sub" / "report.json").read_text())
+    assert written["findings"][2]["workers"] == [1]
+
+
+# ---- in one process
+
+
+def test_one_process_is_told_how_to_launch(capsys):
+    report = examine(GossipAccelerator(gossip=GossipConfig()), nn.Linear(2, 2))
+    (finding,) = [finding for finding in report.of_level("warning") if finding.subject == "workers"]
+    assert "torchrun --nproc_per_node N" in finding.advice
+    assert main(["doctor", "--parameters", "1k"]) == 0
+    assert "nobody to gossip with" in capsys.readouterr().out
+    assert main(["doctor", "--parameters", "1k", "--workers_per_process", "4", "--topology", "grid"]) == 0
+    out = capsys.readouterr().out
+    assert "4 (1 process x 4)" in out
+    assert "all 4 workers exchange 3.91 KiB in the memory of this process" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--topology", "ringg"], "Did you mean 'ring'?"),
+        (["--topology", "one_peer_exponential", "--workers_per_process", "3"], "needs a power of two"),
+        (["--parameters", "many"], "must be a number of parameters such as 10M"),
+        (["--workers_per_process", "0"], "workers_per_process must be"),
+        (["--timeout", "0"], "--timeout must be"),
+        (["--rate", "3"], "unrecognized arguments: --rate 3"),
+        (["--config", "none.yaml"], "none.yaml does not exist"),
+        (["--config", str(ROOT / "configs" / "digits.yaml"), "--topology", "ring"], "--gossip.topology"),
+        (["--config", str(ROOT / "configs" / "digits.yaml"), "--epoch", "3"], "epoch"),
+        (["--json", "."], "--json must be a file"),
+    ],
+)
+def test_bad_usage_ends_with_one_line_and_status_2(capsys, words, expected):
+    try:
+        status = main(["doctor", *words])
+    except SystemExit as end:
+        status = end.code
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert captured.err.count("error: ") == 1
+    assert expected in captured.err
+
+
+@pytest.mark.task
+def test_the_run_of_a_task_is_examined_and_its_folder_left_alone(tmp_path, capsys):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "summary.json"):
+        (folder / name).write_text("of an earlier run")
+    words = ["doctor", "--config", str(ROOT / "configs" / "digits.yaml"), "--output_dir", str(folder)]
+    assert main([*words, "--gossip.workers_per_process", "2", "--batch_size", "32", "--json", str(tmp_path / "j")]) == 0
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "j").read_text())
+    assert "dsgd_ac on digits of scikit-learn: 1437 training images, 2 workers, 880 steps" in out
+    assert f"{folder} holds another run" in out
+    assert report["steps_per_pass"] == [1437 // 32]
+    assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
+        ("metrics.jsonl", "summary.json"), "of an earlier run"
+    )
+    assert main([*words, "--batch_size", "5000"]) != 0
