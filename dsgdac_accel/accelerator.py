@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
@@ -142,12 +142,21 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
         self.gossip_config = config
         self.workers_per_process = config.workers_per_process
         refuse_unsupported_launch(self)
-        self.group = WorkerGroup(self.device, self.gossip_config.timeout) if group is None else group
+        if group is None:
+            group = WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
+        self.group = group
+        group.when_workers_change(self._follow_survivors)
         self.gossip_steps: list[GossipStep] = []
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
         self._places: dict[int, tuple[int, int]] = {}
         self._seeded = False
         self._deployed = 0  # how many `deployed_model` contexts are open
+
+    def _follow_survivors(self) -> None:
+        """Accelerate's own numbers, and with them who is the main process, are those of the workers that are left."""
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            shared["num_processes"], shared["process_index"] = self.group.size, self.group.rank
+            shared["local_process_index"] = self.group.local_rank
 
     # ---- prepare
 

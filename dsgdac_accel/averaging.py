@@ -52,6 +52,7 @@ def deployed_model(
 
     Raises:
         WorkerLostError: a worker did not come along.
+        WorkersChangedError: a worker was lost inside, and the others go on without it: enter the context once more.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP would broadcast buffers in every forward, and wait where shares are uneven
@@ -59,7 +60,8 @@ def deployed_model(
     untouched = {*frozen, *frozen_layers(holder)}
     layers_of = [calibrated_layers(replica, untouched) for replica in replicas_of(holder)]
     layers = layers_of[0]
-    with preserved_state(holder), holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext():
+    whole = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
+    with group.section(), preserved_state(holder), whole:
         try:
             for mixer in mixers:
                 mixer.swap_in_average()

@@ -123,7 +123,7 @@ class CheckpointWriter:
             self._outcome = saving.write_encoded(encoded)
             saving.leave_receipt(self._outcome)
             saving.written.set()
-            if self.group.rank == 0:
+            if saving.rank == 0:
                 saving.commit_when_received(self._outcome)
 
         self._thread = threading.Thread(target=work, name="dsgdac-checkpoint", daemon=True)
@@ -143,9 +143,11 @@ class CheckpointWriter:
         outcome = self._outcome
         assert outcome is not None
         # All outcomes arrive with the next collective, so nobody need wait for receipts any more.
-        outcomes = saving.gather(outcome)
-        saving.abandon.set()
-        self._thread.join()
+        try:
+            outcomes = saving.gather(outcome)
+        finally:
+            saving.abandon.set()
+            self._thread.join()
         saving.conclude(outcomes)
         return saving.folder
 
@@ -164,6 +166,7 @@ class _Saving:
     def __init__(self, folder: Path | str, group: WorkerGroup, step: int, facts: Mapping[str, Any] | None) -> None:
         self.folder = Path(folder)
         self.group = group
+        self.rank, self.workers = group.rank, group.size  # of this checkpoint, whoever is lost meanwhile
         self.step = step
         self.facts = dict(facts or {})
         self.written = threading.Event()
@@ -171,7 +174,7 @@ class _Saving:
         self.committed: str | None = None
         """None before the manifest is written; then "" or what went wrong."""
         self.is_new = not self.folder.exists()
-        generation = self._clear() if group.rank == 0 else 0
+        generation = self._clear() if self.rank == 0 else 0
         plans = group.gather((str(folder), step, generation), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[:2] != plans[0][:2]:
@@ -214,7 +217,7 @@ class _Saving:
         """Write this worker's file, or pass on why not."""
         if isinstance(encoded, str):
             return _Outcome(error=encoded)
-        path = self.path(self.group.rank)
+        path = self.path(self.rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             size, digest = write_whole(path, safetensors_parts(encoded))
@@ -224,10 +227,10 @@ class _Saving:
 
     def leave_receipt(self, outcome: _Outcome) -> None:
         """Tell worker 0's thread that this file is there."""
-        if outcome.file is None or self.group.rank == 0:
+        if outcome.file is None or self.rank == 0:
             return
         with contextlib.suppress(OSError):  # it only saves time: the outcome is also gathered, in `finish`
-            write_whole(self.path(self.group.rank, RECEIPT), [json.dumps(asdict(outcome.file)).encode()])
+            write_whole(self.path(self.rank, RECEIPT), [json.dumps(asdict(outcome.file)).encode()])
 
     # ---- worker 0's part
 
@@ -235,13 +238,13 @@ class _Saving:
         """Write the manifest once all receipts are there; gives up when abandoned."""
         files = {} if mine.file is None else {0: mine.file}
         while not self.abandon.is_set() and files:
-            for rank in range(self.group.size):
+            for rank in range(self.workers):
                 if rank not in files:
                     receipt = self.path(rank, RECEIPT)
                     if receipt.exists():
                         files[rank] = SavedFile(**json.loads(receipt.read_bytes()))
-            if len(files) == self.group.size:
-                self.commit([files[rank] for rank in range(self.group.size)])
+            if len(files) == self.workers:
+                self.commit([files[rank] for rank in range(self.workers)])
                 return
             self.abandon.wait(_POLL_SECONDS)
 
@@ -249,7 +252,7 @@ class _Saving:
         """Write the manifest, once; then delete files that it does not name."""
         if self.committed is not None:
             return
-        manifest = Manifest(self.group.size, self.step, self.facts, tuple(files))
+        manifest = Manifest(self.workers, self.step, self.facts, tuple(files))
         path = self.folder / MANIFEST
         try:
             self._require_shared(files)
@@ -288,7 +291,7 @@ class _Saving:
     def conclude(self, outcomes: Sequence[_Outcome]) -> None:
         """Complete the checkpoint or raise on all workers, with the outcomes of all."""
         failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-        if not failed and self.group.rank == 0:
+        if not failed and self.rank == 0:
             self.commit([outcome.file for outcome in outcomes if outcome.file is not None])
         what = f"completing the checkpoint of step {self.step}"
         manifest_error = self.group.gather(self.committed, what)[0]
@@ -303,11 +306,11 @@ class _Saving:
         )
 
     def _discard(self) -> None:
-        for file in (self.path(self.group.rank), self.path(self.group.rank, RECEIPT)):
+        for file in (self.path(self.rank), self.path(self.rank, RECEIPT)):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
         self.group.gather(None, f"discarding the checkpoint of step {self.step}")
-        if self.group.rank == 0 and self.is_new:
+        if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()

@@ -7,6 +7,7 @@ on each group. Which of the two, and with whom, follows from the step alone, so 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,8 @@ class Exchange:
         self.waited_seconds = 0.0
         self.bytes_sent = 0
         self._in_flight: Future[list[tuple[Any, int | None]]] | None = None
+        self._works: list[tuple[Any, int | None]] = []
+        """What is waited for, each with the rank of its peer."""
         self._step = 0
         if group.size > 1:
             for step in range(topology.period):  # collective: every worker creates every subgroup, in the same order
@@ -130,7 +133,10 @@ class Exchange:
         return [*self._average(), *self._send_and_receive()]
 
     def wait(self) -> None:
-        """Wait for the posted exchange; afterwards the slots are filled and `sent` may change."""
+        """Wait for the posted exchange; afterwards the slots are filled and `sent` may change.
+
+        Raises WorkerLostError or WorkersChangedError as `WorkerGroup.guarded`; what arrived is not to be used then.
+        """
         assert self._in_flight is not None, "nothing was posted"
         pending, self._in_flight = self._in_flight, None
         started = time.perf_counter()
@@ -139,16 +145,30 @@ class Exchange:
         plans = self.plans[self._step % len(self.plans)]
         peers = self._processes(self.elsewhere({worker for plan in plans for worker in plan.weights}))
         only_peer = peers[0] if len(peers) == 1 else None
-        for work, peer in self.group.guarded(pending.result, what, only_peer):
-            self.group.guarded(lambda work=work: self._wait_for(work, deadline), what, peer)  # type: ignore[misc]
-        self.waited_seconds = time.perf_counter() - started
+        try:
+            self._works = self.group.guarded(pending.result, what, only_peer)
+            while self._works:
+                peer = self._works[0][1]
+                self.group.guarded(lambda: self._wait_for_first(deadline), what, peer)
+                del self._works[0]
+        finally:
+            self.waited_seconds = time.perf_counter() - started
+
+    def abandon(self) -> None:
+        """Give up what is in flight: a worker was lost, and the connections are about to end."""
+        pending, self._in_flight = self._in_flight, None
+        if pending is not None:
+            with contextlib.suppress(RuntimeError):
+                self._works = pending.result()  # the thread that posts must have left the connections alone
+        self._works.clear()  # each holds the connections open
 
     def release(self) -> None:
         """Free the receive buffers; nothing can be posted afterwards."""
         assert self._in_flight is None, "an exchange is in flight"
         self.sent, self.slots = [], []
 
-    def _wait_for(self, work: Any, deadline: float) -> None:
+    def _wait_for_first(self, deadline: float) -> None:
+        work = self._works[0][0]
         if self.group.backend == "nccl":
             work.wait()  # orders the streams, the host goes on; NCCL's watchdog keeps the timeout
         else:

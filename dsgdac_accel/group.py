@@ -1,43 +1,53 @@
 """The workers that train together: their process groups, their collectives, and what happens when one is lost.
 
 Everything the library says to other workers goes through a `WorkerGroup`. The groups are its own, so a user's
-collectives never interleave with ours, and every wait ends within `timeout` with an error that names the worker.
+collectives never interleave with ours, and every wait ends within `timeout`: with an error that names the lost worker,
+or, where the run is to go on, with the survivors in groups of their own.
+
+Going on. Whoever finds a worker lost lets go of all its connections, which wakes up the survivors that wait for it in
+turn, and all of them meet in the store (see `survivors`). There they learn who is left and how far the furthest is:
+
+- Collectives are completed in two stages, the communication itself and a barrier. Nobody passes the barrier of a
+  collective before all have entered it with their result in hand. So if any survivor has passed, those that were
+  interrupted in the barrier are done, too; if none has, all do it again.
+- A section, such as an evaluation, is left by an error and done again as a whole, since work was shared out in it.
+- Steps are not redone: in rounds up to that of the furthest worker everybody keeps to itself, see `Mixer.regroup`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
-import socket
-import threading
-import time
-import uuid
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.failures import FailureReports, this_machine
+from dsgdac_accel.survivors import Agreement, Standing, WorkersChangedError, agree
+
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-_FIRST_FAILURE = "dsgdac_accel/first_failure"  # key in the rendezvous store
-_REPORT_OF = "dsgdac_accel/report_of"
+OnLoss = Literal["stop", "continue"]
+
 _TRANSPORT_ERRORS = re.compile(
     r"timed? ?out|connection|read error|write error|broken pipe|socket|monitoredBarrier|nccl|gloo/transport",
     re.IGNORECASE,
 )
 _SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
-_STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
-_CHAIN_SECONDS = 2.5  # two waits that began in one step run out about as far apart
-_ROLL_CALL_SECONDS = 4.0  # survivors notice a loss at different moments; longer than they are apart
+_REJOIN_SECONDS = 30.0  # for survivors that have just agreed in the store to connect to each other
 
 
 class WorkerLostError(RuntimeError):
@@ -53,11 +63,17 @@ class WorkerGroup:
     Args:
         device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA).
         timeout: seconds after which a silent worker counts as lost.
+        on_loss: what a lost worker means to the others: they "stop", or "continue" without it (gloo only). Then a loss
+            gives the default process group new members, too.
+
+    Raises:
+        ValueError: gossip is not possible on `device`, or going on is not.
     """
 
-    def __init__(self, device: torch.device, timeout: float = 600.0) -> None:
+    def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
         self.device = device
         self.timeout = timeout
+        self.on_loss = on_loss
         launched = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if launched else 0
         self.size = dist.get_world_size() if launched else 1
@@ -65,11 +81,19 @@ class WorkerGroup:
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
         self._channels = itertools.count()
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._when_changed: list[Callable[[], None]] = []
         self.closed = False
+        self.numbers = list(range(self.size))
+        """Of the workers that are left, by rank: their ranks before any was lost, which is what messages call them."""
+        self.lost: list[int] = []
+        """Numbers of the workers that were lost so far."""
+        self._collectives = self._sections = self._inside = self._generation = 0
+        self._furthest = Standing({})
+        self._apart = False
         self._world = dist.group.WORLD if launched else None
-        self._processes: list[tuple[str, int]] = [("", 0)] * self.size
-        """Machine and process of each worker."""
+        self.poster: ThreadPoolExecutor | None = None
+        self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
         if self.size == 1:
             return
         if device.type not in ("cpu", "cuda"):
@@ -78,15 +102,25 @@ class WorkerGroup:
                 f"Launch one process, or train on CPU or CUDA."
             )
         self.backend = "nccl" if device.type == "cuda" else "gloo"
+        if on_loss == "continue" and self.backend == "nccl":
+            raise ValueError(
+                "on_worker_loss='continue' is for CPU workers (gloo): with NCCL a lost one leaves kernels waiting on "
+                "the GPU, and a watchdog ends the process. Use 'stop', and go on from a checkpoint."
+            )
+        # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
+        # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
+        self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
+        self._connect()
+        processes = self.gather((this_machine(), os.getpid()), "meeting the workers")
+        self._reports = FailureReports(self.rank, dict(enumerate(processes)))
+
+    def _connect(self) -> None:
         # Every rank creates every group, in the same order: new_group is itself collective.
         self._control = self._new_group("gloo")
         self.exchange_group = self._new_group(self.backend)
         self._reduction = self._control if self.backend == "gloo" else self._new_group(self.backend)
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
-        # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
-        self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
-        self._processes = self.gather((_machine(), os.getpid()), "meeting the workers")
+        self._world = dist.group.WORLD
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         options: dict[str, Any] = (
@@ -111,12 +145,21 @@ class WorkerGroup:
             self._subgroups[members] = self._new_group(self.backend, members)
         return self._subgroups[members]
 
-    def on_silence(self, owner: Any) -> None:
-        """Call `owner.drain()` before reductions and broadcasts: beside point-to-point in flight NCCL may hang."""
-        self._owners.add(owner)
+    def register(self, owner: Any) -> None:
+        """Of something that mixes, call `drain()` before reductions and broadcasts, since NCCL may hang beside
+        point-to-point in flight, and `abandon()` and `regroup(step)` when workers were lost."""
+        self._owners[len(self._owners)] = weakref.ref(owner)
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Call it after workers were lost, when `rank`, `size` and `numbers` are those of the survivors."""
+        self._when_changed.append(callback)
+
+    def _living_owners(self) -> dict[int, Any]:
+        owners = {key: reference() for key, reference in self._owners.items()}
+        return {key: owner for key, owner in owners.items() if owner is not None}
 
     def _silence(self) -> None:
-        for owner in list(self._owners):
+        for owner in self._living_owners().values():
             owner.drain()
 
     def limit_default_group(self) -> None:
@@ -143,7 +186,7 @@ class WorkerGroup:
     def meet(self, what: str) -> None:
         """Wait until every worker is here; otherwise the error names those that are missing."""
         if self.size > 1:
-            self.guarded(
+            self._together(
                 lambda: dist.monitored_barrier(
                     group=self._control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
                 ),
@@ -160,36 +203,49 @@ class WorkerGroup:
             what: names the collective in errors.
             others: those of further workers in this process, as many in every process; left as they are.
         """
-        count = self.size * (1 + len(others))
-        if count == 1:
+        if self.size == 1 and not others:
             return tensor
         if self.size > 1:
             self._silence()
         for start in range(0, len(tensor), _MEAN_CHUNK):
             part = tensor[start : start + _MEAN_CHUNK]
-            wide = part.double()
-            for other in others:
-                wide.add_(other[start : start + _MEAN_CHUNK])
-            if self.size > 1:
-                self.guarded(lambda wide=wide: dist.all_reduce(wide, group=self._reduction), what)  # type: ignore[misc]
-            part.copy_(wide.div_(count))
+
+            def mean(start: int = start, part: Tensor = part) -> Tensor:
+                wide = part.double()
+                for other in others:
+                    wide.add_(other[start : start + _MEAN_CHUNK])
+                if self.size > 1:
+                    dist.all_reduce(wide, group=self._reduction)
+                return wide.div_(self.size * (1 + len(others)))
+
+            part.copy_(self._together(mean, what))
         return tensor
 
     def max_(self, tensor: Tensor, what: str) -> Tensor:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
             self._silence()
-            self.guarded(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._reduction), what)
+
+            def largest() -> Tensor:
+                found = tensor.clone()
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._reduction)
+                return found
+
+            tensor.copy_(self._together(largest, what))
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
         """Overwrite `tensor` on every worker by worker 0's, bit by bit, whatever its dtype and strides."""
         if self.size > 1 and tensor.numel():
             self._silence()
+
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
-            values = tensor.detach().contiguous()
-            payload = values.reshape(-1).view(torch.uint8)
-            self.guarded(lambda: dist.broadcast(payload, 0, group=self._reduction), what)
+            def first() -> Tensor:
+                values = tensor.detach().clone(memory_format=torch.contiguous_format)
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0, group=self._reduction)
+                return values
+
+            values = self._together(first, what)
             if self.rank != 0:
                 tensor.detach().copy_(values)
         return tensor
@@ -198,13 +254,19 @@ class WorkerGroup:
         """The small picklable `value` of every worker, in order of rank, on every worker."""
         if self.size == 1:
             return [value]
-        answers: list[Any] = [None] * self.size
-        self.guarded(lambda: dist.all_gather_object(answers, (what, value), group=self._control), what)
+
+        def everyone() -> list[Any]:
+            answers: list[Any] = [None] * self.size
+            dist.all_gather_object(answers, (what, value), group=self._control)
+            return answers
+
+        answers = self._together(everyone, what)
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are at different places: worker 0 in {answers[0][0]}, worker {rank} in {where}. All "
-                    f"of them must take every optimizer step and enter every `prepare` and `deployed_model`."
+                    f"the workers are at different places: worker {self.numbers[0]} in {answers[0][0]}, worker "
+                    f"{self.numbers[rank]} in {where}. All of them must take every optimizer step and enter every "
+                    f"`prepare` and `deployed_model`."
                 )
         return [answer for _, answer in answers]
 
@@ -214,9 +276,55 @@ class WorkerGroup:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"all workers must have the same {what}; worker 0 has {_short(values[0])} and worker {rank} "
-                    f"has {_short(other)}.{advice and ' '}{advice}"
+                    f"all workers must have the same {what}; worker {self.numbers[0]} has {_short(values[0])} and "
+                    f"worker {self.numbers[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
+
+    def _together(self, communicate: Callable[[], T], what: str) -> T:
+        """A collective of all workers; where the run is to go on, done again by the survivors if one was lost."""
+        if self.on_loss == "stop" or self._apart:
+            return self.guarded(communicate, what)
+        while self.size > 1:
+            results: list[T] = []
+            try:
+                results.append(self.guarded(communicate, what))
+                self.guarded(lambda: dist.barrier(group=self._control), what)
+                self._collectives += 1
+                return results[0]
+            except WorkersChangedError as change:
+                if self._collectives < self._furthest.collectives:  # some have passed the barrier, so all were in it
+                    self._collectives += 1
+                    self.raise_inside_section(change)
+                    return results[0]
+                self.raise_inside_section(change)
+        return communicate()
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[None]:
+        """Inside, work is shared out: a lost worker ends it on all survivors with WorkersChangedError. They nest."""
+        self._inside += 1
+        try:
+            yield
+            if self._inside == 1:
+                self._sections += 1
+        finally:
+            self._inside -= 1
+
+    def redone(self, work: Callable[[], T]) -> T:
+        """The result of a section, begun anew as often as workers are lost in it."""
+        while True:
+            try:
+                with self.section():
+                    return work()
+            except WorkersChangedError as change:
+                if self._inside:
+                    raise
+                logger.info("begun anew: %s", change)
+
+    def raise_inside_section(self, change: WorkersChangedError) -> None:
+        """Raise unless no section is open here that is open everywhere: others may have left it just now."""
+        if self._inside and self._furthest.sections <= self._sections:
+            raise change
 
     # ---- failures
 
@@ -226,8 +334,12 @@ class WorkerGroup:
         Args:
             communicate: posts or waits for something that needs other workers.
             what: names it in the error, with the step.
-            peer: the only other worker involved, where there is but one.
+            peer: rank of the only other worker involved, where there is but one.
             strict: others' code runs in it, whose own timeouts and connections are none of ours.
+
+        Raises:
+            WorkerLostError: a worker was lost, and the run ends.
+            WorkersChangedError: a worker was lost, and the survivors have met anew.
         """
         self.require_open()
         try:
@@ -238,122 +350,147 @@ class WorkerGroup:
             if own or not (isinstance(error, dist.DistError) or pattern.search(str(error))):
                 raise  # a mistake of ours or of the caller, not a lost worker
             where = what if re.search(r"step \d", what) else f"{what} at step {self.steps_taken}"
-            raise self._lost(where, _short_cause(error), peer) from error
+            cause = _short_cause(error)
+            if self.on_loss == "stop" or self._apart:
+                raise self._lost(where, cause, peer) from error
+            _forget_frames(error)  # they hold on to connections that the other survivors must see closed
+        raise self._go_on(where, cause, peer)
 
     def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
-        silent = "timed out" in cause.lower() or "failed to pass" in cause
+        silent = _means_silence(cause)
         if named:
-            who = f"worker {named[1].strip(' ,')}"
+            who = f"worker {', '.join(str(self.numbers[int(rank)]) for rank in re.findall(r'[0-9]+', named[1]))}"
         elif peer is not None:
-            who = f"worker {peer}"
+            who = f"worker {self.numbers[peer]}"
         else:
-            who = "a worker" if self._first_report() else self._roll_call(silent)
+            missing = [] if self._reports.first() else self._reports.missing(silent)
+            who = f"worker {', '.join(map(str, missing))}" if missing else "a worker"
         happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
-        mine = f"{who} {happened} in {what}, as worker {self.rank} saw it"
+        me = self.numbers[self.rank]
+        mine = f"{who} {happened} in {what}, as worker {me} saw it"
         first = self.report(mine)
         news = "" if first == mine else f" First report of this run: {first}."
-        if peer is not None and not first.endswith(f"as worker {peer} saw it"):
+        if peer is not None and not first.endswith(f"as worker {self.numbers[peer]} saw it"):
             # The peer may itself have waited in vain for another worker: then that one is to blame.
-            reported = self._report_of(peer)
-            news += f" Worker {peer} reports: {reported}." if reported else ""
+            reported = self._reports.of(self.numbers[peer])
+            news += f" Worker {self.numbers[peer]} reports: {reported}." if reported else ""
         return WorkerLostError(
-            f"worker {self.rank}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
+            f"worker {me}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
             f"If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass its "
             f"loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take every step, "
             f"since each one mixes. ({cause})"
         )
 
-    def _roll_call(self, silent: bool) -> str:
-        """Who is missing, where everybody takes part: those that do not sign within a few seconds.
-
-        A connection that broke may be noticed by some long before others, so a process that is still there is not
-        missing, unless it is silence that was noticed.
-        """
-        missing = [rank for rank in range(self.size) if rank != self.rank]
-
-        def call(store: Any) -> None:
-            prefix = "dsgdac_accel/roll_call"  # one for all: survivors may notice the loss in different places
-            store.set(f"{prefix}/{self.rank}", "present")
-            deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing and time.monotonic() < deadline:
-                missing[:] = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
-                time.sleep(0.05)
-
-        self._ask_store(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
-        if not silent:
-            missing = [rank for rank in missing if not self._lives(rank)]
-        return f"worker {', '.join(map(str, missing))}" if missing else "a worker"
-
-    def _lives(self, rank: int) -> bool | None:
-        """Whether the process of a worker on this machine is there; None for one on another machine."""
-        machine, process = self._processes[rank]
-        if machine != _machine():
-            return None
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state not in "ZX"  # killed, and only not collected yet by whoever started it
-
-    def _report_of(self, rank: int) -> str:
-        """What this worker wrote before it ended, or writes within a few seconds; empty if nothing."""
-        found = [""]
-
-        def read(store: Any) -> None:
-            key = f"{_REPORT_OF}/{rank}"
-            deadline = time.monotonic() + _CHAIN_SECONDS
-            while not store.check([key]) and time.monotonic() < deadline and self._lives(rank) is not False:
-                time.sleep(0.05)
-            if store.check([key]):
-                found[0] = store.get(key).decode()
-
-        self._ask_store(read, _CHAIN_SECONDS + _STORE_PATIENCE)
-        return found[0]
-
-    def _first_report(self) -> str:
-        """What the first worker that noticed a failure wrote; empty if none did yet."""
-        found = [""]
-
-        def read(store: Any) -> None:
-            if store.check([_FIRST_FAILURE]):
-                found[0] = store.get(_FIRST_FAILURE).decode()
-
-        self._ask_store(read, _STORE_PATIENCE)
-        return found[0]
-
     def report(self, message: str) -> str:
         """Tell the other workers why this run ends; returns the first message that any worker wrote."""
-        first = [message]
+        return self._reports.write(message)
 
-        def write(store: Any) -> None:
-            # compare_set answers with the value that is there now: ours, or an earlier worker's.
-            first[0] = store.compare_set(_FIRST_FAILURE, "", message).decode() or message
-            store.set(f"{_REPORT_OF}/{self.rank}", message)
+    @property
+    def local_rank(self) -> int:
+        """Place of this process among those on its machine."""
+        machines = [self._reports.processes[number][0] for number in self.numbers[: self.rank + 1]]
+        return machines.count(machines[-1]) - 1
 
-        self._ask_store(write, _STORE_PATIENCE)
-        return first[0]
+    def lives(self, rank: int) -> bool | None:
+        """Whether the process of a worker on this machine is there; None for one on another machine."""
+        return self._reports.lives(self.numbers[rank])
 
-    def _ask_store(self, ask: Callable[[Any], None], patience: float) -> None:
-        """Use the rendezvous store, unless it is gone with the worker that kept it."""
-        if self.size == 1:
-            return
+    # ---- going on without lost workers
 
-        def attempt() -> None:
-            with contextlib.suppress(Exception):
-                ask(dist.distributed_c10d._get_default_store())
+    def _go_on(self, what: str, cause: str, peer: int | None) -> WorkersChangedError:
+        """Meet the other survivors and connect to them. All that was under way here is given up."""
+        owners = self._living_owners()
+        me = self.numbers[self.rank]
+        accused = [] if peer is None else [self.numbers[peer]]
+        if accused and not _means_silence(cause) and self._reports.lives(accused[0]):
+            accused = []  # its connection broke, and it may only be late to notice
+        before = list(self.numbers)
+        self._apart = True
+        try:
+            while True:
+                self._generation += 1
+                for owner in owners.values():
+                    owner.abandon()
+                self._disconnect()
+                standing = Standing(
+                    {key: owner.step for key, owner in owners.items()}, self._collectives, self._sections
+                )
+                agreed = self._agree(me, standing, accused, f"{what}: {cause}")
+                if self._reconnected(agreed, owners):
+                    break
+                accused = []
+        finally:
+            self._apart = False
+        lost = [number for number in before if number not in self.numbers]
+        self.lost += lost
+        who = f"worker {', '.join(map(str, lost))} was lost" if lost else "a connection was lost"
+        left = f"{self.size} of {len(before)} workers go on: {', '.join(map(str, self.numbers))}"
+        message = f"{who} in {what} ({cause}); {left}"
+        if self.rank == 0:
+            logger.warning("%s", message)
+        for callback in self._when_changed:
+            callback()
+        return WorkersChangedError(f"{message}. Do the same again.")
 
-        thread = threading.Thread(target=attempt, daemon=True)
-        thread.start()
-        thread.join(patience)
+    def _disconnect(self) -> None:
+        self._control = self.exchange_group = self._reduction = self._world = None
+        self._subgroups = {}
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _agree(self, me: int, standing: Standing, accused: Sequence[int], what: str) -> Agreement:
+        reports = self._reports
+        prefix = f"dsgdac_accel/survivors/{self._generation}"
+        try:
+            agreed = agree(
+                reports.store, prefix, me, self.numbers, standing, reports.lives, self.timeout, accused=accused
+            )
+        except (RuntimeError, OSError) as error:
+            raise WorkerLostError(
+                f"worker {me}: a worker was lost in {what}, and the survivors cannot meet, for the rendezvous store is "
+                f"gone, too ({_short_cause(error)}). It lives in worker 0 or in its launcher; `dsgdac launch` keeps it "
+                f"out of the workers."
+            ) from error
+        if agreed is None:
+            raise WorkerLostError(
+                f"worker {me}: the others go on without this worker, which did not answer them in time. It has "
+                f"noticed in {what}."
+            )
+        return agreed
+
+    def _reconnected(self, agreed: Agreement, owners: dict[int, Any]) -> bool:
+        """Whether all survivors met; if not, another one was lost meanwhile."""
+        self.numbers = list(agreed.members)
+        self.rank, self.size = self.numbers.index(self._reports.number), len(self.numbers)
+        self._furthest = agreed.furthest
+        store = dist.PrefixStore(f"dsgdac_accel/generation/{self._generation}", self._reports.store)
+        patience = timedelta(seconds=min(self.timeout, _REJOIN_SECONDS))
+        try:
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience)
+            self.limit_default_group()
+            if self.size > 1:
+                self._connect()
+            for key, owner in owners.items():
+                owner.regroup(agreed.furthest.steps.get(key, owner.step))
+            if self.size > 1:
+                dist.barrier(group=self._control)
+        except RuntimeError as error:
+            _forget_frames(error)
+            return False
+        return True
 
 
-def _machine() -> str:
-    """What tells machines, and containers with processes of their own, apart."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no /proc here
-        return f"{socket.gethostname()} {uuid.uuid4()}"
+def _means_silence(cause: str) -> bool:
+    return "timed out" in cause.lower() or "failed to pass" in cause
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the variables of all calls that an error came through."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def _short_cause(error: BaseException) -> str:

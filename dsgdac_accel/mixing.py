@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update, form_updates
 
@@ -84,8 +85,9 @@ class Mixer:
             self._find = lambda: listed
         else:
             self._find = lambda: as_parameter_list(parameters())
-        self.topology = topology
+        self.topology = self._whole_topology = topology
         self.group = group
+        self._numbers = list(group.numbers)
         self.order = order
         self.names = names or {}
         self.per_process = per_process
@@ -106,7 +108,10 @@ class Mixer:
         self._backup: list[list[Tensor]] = []
         self._warned_of_edits = False
         self._updates: list[Update] = []
-        group.on_silence(self)
+        self.left_out: list[int] = []
+        """Steps in which this process did not mix, because a worker was lost around them."""
+        self._mixes_from = 0
+        group.register(self)
         self._lay_out()
 
     # ---- layout
@@ -144,9 +149,11 @@ class Mixer:
                 "in all replicas of the model alike (`model.replicas`)."
             )
         self.group.require_equal(signatures[0], "trainable parameters (shape, strides, dtype)")
-        self.exchange = Exchange(
-            self.group, self.topology, [[buffer.data for buffer in flat.buffers] for flat in self.flats]
-        )
+        self._make_exchange()
+
+    def _make_exchange(self) -> None:
+        sent = [[buffer.data for buffer in flat.buffers] for flat in self.flats]
+        self.exchange = Exchange(self.group, self.topology, sent)
 
     @property
     def flat(self) -> FlatParameters:
@@ -177,7 +184,7 @@ class Mixer:
 
     def start(self) -> None:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.group.size == 1 or self.exchange.in_flight or self._arrived:
+        if self.group.size == 1 or self.exchange.in_flight or self._arrived or self.step < self._mixes_from:
             return  # in one process, neighbours are read when the update is formed
         self.group.require_open()
         self._refuse_while_borrowed()
@@ -188,9 +195,13 @@ class Mixer:
 
     def drain(self) -> None:
         """Wait for what is in flight. What arrived is kept for the next `finish`."""
-        if self.exchange.in_flight:
+        if not self.exchange.in_flight:
+            return
+        try:
             self.exchange.wait()
             self._arrived = True
+        except WorkersChangedError as change:  # `regroup` has been called: this round is left out
+            self.group.raise_inside_section(change)
 
     @torch.no_grad()
     def finish(self, gamma: float) -> None:
@@ -208,6 +219,9 @@ class Mixer:
         self.drain()
         self._arrived = False
         self._updates = []
+        if self.step < self._mixes_from:
+            self.left_out.append(self.step)
+            return
         if self.num_workers == 1:
             self.neighbor_disagreement = 0.0
             return
@@ -293,6 +307,30 @@ class Mixer:
                 f"GossipConfig(overlap=False).",
                 stacklevel=2,
             )
+
+    # ---- when a worker is lost
+
+    def abandon(self) -> None:
+        """Give up what is in flight, before connections end."""
+        self.exchange.abandon()
+        self._arrived = False
+
+    def regroup(self, step: int) -> None:
+        """Go on with the workers that are left, from the round after that of `step` on. Collective.
+
+        Up to there, where the furthest of them may have got something of a lost worker already and the others have
+        not, everybody keeps to itself. So all of them end with equally many steps.
+
+        The topology is built anew for those who are left; see `Topology.of_survivors`.
+        """
+        here = self.per_process
+        places = [self._numbers.index(number) for number in self.group.numbers]
+        left = [here * place + worker for place in places for worker in range(here)]
+        self.num_workers = len(left)
+        self.topology = self._whole_topology.of_survivors(left)
+        self.workers = range(self.group.rank * here, (self.group.rank + 1) * here)
+        self._mixes_from = step + 1
+        self._make_exchange()
 
     # ---- the average of the workers
 
@@ -426,6 +464,7 @@ class Mixer:
             raise ValueError(f"the state is of {state['workers']} workers, but {self.num_workers} were launched.")
         self.drain()
         self._arrived = False
+        self._mixes_from = 0
         self.step = state["step"]
 
 

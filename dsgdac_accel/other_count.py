@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from dsgdac_accel.checkpoint import load_worker
+from dsgdac_accel.manifest import read_manifest
 from dsgdac_accel.state_files import CheckpointError
 
 
-def average_of_workers(folder: Path, saved: int, launched: int) -> dict[str, Any]:
-    """The state of the deployed model, for each of `launched` workers, from a checkpoint of `saved` workers.
+def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
+    """The state of the deployed model, for each of `launched` workers, from a checkpoint of more, fewer or others.
 
     Parameters and floating states of optimizers are averaged in float64; BatchNorm statistics are pooled by the law of
     total variance; everything else is worker 0's. Of the pass that is running as many samples count as taken as were,
@@ -21,6 +22,8 @@ def average_of_workers(folder: Path, saved: int, launched: int) -> dict[str, Any
 
     Raises CheckpointError for a checkpoint from inside an accumulation window.
     """
+    manifest = read_manifest(folder)
+    saved, dealt = manifest.workers, manifest.workers + len(manifest.facts.get("lost", ()))
     state = load_worker(folder, 0)
     if state["window"] is not None:
         raise CheckpointError(
@@ -42,7 +45,7 @@ def average_of_workers(folder: Path, saved: int, launched: int) -> dict[str, Any
     for position in state["loaders"]:
         running = position and position["running"]
         if running:
-            share = 1 if position["global_batches"] else saved / launched
+            share = 1 if position["global_batches"] else dealt / launched  # those that were lost had one, too
             running["taken"] = int(running["taken"] * share)
             running["fetched_at"] = None  # each worker's own random streams begin anew
             if running["taken"] == 0:

@@ -36,7 +36,7 @@ from dsgdac_accel.worker_state import (
 
 logger = logging.getLogger(__name__)
 
-_FREE_TO_CHANGE = ("timeout", "log_every", "total_steps", "on_other_worker_count")
+_FREE_TO_CHANGE = ("timeout", "on_worker_loss", "log_every", "total_steps", "on_other_worker_count")
 _NAMED = re.compile(r"checkpoint_(\d+)")  # Accelerate's automatic names
 
 
@@ -93,6 +93,11 @@ class KeepsEveryWorker:
         self._refuse_while_deployed("save_state")
         self.finish_saving()
         folder = self._folder_to_save(output_dir)
+        self.group.redone(lambda: self._save(folder, wait, facts))
+        self.project_configuration.iteration += 1
+        return folder
+
+    def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None) -> None:
         state = self._training_state(self._weights_to_save(folder))
         step = max((gossip.mixer.step for gossip in self.gossip_steps), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
@@ -104,17 +109,23 @@ class KeepsEveryWorker:
                 self._writer = CheckpointWriter(self.group)
             self._writer.save(folder, state, step=step, facts=noted)
             self._deletions = lambda: self._delete_old(folder)
-        self.project_configuration.iteration += 1
-        return folder
 
-    def finish_saving(self) -> None:
+    def finish_saving(self) -> Path | None:
         """Wait until the checkpoint that is written in the background is complete; nothing to do without. Collective.
 
-        Raises CheckpointError on all workers, if any of them could not write its part.
+        Returns:
+            Its folder; None if there was none, or if a worker was lost that may not have written its part.
+
+        Raises:
+            CheckpointError: on all workers, if any of them could not write its part.
         """
         deletions, self._deletions = self._deletions, None
-        if self._writer is not None and self._writer.finish() is not None and deletions is not None:
+        if self._writer is None:
+            return None
+        finished = self.group.redone(self._writer.finish)  # begun anew, it finds that there is none any more
+        if finished is not None and deletions is not None:
             deletions()
+        return finished
 
     def end_training(self) -> None:
         """As `Accelerator.end_training`, after what is being saved in the background is complete."""
@@ -160,6 +171,7 @@ class KeepsEveryWorker:
             "topology": [step.mixer.topology.name for step in self.gossip_steps],
             "gossip": None if gossip is None else config_to_dict(gossip),
             "workers_per_process": self.workers_per_process,
+            "lost": list(self.group.lost),
             "torch": torch.__version__,
         }
 
@@ -230,15 +242,8 @@ class KeepsEveryWorker:
         self._refuse_while_deployed("load_state")
         self.finish_saving()
         folder = self._folder_to_load(input_dir)
-        averaged = False
         self._together(lambda: self._require_same_split(folder))
-        try:
-            state = load_checkpoint(folder, self.group)
-        except WorkerCountError as error:
-            if on_other_worker_count == "refuse":
-                raise
-            averaged, saved = True, error.saved
-            state = self._together(lambda: average_of_workers(folder, saved, self.group.size))
+        state, averaged = self._state_to_load(folder, on_other_worker_count)
         self._warn_of_other_gossip(folder)
         models = list(self._models)
         for hook in self._load_model_state_pre_hook.values():  # type: ignore[attr-defined]
@@ -251,6 +256,24 @@ class KeepsEveryWorker:
             numbers = [number for number, _ in _numbered(Path(self.project_dir) / "checkpoints")]  # type: ignore[attr-defined]
             following = self.group.gather(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             self.project_configuration.iteration = max(following, self.project_configuration.iteration)
+
+    def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
+        """This worker's own state, or that of the deployed model where workers are others; which of the two it is."""
+        try:
+            state = load_checkpoint(folder, self.group)
+            lost = read_manifest(folder).facts.get("lost", [])
+            if lost == self.group.lost:
+                return state, False
+            if on_other_worker_count == "refuse":
+                raise CheckpointError(
+                    f"{folder} was saved by a run that went on without worker {', '.join(map(str, lost))}; nobody took "
+                    f"its share of the data. To go on, start all workers from the average of those that were left: "
+                    f"on_other_worker_count='deployed'."
+                )
+        except WorkerCountError:
+            if on_other_worker_count == "refuse":
+                raise
+        return self._together(lambda: average_of_workers(folder, self.group.size)), True
 
     def _require_same_split(self, folder: Path) -> None:
         """Of several workers in a process one file holds the states."""

@@ -8,12 +8,12 @@ of all workers are known. All then stop at boundary
 
     S = 1 + max_i p_i.
 
-Why they all do. Each p_i is published once, so all workers compute the same S. Worker i is held at boundary p_i + 1,
-which is at most S, until it knows S: nobody is past S by then, and all go on to S and stop there. Nobody waits for
-ever: numbers are published whatever the training threads do, also those that wait in an exchange for a worker that is
-held. A worker that leaves publishes its number, too: it had as many boundaries as all others have, so S lies beyond the
-last one, and the run ends by itself. A worker that was killed publishes nothing; the others end by an error that names
-it.
+Why they all do. Each p_i is published once, and the store keeps the first S that anybody computes. Worker i is held at
+boundary p_i + 1, which is at most S, until it knows S: nobody is past S by then, and all go on to S and stop there.
+Nobody waits for ever: numbers are published whatever the training threads do, also those that wait in an exchange for a
+worker that is held. A worker that leaves publishes its number, too: it had as many boundaries as all others have, so S
+lies beyond the last one, and the run ends by itself. A worker that was killed publishes nothing: the others end by an
+error that names it, or, where they are to go on without lost workers, stop without it.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class StopAgreement:
         self.receiver = receiver
         self.reason: str | None = None
         self._prefix = f"dsgdac_accel/stop/{word}"
+        self._workers, self._me = list(group.numbers), group.numbers[group.rank]
         self._news = threading.Condition()
         self._passed = 0
         self._held = False  # at the next boundary, until something is known
@@ -160,12 +161,12 @@ class StopAgreement:
             if self._lost is None:
                 self._passed += 1
                 return self.reached
-        rank, how = self._lost
+        worker, how = self._lost
 
         def tell() -> None:
             raise RuntimeError(how)
 
-        self.group.guarded(tell, "agreeing on where to stop", peer=rank)
+        self.group.guarded(tell, "agreeing on where to stop", peer=worker)
         raise AssertionError("`guarded` raises")
 
     def close(self) -> None:
@@ -184,9 +185,11 @@ class StopAgreement:
             if request is not None:
                 self.reason = request
                 self._decide()
-        except Exception:
+        except Exception as error:
             # The store is gone with the process that kept it. Training goes on, or ends by errors of its own.
             self._give_up()
+            if not (self._leaving.is_set() or isinstance(error, RuntimeError | OSError)):
+                raise  # a mistake of ours
         if self._lost is not None:
             self._end_if_stuck()
 
@@ -196,7 +199,7 @@ class StopAgreement:
         while True:
             mine = self.receiver.first
             if mine is not None:  # the first of several requests counts
-                self._store.compare_set(key, "", f"{mine.name} to worker {self.group.rank}")
+                self._store.compare_set(key, "", f"{mine.name} to worker {self._me}")
             if self._store.check([key]):
                 return self._store.get(key).decode()
             if self._leaving.is_set():
@@ -206,26 +209,34 @@ class StopAgreement:
     def _publish(self) -> None:
         with self._news:
             passed, self._held = self._passed, True
-        self._store.set(f"{self._prefix}/passed/{self.group.rank}", str(passed))
+        self._store.set(f"{self._prefix}/passed/{self._me}", str(passed))
 
     def _decide(self) -> None:
+        """Wait for the numbers of all workers, and let training go on to where all stop."""
         passed: dict[int, int] = {}
+        waited_for = list(self._workers)
         deadline = time.monotonic() + min(_ANSWER_SECONDS, self.group.timeout)
-        while len(passed) < self.group.size and not self._leaving.is_set():
-            for rank in range(self.group.size):
-                if rank in passed:
-                    continue
+        while waited_for and not self._leaving.is_set():
+            for worker in list(waited_for):
                 # Before looking: what a dead worker has not written by then it never will.
-                dead = self.group._lives(rank) is False
-                if self._store.check([f"{self._prefix}/passed/{rank}"]):
-                    passed[rank] = int(self._store.get(f"{self._prefix}/passed/{rank}"))
-                elif dead:
-                    return self._release(lost=(rank, "connection lost: the process is gone"))
-                elif time.monotonic() > deadline:
-                    return self._release(lost=(rank, "timed out: no answer to a request to stop"))
-            if len(passed) < self.group.size:
+                dead, late = self._is_dead(worker), time.monotonic() > deadline
+                if self._store.check([f"{self._prefix}/passed/{worker}"]):
+                    passed[worker] = int(self._store.get(f"{self._prefix}/passed/{worker}"))
+                elif not (dead or late):
+                    continue
+                elif self.group.on_loss == "stop":
+                    how = "connection lost: the process is gone" if dead else "timed out: no answer to a signal"
+                    return self._release(lost=(worker, how))
+                waited_for.remove(worker)
+            if waited_for:
                 self.receiver.wait(_POLL_SECONDS / 5)
-        return self._release(stop_at=1 + max(passed.values()) if len(passed) == self.group.size else None)
+        if self._leaving.is_set():
+            return self._release()
+        mine = str(1 + max(passed.values()))
+        return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
+
+    def _is_dead(self, worker: int) -> bool:
+        return worker not in self.group.numbers or self.group._reports.lives(worker) is False
 
     def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
         """Let training go on to where it stops."""
@@ -252,9 +263,9 @@ class StopAgreement:
             if self.receiver.first is not None:
                 since = time.monotonic() if since is None else since
                 if time.monotonic() - since > _GRACE_SECONDS:
-                    rank, how = self._lost
+                    worker, how = self._lost
                     _say(
-                        f"error: worker {self.group.rank} got {self.receiver.first.name}, and worker {rank} was lost "
+                        f"error: worker {self._me} got {self.receiver.first.name}, and worker {worker} was lost "
                         f"({how}). No error came up in {_GRACE_SECONDS:g} s, so it ends here."
                     )
                     os._exit(1)

@@ -5,11 +5,12 @@ of rounds that repeats: step t uses round t modulo the period. Each round is dou
 the mean of the workers, and the rounds together connect every worker with every other. No process group is needed.
 """
 
+import contextlib
 import difflib
 import hashlib
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -117,6 +118,33 @@ class Topology:
         if not np.allclose(round_, averaging, rtol=0, atol=TOLERANCE):
             return None
         return tuple(group for group in supports if len(group) > 1)
+
+    def of_survivors(self, workers: Sequence[int]) -> "Topology":
+        """The topology of those of its `workers` that are left when others are lost, numbered anew in order.
+
+        A topology of the library is built for as many workers: to drop the lost ones would part a ring, for example.
+        Where there is none (`one_peer_exponential` but for powers of two) it is `base_graph`. Any other keeps its
+        rounds, and the weight of the lost workers goes to those that would have used it; where that would not be a
+        topology any more, directed or in parts, it is `base_graph`, too.
+
+        >>> build_topology("one_peer_ring", 5).of_survivors([0, 1, 3, 4]).matrix(0)[0]
+        tensor([0.5000, 0.5000, 0.0000, 0.0000], dtype=torch.float64)
+        >>> ring = Topology.from_matrices([build_topology("ring", 4).matrix(0)])
+        >>> ring.of_survivors([0, 1, 2]).matrix(0)[0]
+        tensor([0.6667, 0.3333, 0.0000], dtype=torch.float64)
+        """
+        left = [self._checked_worker(worker) for worker in workers]
+        if len(left) == self.num_workers:
+            return self
+        if self.name in TOPOLOGIES and self == build_topology(self.name, self.num_workers):
+            with contextlib.suppress(ValueError):
+                return build_topology(self.name, len(left))
+            return build_topology("base_graph", len(left))
+        rounds = [round_[np.ix_(left, left)] for round_ in self.rounds]
+        try:
+            return Topology(self.name, tuple(round_ + np.diag(1 - round_.sum(axis=1)) for round_ in rounds))
+        except ValueError:
+            return build_topology("base_graph", len(left))
 
     def period_matrix(self) -> Tensor:
         """What a whole period does at gamma = 1: the product of its rounds, first one rightmost, (n, n) float64."""

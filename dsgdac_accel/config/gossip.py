@@ -11,6 +11,7 @@ from dsgdac_accel.topology import TOPOLOGIES, Topology
 _ORDERS = ("local_first", "mix_first")
 _RATE_WORDS = ("active", "run")
 _OTHER_COUNTS = ("refuse", "deployed")
+_ON_LOSS = ("stop", "continue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,11 @@ class GossipConfig:
     at evaluations only."""
 
     timeout: float = 600.0
-    """Seconds (> 0) within which a lost or silent worker ends the run on every other worker."""
+    """Seconds (> 0) within which a lost or silent worker is noticed by every other worker."""
+
+    on_worker_loss: Literal["stop", "continue"] = "stop"
+    """What a lost worker means to the others: stop ends the run on all of them, with an error that names it; continue
+    goes on without it (CPU workers), mixes by the topology of those that are left, and deploys their average."""
 
     on_other_worker_count: Literal["refuse", "deployed"] = "refuse"
     """Resuming from a checkpoint of more or fewer workers: refuse, or let all workers start from the deployed model
@@ -122,6 +127,7 @@ class GossipConfig:
         advice = "Use 0 to measure at evaluations only."
         self._set("log_every", check_integer("log_every", self.log_every, minimum=0, advice=advice))
         self._set("timeout", check_number("timeout", self.timeout, above=0, advice="It is in seconds."))
+        check_choice("on_worker_loss", self.on_worker_loss, _ON_LOSS)
         check_choice("on_other_worker_count", self.on_other_worker_count, _OTHER_COUNTS)
         advice = "Use 1 to stop at the first."
         limit = check_integer("max_consecutive_nonfinite", self.max_consecutive_nonfinite, minimum=1, advice=advice)
