@@ -14,9 +14,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ from dsgdac_accel.batch_parts import batch_size, cut, even_sizes
 from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import known_length
+from dsgdac_accel.loaders import EqualSteps, known_length
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_rates
 from dsgdac_accel.step import GossipStep
+from dsgdac_accel.stopping import StoppedBySignal
 from dsgdac_accel.trainer_checkpoint import TrainerCheckpoints
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class GossipCallback(TrainerCallback):
             over the workers; False: the workers' own, pooled; or batches that can be read again and again (a DataLoader
             of this worker's part, a list). Models without BatchNorm never read it.
         calibration_forward: called as `calibration_forward(model, batch)` there; default `model(**batch)`.
+        stop_on_signals: SIGTERM or SIGUSR1 to any one worker then makes all of them save a checkpoint after the same
+            step, and `train()` ends with SystemExit(75) (`StoppedBySignal`) on all, so that nothing that follows it
+            takes the run for complete. `train(resume_from_checkpoint="auto")` goes on from there. After the last step
+            of an epoch the Trainer evaluates first. In the last step of all, training just ends.
 
     Raises (when the Trainer is built):
         ValueError: a launch, a model or training arguments under which workers cannot gossip, with the way out.
@@ -71,6 +76,7 @@ class GossipCallback(TrainerCallback):
         *,
         calibrate: bool | Iterable[Any] = True,
         calibration_forward: Forward | None = None,
+        stop_on_signals: bool = False,
     ) -> None:
         self.config = GossipConfig() if config is None else config
         if not isinstance(self.config, GossipConfig):
@@ -81,6 +87,9 @@ class GossipCallback(TrainerCallback):
         _check_calibration(calibrate, calibration_forward)
         self.calibrate = calibrate
         self.calibration_forward = calibration_forward
+        if not isinstance(stop_on_signals, bool):
+            raise TypeError(f"stop_on_signals must be True or False; got {stop_on_signals!r}.")
+        self.stop_on_signals = stop_on_signals
         self._trainer: Trainer | None = None
         self._training = False
         self._forget_run()
@@ -91,6 +100,8 @@ class GossipCallback(TrainerCallback):
         self._statistics: tuple[int, list[Tensor]] | None = None
         self._gradients_checked = self._inside = self._warned_of_pooling = False
         self._random: dict[str, Any] | None = None
+        self._stops: Literal["never", "here", "at the end of the epoch"] = "never"
+        self._saved_at: int | None = None
 
     # ---- taking over a Trainer
 
@@ -113,6 +124,11 @@ class GossipCallback(TrainerCallback):
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now; make one for each Trainer.")
         _refuse_unsupported(trainer)
+        if self.stop_on_signals and trainer.args.save_only_model:
+            raise ValueError(
+                "stop_on_signals=True stops with a checkpoint to go on from, and save_only_model=True leaves out of "
+                "checkpoints what that needs. Set save_only_model=False, or stop_on_signals=False."
+            )
         self._forget_run()
         self._trainer = trainer
         # First of all callbacks: those of reporting integrations must find the deployed model when training ends.
@@ -212,7 +228,10 @@ class GossipCallback(TrainerCallback):
         resume_from_checkpoint = self.checkpoints.choose(resume_from_checkpoint)
         self._training = True
         try:
-            return self._group.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True)
+            with ExitStack() as self._listening:
+                return self._group.guarded(
+                    lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True
+                )
         finally:
             self._training = False
 
@@ -238,6 +257,9 @@ class GossipCallback(TrainerCallback):
                 # Inside the step, the radius of these steps costs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)
         self._random = self.checkpoints.restore(state)
+        if self.stop_on_signals:
+            self._listening.close()  # the Trainer begins again where a batch did not fit into memory
+            self._listening.enter_context(self._accelerator.stop_on_signals())
 
     def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Leave out worker 0's optimizer where every worker's own is there."""
@@ -247,6 +269,8 @@ class GossipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell samplers which epoch begins, also in a run that resumes."""
+        if self._stops != "never":
+            self._stop(state)
         self.checkpoints.begin_pass(state)
         self._return_to_random_state(keep=self.checkpoints.in_mid_epoch(state))
 
@@ -287,6 +311,43 @@ class GossipCallback(TrainerCallback):
         parts = [cut((), mine, even_sizes(batch_size((), mine), count)) for mine in labels if mine]
         counts = [original([part[worker][1] for part in parts], *args, **kwargs) for worker in range(count)]
         return None if any(mine is None for mine in counts) else torch.stack([torch.as_tensor(mine) for mine in counts])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Where a signal asks for it, stop with a checkpoint, after the same step on all workers."""
+        if not (self._accelerator.should_stop() and self._stops == "never"):
+            return
+        control.should_save = True
+        if state.global_step >= state.max_steps:
+            return  # training is at its end
+        # The evaluation at the end of an epoch would be missing from the run that goes on; and workers whose data
+        # differ in length cannot go on from elsewhere.
+        uneven = isinstance(self.trainer.callback_handler.train_dataloader, EqualSteps)
+        at_end = uneven or abs((state.epoch or 0) - round(state.epoch or 0)) < 1e-6
+        self._stops = "at the end of the epoch" if at_end else "here"
+        control.should_training_stop = not at_end
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """In the middle of an epoch stop before the Trainer evaluates; at the end let it evaluate and save first."""
+        if self._stops == "here":
+            self._stop(state)
+        if self._stops != "never":
+            control.should_save = True
+            self._saved_at = None  # what was saved before the evaluation does not know of it
+
+    def _stop(self, state: TrainerState) -> NoReturn:
+        trainer: Any = self.trainer
+        if self._saved_at != state.global_step:  # save_strategy="best" does not save what is not
+            trainer._save_checkpoint(trainer.model, trial=None)
+        self._group.meet("stopping the run")  # launchers end the others when the first one is gone
+        message = (
+            f"stopped by {self._accelerator.stop_reason} at step {state.global_step} of {state.max_steps}; checkpoint "
+            f'in {trainer.args.output_dir}; train(resume_from_checkpoint="auto") goes on from it'
+        )
+        if trainer.is_world_process_zero():
+            print(message, file=sys.stderr, flush=True)
+        raise StoppedBySignal(message)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -379,7 +440,9 @@ class GossipCallback(TrainerCallback):
         """Every worker's own state first, then what the Trainer writes, which ends with deleting older checkpoints."""
         if not self.trainer.args.save_only_model:
             self.checkpoints.save(trial)
-        return original(model, trial, *args, **kw)
+        result = original(model, trial, *args, **kw)
+        self._saved_at = self.trainer.state.global_step
+        return result
 
     def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Put the consensus metrics beside whatever the Trainer logs in training, for all its trackers."""

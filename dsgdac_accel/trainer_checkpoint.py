@@ -89,18 +89,27 @@ class TrainerCheckpoints:
     # ---- resuming
 
     def choose(self, resume: Any) -> Any:
-        """What `Trainer.train(resume_from_checkpoint=...)` is to resume from: for True, the newest whole checkpoint."""
+        """What `Trainer.train(resume_from_checkpoint=...)` is to resume from.
+
+        For True the newest whole checkpoint; for "auto", too, but nothing where there is none.
+        """
         self._resuming = self._loaded_order = None
         if not resume:
             return resume
-        chosen = self._newest() if resume is True else resume
+        chosen = {True: self._newest, "auto": self._newest_whole}.get(resume, lambda: resume)()
         chosen = self._accelerator.group.gather(chosen and str(chosen), "choosing a checkpoint")[0]
         if chosen is None:
-            return resume  # the Trainer says that there is none
+            return None if resume == "auto" else resume  # the Trainer says that there is none
         self._resuming = Path(chosen)
         return chosen
 
     def _newest(self) -> Path | None:
+        """The newest checkpoint that is whole, or, where none is, the last: reading it says why it is not."""
+        folder = Path(self.trainer.args.output_dir)
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        return self._newest_whole() or (Path(last) if last else None)
+
+    def _newest_whole(self) -> Path | None:
         """The newest checkpoint that is whole: a run killed while saving leaves one that is not."""
         folder = Path(self.trainer.args.output_dir)
         if not folder.is_dir():
@@ -109,8 +118,7 @@ class TrainerCheckpoints:
         for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
             if is_complete(path) and _is_json(path / TRAINER_STATE_NAME):
                 return path
-        last = get_last_checkpoint(str(folder))
-        return Path(last) if last else None  # not whole, and reading it says why
+        return None
 
     @property
     def holds_workers(self) -> bool:

@@ -62,9 +62,9 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=validation,
         compute_metrics=accuracy,
-        callbacks=[GossipCallback()],
+        callbacks=[GossipCallback(stop_on_signals=True)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint="auto")  # a run that was stopped goes on
     trainer.save_model(f"{options.output_dir}/deployed")
     trainer.log_metrics("test", trainer.predict(test).metrics)
 

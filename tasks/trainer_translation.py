@@ -70,9 +70,9 @@ def main() -> None:
         eval_dataset=tokens["validation"],
         processing_class=tokenizer,
         compute_metrics=compute_metrics(tokenizer),
-        callbacks=[GossipCallback(GossipConfig(power=2, start_epoch=1))],
+        callbacks=[GossipCallback(GossipConfig(power=2, start_epoch=1), stop_on_signals=True)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint="auto")  # a run that was stopped goes on
     trainer.save_model(f"{options.output_dir}/deployed")
     test = trainer.predict(tokens["test"])
     if trainer.is_world_process_zero():

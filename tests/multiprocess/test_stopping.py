@@ -12,12 +12,14 @@ import pytest
 import torch
 from algorithms import SynchronousAccelerator
 from torch import nn
-from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
 
-from dsgdac_accel import EXIT_STOPPED, GossipAccelerator, GossipConfig, StoppedBySignal
+from dsgdac_accel import EXIT_STOPPED, GossipAccelerator, GossipCallback, GossipConfig, StoppedBySignal
 from dsgdac_accel.checkpoint import is_complete, load_worker
+from dsgdac_accel.received_signals import SignalReceiver
 from dsgdac_accel.stopping import StopAgreement
-from tests.multiprocess.small_model import flat, inputs, make_model
+from tests.multiprocess import trainer_model
+from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -82,3 +84,277 @@ def test_all_workers_stop_after_the_same_step(senders, synchronous, tmp_path):
         assert saved["steps_taken"] == step
         kept = torch.cat([value.flatten() for value in saved["models"][0]["parameters"].values()])
         assert torch.equal(kept, weights)
+
+
+# ---- what a signal meets
+
+
+def train_and_evaluate(rank: int, sender: int) -> tuple:
+    """Worker `sender` gets the signal while all evaluate, between the third step and the fourth."""
+    accelerator, model, optimizer = make()
+    with accelerator.stop_on_signals():
+        for step in range(1, 20):
+            accelerator.backward(model(inputs(rank, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.should_stop():
+                return step, accelerator.stop_reason
+            if step == 3:
+                with accelerator.deployed_model(model):
+                    if rank == sender:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    time.sleep(1.0)
+    return None, None
+
+
+def test_a_signal_during_an_evaluation_stops_at_the_next_step():
+    assert run_workers(train_and_evaluate, 2, 1) == [(4, "SIGUSR1 to worker 1")] * 2
+
+
+def train_with_a_lost_worker(rank: int, moment: str) -> None:
+    """Worker 2 is killed at `moment`, and as by a launcher all others then get SIGTERM."""
+    accelerator, model, optimizer = make(timeout=30.0)
+
+    def die(*_: Any) -> None:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "before it answers":
+        publish = StopAgreement._publish
+        StopAgreement._publish = lambda self: die() or publish(self)  # type: ignore[method-assign, func-returns-value]
+    elif moment == "after it answered":
+        decide = StopAgreement._decide
+        StopAgreement._decide = lambda self: die() or decide(self)  # type: ignore[method-assign, func-returns-value]
+    with accelerator.stop_on_signals():
+        if rank < 2:
+            send_later(signal.SIGTERM, 0.2)
+        for step in range(1, 2000):
+            accelerator.backward(model(inputs(rank, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if moment == "before the signal" and step == 5:
+                die()
+            time.sleep(0.002)
+            if accelerator.should_stop():
+                accelerator.group.meet("stopping")
+                break
+
+
+@pytest.mark.parametrize("moment", ["before the signal", "before it answers", "after it answered"])
+def test_a_worker_that_is_lost_while_all_are_to_stop_is_named(moment):
+    outcomes = try_workers(train_with_a_lost_worker, 3, moment)
+    for outcome in outcomes[:2]:
+        assert outcome.exit_code == 1, outcome.error
+        assert outcome.seconds < 20
+        assert "WorkerLostError" in outcome.error
+    told = " ".join(outcome.error for outcome in outcomes[:2])
+    assert "worker 2 was lost" in told
+    assert ("agreeing on where to stop" in told) == (moment == "before it answers")
+
+
+def leave_early(rank: int) -> tuple:
+    """Worker 0 has left, without having heard of the signal that worker 1 gets before its last step."""
+    accelerator, _, optimizer = make()
+    answers = []
+    begun = time.monotonic()
+    with accelerator.stop_on_signals():
+        for step in range(1, 4):
+            optimizer.step()
+            if rank == 1 and step == 3:
+                time.sleep(0.6)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.6)
+            answers.append(accelerator.should_stop())
+    return answers, time.monotonic() - begun
+
+
+def test_a_signal_after_the_last_step_of_another_lets_the_run_end():
+    for answers, seconds in run_workers(leave_early, 2):
+        assert answers == [False] * 3
+        assert seconds < 5
+
+
+# ---- what stays as it was
+
+
+def ends_by(number: int, process: int) -> bool:
+    _, status = os.waitpid(process, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == number
+
+
+def in_child(work: Any) -> int:
+    """A forked process that does `work`, or waits to be ended."""
+    process = os.fork()
+    if process == 0:
+        work()
+        time.sleep(30)
+        os._exit(0)
+    return process
+
+
+def send(number: int, times: int = 1) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+
+
+def alone(rank: int) -> None:
+    accelerator, _, _ = make()
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    assert not accelerator.should_stop()
+    with accelerator.stop_on_signals():
+        assert not accelerator.should_stop()
+        child = in_child(lambda: None)  # as a DataLoader's process is
+        time.sleep(0.05)
+        os.kill(child, signal.SIGUSR1)
+        time.sleep(0.05)
+        os.kill(child, signal.SIGTERM)
+        assert ends_by(signal.SIGTERM, child)
+        assert not accelerator.should_stop()
+        send(signal.SIGUSR1, 2)
+        assert accelerator.should_stop()
+        assert accelerator.should_stop()
+        assert accelerator.stop_reason == "SIGUSR1"
+        with pytest.raises(RuntimeError, match="entered already"), accelerator.stop_on_signals():
+            pass
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert not accelerator.should_stop()
+
+    def insist() -> None:
+        with accelerator.stop_on_signals():
+            send(signal.SIGTERM, 3)
+
+    def end() -> None:
+        with accelerator.stop_on_signals():
+            send(signal.SIGTERM)
+            if accelerator.should_stop():
+                raise StoppedBySignal("done")
+
+    assert ends_by(signal.SIGTERM, in_child(insist))
+    process = in_child(lambda: _exit_as_scripts_do(end))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == EXIT_STOPPED == 75
+
+
+def _exit_as_scripts_do(work: Any) -> None:
+    try:
+        work()
+    except SystemExit as end:
+        send(signal.SIGTERM)  # as launchers do when the first worker has ended
+        os._exit(end.code)
+
+
+def test_signals_to_a_single_process_and_to_its_children():
+    run_workers(alone, 1)
+
+
+def in_another_thread(rank: int) -> str:
+    accelerator, _, _ = make()
+    found = []
+
+    def enter() -> None:
+        try:
+            with accelerator.stop_on_signals():
+                pass
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_handlers_are_set_in_the_main_thread_only():
+    assert "Enter `stop_on_signals` in the main thread" in run_workers(in_another_thread, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "message"),
+    [
+        ((), ValueError, "at least one signal"),
+        ((signal.SIGKILL,), ValueError, "that a process can catch"),
+        ((1000,), ValueError, "got 1000"),
+        ("SIGTERM", TypeError, "sequence such as"),
+        (signal.SIGTERM, TypeError, "sequence such as"),
+    ],
+)
+def test_signals_that_cannot_be_caught_are_refused(signals, error, message):
+    with pytest.raises(error, match=message):
+        SignalReceiver(signals)
+
+
+# ---- Trainer
+
+
+class Slow(TrainerCallback):
+    """After every step of a slow run: this worker's weights."""
+
+    def __init__(self, sender: bool) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+        self.sender = sender
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.seen[state.global_step + 1] = flat(kwargs["model"])
+        if self.sender and state.global_step == 4:
+            send(signal.SIGTERM)
+        time.sleep(0.05)
+
+
+def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int | None) -> dict[str, Any]:
+    model = trainer_model.Model(dropout=0.3, batch_norm=True)
+    watched = Slow(rank == sender)
+    trainer = Trainer(
+        model,
+        trainer_model.arguments(
+            str(folder), **{"max_steps": 22, "logging_strategy": "steps", "logging_steps": 1, **settings}
+        ),
+        train_dataset=trainer_model.Rows(rows),
+        eval_dataset=trainer_model.Rows(16, 1),
+        callbacks=[watched, GossipCallback(GossipConfig(power=2.0, **FAST), stop_on_signals=True)],
+    )
+    stop = None
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except StoppedBySignal as error:
+        stop = (trainer.state.global_step, error.code, str(error))
+    evaluations = [
+        {key: value for key, value in record.items() if key in ("step", "eval_loss", "gossip/radius")}
+        for record in trainer.state.log_history
+        if "eval_loss" in record
+    ]
+    return {"seen": watched.seen, "stop": stop, "evaluations": evaluations, "model": flat(model)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        (44, {"eval_strategy": "epoch"}),  # 8 steps an epoch; nothing is saved but at the stop
+        (6, {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}),  # 1 step an epoch
+    ],
+    ids=["mid-epoch", "at the end of an epoch"],
+)
+def test_a_trainer_that_was_stopped_goes_on_as_if_it_had_not_been(rows, settings, tmp_path):
+    whole = run_workers(fit, 2, tmp_path / "whole", rows, settings, None)
+    stopped = run_workers(fit, 2, tmp_path / "stopped", rows, settings, 1)
+    resumed = run_workers(fit, 2, tmp_path / "stopped", rows, settings, None)
+    step, code, message = stopped[0]["stop"]
+    assert [worker["stop"] for worker in stopped] == [(step, code, message)] * 2
+    assert 5 <= step < 22
+    assert code == EXIT_STOPPED
+    assert f"stopped by SIGTERM to worker 1 at step {step} of 22" in message
+    for unbroken, rest in zip(whole, resumed, strict=True):
+        assert rest["stop"] is None
+        assert list(rest["seen"]) == list(range(step + 1, 23))
+        assert all(torch.equal(weights, unbroken["seen"][number]) for number, weights in rest["seen"].items())
+        assert rest["evaluations"] == unbroken["evaluations"]
+        assert torch.equal(rest["model"], unbroken["model"])
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_with_is_no_stop(tmp_path):
+    with pytest.raises(ValueError, match="Set save_only_model=False"):
+        Trainer(
+            trainer_model.Model(),
+            trainer_model.arguments(str(tmp_path), save_only_model=True),
+            callbacks=[GossipCallback(stop_on_signals=True)],
+        )
+    with pytest.raises(TypeError, match="stop_on_signals must be True or False; got 15"):
+        GossipCallback(stop_on_signals=15)  # type: ignore[arg-type]
