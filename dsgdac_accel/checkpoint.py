@@ -40,6 +40,7 @@ from dsgdac_accel.state_files import (
     encode,
     read_state,
     safetensors_parts,
+    sync_folder,
     write_whole,
 )
 from dsgdac_accel.worker_state import by_replica, load_model_state, model_state
@@ -173,10 +174,16 @@ class _Saving:
         self.abandon = threading.Event()
         self.committed: str | None = None
         """None before the manifest is written; then "" or what went wrong."""
-        self.is_new = not self.folder.exists()
-        generation = self._clear() if self.rank == 0 else 0
-        plans = group.gather((str(folder), step, generation), "beginning a checkpoint")
+        generation, problem = 0, None
+        try:
+            self.is_new = not self.folder.exists()
+            generation = self._clear() if self.rank == 0 else 0
+        except OSError as error:  # an error of one worker must not leave the others waiting
+            problem = _in_words(error, Path(error.filename or folder))
+        plans = group.gather((str(folder), step, generation, problem), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
+            if plan[3] is not None:
+                raise CheckpointError(f"worker {rank} cannot save the checkpoint of step {step}: {plan[3]}")
             if plan[:2] != plans[0][:2]:
                 raise CheckpointError(
                     f"all workers must save the same step into the same folder; worker 0 saves step {plans[0][1]} into "
@@ -257,6 +264,8 @@ class _Saving:
         try:
             self._require_shared(files)
             text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
+            with contextlib.suppress(OSError):  # a folder above it need not be one that may be read
+                sync_folder(self.folder.parent)
             write_whole(path, [text.encode() + b"\n"])
         except Exception as error:
             self.committed = _in_words(error, path)
@@ -265,7 +274,8 @@ class _Saving:
         named = {self.folder / file.name for file in files}
         for file in (self.folder / WORKERS).glob("*"):
             if file not in named and OURS.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the checkpoint is complete all the same
+                    file.unlink(missing_ok=True)
 
     def _require_shared(self, files: Sequence[SavedFile]) -> None:
         deadline = time.monotonic() + _VISIBLE_SECONDS
@@ -312,7 +322,7 @@ class _Saving:
         self.group.gather(None, f"discarding the checkpoint of step {self.step}")
         if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):
-                if folder.is_dir() and not any(folder.iterdir()):
+                with contextlib.suppress(OSError):  # there is something in it
                     folder.rmdir()
 
 

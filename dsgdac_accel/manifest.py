@@ -81,8 +81,10 @@ def read_manifest(folder: Path | str) -> Manifest:
         manifest = Manifest(**{**content, "files": tuple(SavedFile(**file) for file in content["files"])})
         names = [WORKER_FILE.fullmatch(file.name) for file in manifest.files]
         ranks = [int(name[1]) for name in names if name]
-        if ranks != list(range(manifest.workers)) or len(names) != len(ranks) or not isinstance(manifest.step, int):
+        if type(manifest.workers) is not int or manifest.workers != len(names) or ranks != list(range(len(names))):
             raise ValueError("its files are not those of its workers")
+        if not names or type(manifest.step) is not int or not isinstance(manifest.facts, dict):
+            raise ValueError("workers, step and facts are not as this library writes them")
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Load another checkpoint.") from error
     return manifest
@@ -133,15 +135,21 @@ def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: 
     for folder in _folders(parent, pattern):
         if folder not in done and is_leftover(folder) and folder.stat().st_mtime <= finished:
             old.append(folder)
-    for folder in old:
-        delete_checkpoint(folder)
-    return old
+    return [folder for folder in old if delete_checkpoint(folder)]
 
 
-def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint; broken off in the middle, it leaves none that looks complete."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+def delete_checkpoint(folder: Path) -> bool:
+    """Delete a checkpoint; broken off in the middle, it leaves none that looks complete.
+
+    Of a link to one that lies elsewhere only the link goes. Returns False, and the checkpoint stays complete, where
+    somebody has protected it from being deleted.
+    """
+    try:
+        (folder if folder.is_symlink() else folder / MANIFEST).unlink(missing_ok=True)
+    except OSError:
+        return False
     shutil.rmtree(folder, ignore_errors=True)
+    return True
 
 
 def _folders(parent: Path | str, pattern: str) -> list[Path]:

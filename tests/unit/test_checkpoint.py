@@ -235,12 +235,17 @@ def test_a_copy_does_not_change_with_the_original():
         '{"$cast": ["state", "load", [1]]}',
         '{"$tensor": "elsewhere"}',
         '{"$tensor": "state", "more": 1}',
+        '{"$scalar": ["<f8", ""]}',
+        '{"$scalar": ["f4,(2", "00"]}',
+        '{"$float": "00"}',
+        '{"$permuted": [{"$tensor": "state"}, [7]]}',
+        '{"$cast": ["empty", "complex64", [1000000, 1000000]]}',
         "[" * 100_000,
     ],
 )
 def test_a_hostile_tree_is_an_error_and_runs_nothing(text):
     with pytest.raises(CheckpointError, match="no tree of values"):
-        decode(Encoded(text, {"state": torch.zeros(8, dtype=torch.uint8)}))
+        decode(Encoded(text, {name: torch.zeros(n, dtype=torch.uint8) for name, n in (("state", 8), ("empty", 0))}))
 
 
 # ---- complete or absent
@@ -305,6 +310,15 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path, alone):
         save_checkpoint(tmp_path / "file" / "c", torch.ones(3), alone, step=2)
 
 
+def test_what_is_in_the_way_of_a_save_is_one_error(tmp_path, alone):
+    save_checkpoint(tmp_path / "c", 1, alone, step=1)
+    (tmp_path / "c" / "workers" / "00000.receipt").mkdir()
+    for name, message in (("c", "00000.receipt: Is a directory"), ("n" * 300, "File name too long")):
+        with pytest.raises(CheckpointError, match=f"worker 0 cannot save the checkpoint of step 2: .*{message}"):
+            save_checkpoint(tmp_path / name, 2, alone, step=2)
+    assert load_checkpoint(tmp_path / "c", alone) == 1
+
+
 def damaged(folder, how):
     file = folder / "workers" / "00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -321,9 +335,12 @@ def damaged(folder, how):
         (folder / "gossip.json").write_text((folder / "gossip.json").read_text()[:50])
     else:
         manifest = json.loads((folder / "gossip.json").read_text())
-        manifest.update(
-            {"another format": {"format": 99, "library": "9.9"}, "worker missing": {"workers": 2}, "lead out": {}}[how]
-        )
+        changes = {
+            "another format": {"format": 99, "library": "9.9"}, "worker missing": {"workers": 2},
+            "too many workers": {"workers": 10**12}, "no workers": {"workers": 0, "files": []},
+            "no facts": {"facts": 1},
+        }  # fmt: skip
+        manifest.update(changes.get(how, {}))
         if how == "lead out":
             manifest["files"][0]["name"] = "../../secret"
         (folder / "gossip.json").write_text(json.dumps(manifest))
@@ -339,6 +356,9 @@ def damaged(folder, how):
         ("half a manifest", "is damaged", False),
         ("another format", "has format 99, written by dsgdac_accel 9.9", False),
         ("worker missing", "is damaged", False),
+        ("too many workers", "is damaged", False),
+        ("no workers", "is damaged", False),
+        ("no facts", "is damaged", False),
         ("lead out", "is damaged", False),
     ],
 )
@@ -427,6 +447,25 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-notes"]
     with pytest.raises(ValueError, match="at least 1"):
         prune_checkpoints(tmp_path, keep=0)
+
+
+def test_pruning_leaves_what_is_protected_and_what_a_link_leads_to(tmp_path, alone, monkeypatch):
+    checkpoints = tmp_path / "checkpoints"
+    save_checkpoint(tmp_path / "elsewhere", 1, alone, step=1)
+    for step in (2, 3, 4):
+        save_checkpoint(checkpoints / f"step-{step}", step, alone, step=step)
+    (checkpoints / "step-1").symlink_to(tmp_path / "elsewhere")
+    unlink = Path.unlink
+
+    def protected(path, missing_ok=False):  # as in a folder without write permission, which root would not notice
+        if path.parent.name == "step-2":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", protected)
+    assert prune_checkpoints(checkpoints, keep=1) == [checkpoints / "step-1", checkpoints / "step-3"]
+    assert saved_steps(checkpoints) == [2, 4]
+    assert is_complete(tmp_path / "elsewhere")
 
 
 def test_pruning_deletes_nothing_where_nothing_is_complete(tmp_path, alone):
