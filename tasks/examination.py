@@ -20,6 +20,7 @@ from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.doctor import Finding, Report, examine
 from dsgdac_accel.doctor.checks import wrong_run
 from dsgdac_accel.doctor.facts import collect_facts
+from dsgdac_accel.doctor.launched import at_end
 from dsgdac_accel.sweeps.plan import base_values
 
 _TASKS = {"cifar": ("ImageRun", "CifarConfig"), "wmt14": ("TranslationRun", "TranslationConfig")}
@@ -51,26 +52,25 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report:
         report.add([*wrong, Finding("ok", "run", "not built before the errors above are mended")])
         return
     # The run's own folder is left alone: a run that begins there deletes the logs of the one before.
-    stand_in = group.gather(tempfile.mkdtemp(prefix="dsgdac-doctor-") if group.rank == 0 else "", "making a folder")[0]
-    try:
-        quiet = {"trackers": (), "resume": "never", "gossip": replace(config.gossip, timeout=timeout)}
-        run = run_class(replace(config, output_dir=Path(stand_in), **quiet))
-        if isinstance(run.accelerator, GossipAccelerator):  # what the run itself would have is what is judged
-            own = replace(run.accelerator.gossip_config, timeout=config.gossip.timeout)
-            run.accelerator.gossip_config = own
-        report.add([Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)])
-        examine(
-            run.accelerator,
-            run.model,
-            run.loader,
-            settings=config,
-            output_dir=config.output_dir,
-            timeout=timeout,
-            report=report,
-        )
-    finally:
-        if group.rank == 0:
-            shutil.rmtree(stand_in, ignore_errors=True)
+    own = tempfile.mkdtemp(prefix="dsgdac-doctor-") if group.rank == 0 else None
+    if own is not None:
+        at_end.append(lambda: shutil.rmtree(own, ignore_errors=True))
+    stand_in = group.gather(own, "making a folder")[0]
+    assert stand_in is not None
+    quiet = {"trackers": (), "resume": "never", "gossip": replace(config.gossip, timeout=timeout)}
+    run = run_class(replace(config, output_dir=Path(stand_in), **quiet))
+    if isinstance(run.accelerator, GossipAccelerator):  # the run's own patience is what is judged
+        run.accelerator.gossip_config = replace(run.accelerator.gossip_config, timeout=config.gossip.timeout)
+    report.add([Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)])
+    examine(
+        run.accelerator,
+        run.model,
+        run.loader,
+        settings=config,
+        output_dir=config.output_dir,
+        timeout=timeout,
+        report=report,
+    )
 
 
 def _check_folder(task: Any, config: Any, run: Any, group: WorkerGroup) -> list[Finding]:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ def _examine_bare(report: Report, config: Any, parameters: int, options: argpars
     from dsgdac_accel import GossipAccelerator
     from dsgdac_accel.doctor import examine
 
-    accelerator = GossipAccelerator(gossip=config)
+    accelerator = GossipAccelerator(gossip=replace(config, timeout=options.timeout))
+    accelerator.gossip_config = config  # the run's own patience is what is judged
     stand_in = torch.nn.Linear(1, 1)
     accelerator.prepare(stand_in, torch.optim.SGD(stand_in.parameters(), lr=0.1))
     examine(

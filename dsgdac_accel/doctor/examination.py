@@ -16,7 +16,7 @@ from dsgdac_accel.doctor.checks import check_facts, check_room, wrong_run
 from dsgdac_accel.doctor.data import check_shares, share_of
 from dsgdac_accel.doctor.facts import Facts, collect_facts, flat_settings, parameter_bytes, stream_fingerprints
 from dsgdac_accel.doctor.links import check_links, measure_links
-from dsgdac_accel.doctor.meeting import SilentWorkersError, default_store, roll_call
+from dsgdac_accel.doctor.meeting import SilentWorkersError, default_store, lost, roll_call
 from dsgdac_accel.doctor.report import Finding, Report, named_workers, size_text
 from dsgdac_accel.doctor.settings import check_gossip, check_topology
 from dsgdac_accel.group import WorkerGroup, WorkerLostError
@@ -81,9 +81,7 @@ def examine(
         examination.look_at_data(loader)
         examination.measure(parameters)
     except (SilentWorkersError, WorkerLostError) as error:
-        missing = error.missing if isinstance(error, SilentWorkersError) else ()
-        advice = "Look at its own output, and whether its machine can be reached"
-        report.add([Finding("error", "lost worker", str(error), advice, missing)])
+        report.add([lost(error)])
     report.values["seconds"] = round(time.monotonic() - started, 3)
     return report
 
@@ -185,6 +183,8 @@ class _Examination:
     def _workers(self, machines: int) -> Finding:
         if self.num_workers == 1:
             advice = HOW_TO_LAUNCH
+            if self.facts[0].environment.get("ACCELERATE_USE_CPU", "").lower() == "true":
+                advice += ". accelerate launch --cpu starts one process, whatever --num_processes says"
             return Finding("warning", "workers", f"1, on {self.facts[0].device}: nobody to gossip with", advice)
         processes = f"{self.size} process{'es' if self.size > 1 else ''} x {self.per_process}"
         where = f"{machines} machine{'s' if machines > 1 else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -118,6 +119,7 @@ def collect_facts(
     )
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Of Python, this library and what it works with, as far as they are installed."""
     versions = {"python": platform.python_version(), "dsgdac_accel": __version__}

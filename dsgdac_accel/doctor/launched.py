@@ -7,19 +7,28 @@ reason in the report.
 
 from __future__ import annotations
 
+import math
 import os
+import select
+import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dsgdac_accel.doctor.meeting import SilentWorkersError, join, launched, open_store
+from dsgdac_accel.doctor.meeting import SilentWorkersError, join, launched, lost, open_store
 from dsgdac_accel.doctor.report import Finding, Report, named_workers
+from dsgdac_accel.group import WorkerLostError
 
 GRACE_SECONDS = 3.0
 """How long the others wait for worker 0 to speak; launchers end all processes of a machine when one fails."""
+at_end: list[Callable[[], None]] = []
+"""What to clean up when the examination is over, however it ends."""
+
 _OWN_WORDS = 0.5  # seconds in which others may say that they failed, too
+_LAST_WORDS = 12.0  # seconds after SIGTERM, in which the others find out who is lost; SIGKILL follows after 30
 _LAST_LOOK = 1.0  # seconds in which they see that all is said
 
 
@@ -40,7 +49,10 @@ def run_examination(examine: Callable[[Report], None], say: Callable[[Report], N
     rank, size = launched()
     report = Report()
     if size == 1:
-        examine(report)
+        try:
+            examine(report)
+        finally:
+            _clean_up()
         say(report)
         return report.exit_status
     speaking = _Speaking(rank, size, report, say)
@@ -49,8 +61,8 @@ def run_examination(examine: Callable[[Report], None], say: Callable[[Report], N
         speaking.watch(open_store(rank, size, timeout, keeps=False))
         join(store, rank, size, timeout)
         examine(report)
-    except SilentWorkersError as error:
-        report.add([Finding("error", "lost worker", str(error), "Look at its own output", error.missing)])
+    except (SilentWorkersError, WorkerLostError) as error:
+        report.add([lost(error)])
     except Exception as error:
         if not isinstance(error, (ValueError, OSError, RuntimeError)):
             import traceback
@@ -71,14 +83,28 @@ class _Speaking:
         self._lock = threading.Lock()
 
     def watch(self, store: Any) -> None:
-        """Look for failures of other processes from now on, by a connection of its own."""
+        """Look for failures of other processes from now on, by a connection of its own. Call it in the main thread.
+
+        A launcher's SIGTERM, which follows the death of any worker, then leaves time to say who died.
+        """
         self._store = store
+        self._signals, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        self._wakes = wakes  # kept, or it would be closed
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(wakes.fileno())  # the main thread may be in a collective and see no signal
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
+        deadline = math.inf
         while True:
-            time.sleep(0.2)
+            readable, _, _ = select.select([self._signals], [], [], 0.2)
+            if readable and signal.SIGTERM in self._signals.recv(64):
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS)
             try:
+                if time.monotonic() > deadline:
+                    self.report.add([Finding("error", "ended", "the launcher ended the processes (SIGTERM)")])
+                    self.finish()
                 if self._failures() or self._store.check(["done"]):
                     self.finish()
             except RuntimeError:
@@ -117,6 +143,7 @@ class _Speaking:
             status = self._speak() if self._may_speak() else self._status()
         except RuntimeError:  # the store is gone
             status = 1
+        _clean_up()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by returning: the teardown of a process group that lost a worker aborts now and then.
@@ -162,3 +189,8 @@ class _Speaking:
         said = int(self._store.get("done"))
         self._store.set(f"left/{self.rank}", "")
         return max(said, self.report.exit_status)
+
+
+def _clean_up() -> None:
+    while at_end:
+        at_end.pop()()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsgdac_accel.doctor.report import named_workers
+from dsgdac_accel.doctor.report import Finding, named_workers
 
 _PREFIX = "dsgdac_accel/doctor"
 _calls = itertools.count()
@@ -24,6 +24,14 @@ class SilentWorkersError(RuntimeError):
     def __init__(self, missing: Sequence[int], what: str, timeout: float, store: str = "") -> None:
         self.missing = tuple(missing)
         super().__init__(f"{named_workers(missing)} did not answer within {timeout:g} s in {what}{store}")
+
+
+def lost(error: RuntimeError) -> Finding:
+    """The finding of a worker that did not come or was lost on the way; other errors say by themselves what to do."""
+    if isinstance(error, SilentWorkersError):
+        advice = "Look at its own output, and whether its machine can be reached"
+        return Finding("error", "lost worker", str(error), advice, error.missing)
+    return Finding("error", "lost worker", str(error))
 
 
 def launched() -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsgdac_accel.cli.theory import steps_to_mix
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.doctor.report import Finding
 from dsgdac_accel.schedule import AdaptiveConsensus
@@ -18,6 +17,8 @@ _VANISHED = 1e-6
 
 def check_topology(topology: Topology, total_steps: int | None = None) -> tuple[list[Finding], dict[str, float | int]]:
     """How fast the topology mixes, and its figures: period, spectral gap, steps to mix."""
+    from dsgdac_accel.cli.theory import steps_to_mix  # here, so that a training does not import the command line
+
     workers, gap = topology.num_workers, topology.spectral_gap()
     values: dict[str, float | int] = {"period": topology.period, "spectral_gap": gap}
     shown = f"{topology.name} of {workers} workers, period {topology.period}, spectral gap {gap:.3g}"

@@ -357,12 +357,19 @@ def test_a_worker_that_is_not_launched_is_named(tmp_path):
 
 
 def test_the_failure_of_one_worker_ends_all_at_once_with_its_reason(tmp_path):
+    # Launchers end worker 0 as well, as soon as they see that one has failed: it still says why.
     before = """
+import signal
+from pathlib import Path
 from dsgdac_accel import GossipAccelerator
 def fail(*args, **kwargs):
+    os.kill(int(Path("pid").read_text()), signal.SIGTERM)
+    time.sleep(0.5)
     raise OSError("the data set is not on this machine")
 if rank == "1":
     GossipAccelerator.prepare = fail
+else:
+    Path("pid").write_text(str(os.getpid()))
 """
     started = time.monotonic()
     status, out, _ = launch(tmp_path, 2, before=before)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Topology, build_topology
-from dsgdac_accel.cli import main
+from dsgdac_accel.cli import doctor, main
 from dsgdac_accel.doctor import Report, checks, examine, facts
 from dsgdac_accel.doctor.data import Share, check_shares, share_of
 from dsgdac_accel.doctor.links import Link, Measured, check_links, matchings
@@ -353,3 +353,10 @@ def test_the_run_of_a_task_is_examined_and_its_folder_left_alone(tmp_path, capsy
         ("metrics.jsonl", "summary.json"), "of an earlier run"
     )
     assert main([*words, "--batch_size", "5000"]) != 0
+
+
+def test_without_the_tasks_a_configuration_cannot_be_examined(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "site-packages" / "dsgdac_accel" / "cli" / "doctor.py"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--config", str(ROOT / "configs" / "digits.yaml")]) == 2
+    assert "not in the installed package" in capsys.readouterr().err
