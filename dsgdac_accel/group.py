@@ -392,9 +392,9 @@ class WorkerGroup:
         machines = [self._reports.processes[number][0] for number in self.numbers[: self.rank + 1]]
         return machines.count(machines[-1]) - 1
 
-    def lives(self, rank: int) -> bool | None:
-        """Whether the process of a worker on this machine is there; None for one on another machine."""
-        return self._reports.lives(self.numbers[rank])
+    def lives(self, number: int) -> bool | None:
+        """Whether the process of the worker with this number is there; None for one on another machine."""
+        return self._reports.lives(number)
 
     # ---- going on without lost workers
 

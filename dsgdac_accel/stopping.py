@@ -236,7 +236,7 @@ class StopAgreement:
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
 
     def _is_dead(self, worker: int) -> bool:
-        return worker not in self.group.numbers or self.group._reports.lives(worker) is False
+        return worker not in self.group.numbers or self.group.lives(worker) is False
 
     def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
         """Let training go on to where it stops."""

@@ -121,6 +121,11 @@ class GossipCallback(TrainerCallback):
             raise ValueError("this Trainer has two GossipCallbacks, and would mix twice a step; keep one of them.")
         if self._trainer is trainer:
             return
+        if self.config.on_worker_loss == "continue":
+            raise ValueError(
+                "on_worker_loss='continue' is not for the Trainer, whose own collectives do not outlive a lost worker. "
+                "Use 'stop' and resume from a checkpoint, or train with GossipAccelerator."
+            )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now; make one for each Trainer.")
         _refuse_unsupported(trainer)

@@ -97,7 +97,8 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
 
 
 def _require_same_count(folder: Path, launched: int) -> None:
-    saved = read_manifest(folder).workers
+    manifest = read_manifest(folder)
+    saved = manifest.workers + len(manifest.facts.get("lost", ()))  # among whom the data was dealt out
     if saved != launched:
         raise ConfigError(
             f"resume: the checkpoint {folder} holds the state of {saved} workers, and {launched} were launched. Launch "
@@ -126,7 +127,6 @@ class Checkpoints:
         self.total_steps = total_steps
         self.folder = config.output_dir / "checkpoints"
         self.facts = {"task": task, "config": config_to_dict(config)}
-        self._saving: Path | None = None
 
     def save_if_due(self, step: int) -> None:
         """Save the state of all workers after every `save_every` steps and after the last. Collective.
@@ -142,7 +142,7 @@ class Checkpoints:
             return
         self.finish()
         folder = self.folder / f"step-{step:08d}"
-        self._saving = self.accelerator.save_state(folder, wait=False, facts=self.facts)
+        self.accelerator.save_state(folder, wait=False, facts=self.facts)
         if stop:
             self._stop(step, folder)
 
@@ -158,8 +158,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for what is being written, then delete what is too old. Collective."""
-        self.accelerator.finish_saving()
-        saved, self._saving = self._saving, None
+        saved = self.accelerator.finish_saving()
         if saved is not None and self.accelerator.is_main_process:
             assert is_complete(saved)
             prune_checkpoints(self.folder, self.config.keep_checkpoints, PATTERN, saved=saved)

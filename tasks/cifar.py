@@ -29,7 +29,7 @@ from images.config import CifarConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, load_image_model, save_image_model
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder
+from run_folder import RunFolder, lost_workers
 from sam import SharpnessAwareBackward
 from task import run_task
 from torch import Tensor, nn
@@ -195,7 +195,7 @@ class ImageRun:
             last = epoch + 1 == self.config.epochs
             measure = self.config.curvature.due(epoch, last)
             if last or measure or (epoch + 1) % self.config.eval_every == 0:
-                self._evaluate(epoch, last, measure)
+                self.accelerator.group.redone(lambda: self._evaluate(epoch, last, measure))  # noqa: B023  # called at once
             self.losses, self.logged = [], 0
         bar.close()
         self.checkpoints.finish()
@@ -279,8 +279,10 @@ class ImageRun:
                 file=sys.stdout,
             )
             if last:
-                summary = self._summary(values, radius[0], self.clock.seconds())
+                summary = self._summary(values, radius[0], self.clock.seconds()) | lost_workers(self.accelerator)
                 self.folder.write_summary(summary | ({"curvature": report.as_dict()} if report else {}))
+        if last:
+            self.accelerator.group.meet("writing the results")  # if the one that writes is lost, another does it all
 
     def _curvature(self, deployed: nn.Module) -> CurvatureReport:
         """Of the training loss, on images as they are (no crops, no flips), at the deployed model. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,26 @@ class RunFolder:
         self.folder = folder
         self.accelerator = accelerator
         self.resumed_at = resumed_at
+        self._lock = FileLock(folder / ".lock", blocking=False)
         self._log = folder / "metrics.jsonl"
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
         # The main worker alone writes; all of them stop if it cannot.
         problems = accelerator.group.gather(self._try_to_open(config, trackers), "opening the output folder")
         for problem in filter(None, problems):
             raise OSError(problem)
+        self._writes = accelerator.is_main_process
+        accelerator.group.when_workers_change(self._take_over)
+
+    def _take_over(self) -> None:
+        """Write on where the main worker that was lost has stopped, unless that was another one."""
+        if self._writes or not self.accelerator.is_main_process:
+            return
+        self._writes = True
+        with suppress(Timeout):  # a worker that is silent still holds it
+            self._lock.acquire()
+        text = self._log.read_bytes()
+        os.truncate(self._log, text.rfind(b"\n") + 1)  # of a line that was cut off, nothing stays
+        self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
 
     def _try_to_open(self, config: Any, trackers: bool) -> str | None:
         """Begin the files of the run; what went wrong, in words, if something did."""
@@ -72,7 +87,6 @@ class RunFolder:
         Of a run that is gone on with, what it had logged stays, and so do the models it wants to average.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.folder / ".lock", blocking=False)
         try:
             self._lock.acquire()
         except Timeout:
@@ -102,6 +116,11 @@ class RunFolder:
         """Write summary.json whole or not at all, then the plots. Call it on the main process."""
         write_json(self.folder / "summary.json", summary)
         plot_run(self.folder)
+
+
+def lost_workers(accelerator: AnyAccelerator) -> dict[str, Any]:
+    """For the summary: which workers the others went on without; nothing if there are none."""
+    return {"lost_workers": accelerator.group.lost} if accelerator.group.lost else {}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

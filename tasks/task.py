@@ -60,12 +60,13 @@ def run_task(
             "hold several: --gossip.workers_per_process N.",
             file=sys.stderr,
         )
+    several = run.accelerator.num_processes > 1  # some may be lost on the way
     with training(), run.accelerator.stop_on_signals():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
         run.accelerator.group.meet("ending the run")  # nobody leaves while another still writes
         run.accelerator.end_training()
-    if run.accelerator.num_processes > 1:
+    if several:
         leave()
 
 

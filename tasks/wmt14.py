@@ -18,7 +18,7 @@ from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from diagnostics import described, logged, measure_in_training
 from endings import quiet_ends, starting_up
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder
+from run_folder import RunFolder, lost_workers
 from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -204,13 +204,13 @@ class TranslationRun:
             done = self.step == self.total_steps
             measure = self.config.curvature.due(self.epoch, done)
             if done or measure or (self.epoch + 1) % self.config.eval_every == 0:
-                self._validate(self.epoch + 1, measure)
+                self.accelerator.group.redone(lambda: self._validate(self.epoch + 1, measure))  # noqa: B023  # called at once
             if done:
                 break
             self.epoch += 1
         bar.close()
         self.checkpoints.finish()
-        self._finish(self.epoch + 1)
+        self.accelerator.group.redone(lambda: self._finish(self.epoch + 1))
 
     def _train_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
@@ -271,9 +271,9 @@ class TranslationRun:
         return shares / self._of_this_process(target_tokens).sum(axis=1)
 
     def _of_this_process(self, of_workers: np.ndarray) -> np.ndarray:
-        """(..., workers) to (..., workers of this process)."""
-        here = self.accelerator.workers_per_process
-        return of_workers[..., here * self.accelerator.process_index :][..., :here]
+        """(..., workers) to (..., workers of this process), which were dealt out before any worker was lost."""
+        here, group = self.accelerator.workers_per_process, self.accelerator.group
+        return of_workers[..., here * group.numbers[group.rank] :][..., :here]
 
     def _losses(self, batch: dict[str, Tensor], labels: Tensor, sizes: list[int]) -> Tensor:
         """Summed loss of each worker of this process (workers,), whose pairs are `sizes` many each."""
@@ -295,8 +295,9 @@ class TranslationRun:
 
     def _set_worker_loss(self, target_tokens: np.ndarray) -> None:
         total = float(torch.stack(self.losses).double().sum())
-        totals = self.accelerator.group.gather(total, f"logging step {self.step}")
-        self.worker_loss = math.fsum(totals) / int(target_tokens.sum())
+        mine = total, int(self._of_this_process(target_tokens).sum())
+        totals, tokens = zip(*self.accelerator.group.gather(mine, f"logging step {self.step}"), strict=True)
+        self.worker_loss = math.fsum(totals) / sum(tokens)
         require_finite(self.accelerator, self.worker_loss, self.step)
 
     def _log_training(self, epoch: int, tokens_per_second: float, bar: Any) -> None:
@@ -318,9 +319,19 @@ class TranslationRun:
         every = self.config.average_every
         due = last_of_epoch if every is None else self.step % every == 0
         if due or self.step == self.total_steps:
-            with self.accelerator.deployed_model(self.model) as deployed:
-                if self.last_models is not None:
-                    self.last_models.add(self.step, trained_state(self._bare(deployed)))
+            self.accelerator.group.redone(self._keep_average)
+
+    def _keep_average(self) -> None:
+        with self.accelerator.deployed_model(self.model) as deployed:
+            models = self._last_models()
+            if models is not None:
+                models.add(self.step, trained_state(self._bare(deployed)))
+
+    def _last_models(self) -> LastModels | None:
+        """On the main worker, which may become another one when that is lost."""
+        if self.last_models is None and self.config.average_last > 1 and self.accelerator.is_main_process:
+            self.last_models = LastModels(self.config.output_dir / "averages", self.config.average_last, self.step)
+        return self.last_models
 
     # ---- evaluation of the deployed model
 
@@ -379,20 +390,23 @@ class TranslationRun:
             "train/deployed_loss": train_losses["loss"],
         }
         self.accelerator.log(values | {"epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step)
-        if not self.accelerator.is_main_process:
-            return
-        write_translations(folder, pairs, found.texts)
-        summary = self._summary(epoch, losses, train_losses, scores, self.clock.seconds())
-        self.folder.write_summary(summary | {"averaged_models": averaged, "translations_at_limit": found.at_limit})
+        if self.accelerator.is_main_process:
+            write_translations(folder, pairs, found.texts)
+            summary = self._summary(epoch, losses, train_losses, scores, self.clock.seconds())
+            counts = {"averaged_models": averaged, "translations_at_limit": found.at_limit}
+            self.folder.write_summary(summary | lost_workers(self.accelerator) | counts)
+        self.accelerator.group.meet("writing the results")  # if the one that writes is lost, another does it all
         if self.config.average_last > 1:
             self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
-        self._report(found, losses, scores)
+        if self.accelerator.is_main_process:
+            self._report(found, losses, scores)
 
     def _average(self, model: MarianMTModel) -> Any:
         """Inside, `model` is the average of the last deployed models, if that was asked for."""
         if self.config.average_last == 1:
             return nullcontext(1)
-        files = [] if self.last_models is None else self.last_models.files()
+        models = self._last_models()
+        files = [] if models is None else models.files()
         return averaged_parameters(model, files, self.accelerator.group)
 
     def _report(self, found: Translations, losses: dict[str, float], scores: dict[str, Any]) -> None:

@@ -1,0 +1,201 @@
+"""Workers that go on when another one is lost, at every moment at which it can be, against the simulation."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerLostError
+from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, read_manifest
+from dsgdac_accel.simulation import gossip_step
+from dsgdac_accel.topology import build_topology
+from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
+
+STEPS = 12
+RATE, MOMENTUM = 0.2, 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A worker that is lost, where, and who else there is."""
+
+    victim: int
+    moment: int
+    """How many times the victim communicates before it is lost."""
+    after: bool = False
+    """Whether it is lost after that communication, and not before."""
+    workers: int = 4
+    topology: str = "one_peer_ring"
+    per_process: int = 1
+
+
+def make_model(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def make_batch(number, step):
+    generator = torch.Generator().manual_seed(1000 * number + step)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 6), (5, 3)))
+
+
+def rate(step):
+    return RATE * (1 - step / STEPS) ** 0.5
+
+
+def lose_at(group, case):
+    """Kill this process at its n-th communication."""
+    counted, guarded = [0], group.guarded
+
+    def counting(communicate, *args, **kwargs):
+        counted[0] += 1
+        if counted[0] == case.moment and not case.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = guarded(communicate, *args, **kwargs)
+        if counted[0] == case.moment and case.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    group.guarded = counting
+    return counted
+
+
+def train(rank, case, folder, config):
+    """All that training does together: steps, radii, evaluations, checkpoints in the background."""
+    accelerator = GossipAccelerator(gossip=config)
+    model = make_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / RATE)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    group, here = accelerator.group, case.per_process
+    counted = lose_at(group, case) if rank == case.victim else None
+    gammas, evaluations = [], []
+    for step in range(STEPS):
+        batches = [list(make_batch(here * rank + worker, step)) for worker in range(here)]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        gammas.append(accelerator.gossip_steps[0].gamma)
+        if step % 5 == 4:
+            evaluations.append(group.redone(lambda: evaluate(accelerator, model)))
+            accelerator.save_state(folder / f"step-{step + 1:02d}", wait=False)
+    saved = accelerator.finish_saving()
+    with accelerator.deployed_model(model) as deployed:
+        average = [parameter.detach().clone() for parameter in deployed.parameters()]
+    mixer = accelerator.gossip_steps[0].mixer
+    parameters = [[p.detach().clone() for p in flat.parameters] for flat in mixer.flats]
+    return {
+        "parameters": parameters, "average": average, "left_out": mixer.left_out, "mixes_from": mixer._mixes_from,
+        "numbers": group.numbers, "evaluations": evaluations, "gammas": gammas, "saved": saved and saved.name,
+        "communications": counted and counted[0], "main": accelerator.is_main_process, "steps": mixer.step,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(accelerator, model):
+    group = accelerator.group
+    with accelerator.deployed_model(model, calibrate=[next(make_batch(group.rank, 99))]) as deployed:
+        mine = sum(float(deployed(next(make_batch(0, part))).sum()) for part in range(group.rank, 12, group.size))
+        return sum(group.gather(mine, "evaluating"))
+
+
+def simulate(case, topology, outcomes):
+    """What the survivors must hold, from the rounds that each of them left out."""
+    total, here = case.workers * case.per_process, case.per_process
+    models = [make_model(0) for _ in range(total)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM) for model in models]
+    survivor = next(iter(outcomes.values()))
+    left = [here * number + worker for number in survivor["numbers"] for worker in range(here)]
+    fewer = topology.of_survivors(left)
+    for step in range(STEPS):
+        mixing = topology.matrix(step)
+        if step >= survivor["mixes_from"] > 0:
+            mixing = torch.eye(total, dtype=torch.float64)
+            mixing[torch.tensor(left)[:, None], torch.tensor(left)] = fewer.matrix(step)
+        for number, outcome in outcomes.items():
+            for worker in range(here * number, here * (number + 1)):
+                if step in outcome["left_out"]:
+                    mixing[worker] = torch.eye(total, dtype=torch.float64)[worker]
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y = make_batch(worker, step)
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+        gossip_step([m.parameters() for m in models], optimizers, mixing, survivor["gammas"][step])
+    return {number: [list(m.parameters()) for m in models[here * number : here * (number + 1)]] for number in outcomes}
+
+
+def check(case, outcomes, folder):
+    topology = build_topology(case.topology, case.workers * case.per_process)
+    others = [number for number in range(case.workers) if number != case.victim]
+    assert {o.rank: o.exit_code for o in outcomes} == dict.fromkeys(others, 0) | {case.victim: -signal.SIGKILL}, [
+        o.error for o in outcomes
+    ]
+    found = {o.rank: o.value for o in outcomes if o.rank != case.victim}
+    expected = simulate(case, topology, found)
+    for number, value in found.items():
+        assert value["numbers"] == others
+        assert value["steps"] == STEPS
+        assert value["main"] == (number == others[0])
+        # Only rounds around the loss are left out, and only before all mix again.
+        assert all(step < value["mixes_from"] for step in value["left_out"])
+        assert len(value["left_out"]) <= case.workers
+        assert value["gammas"] == found[others[0]]["gammas"]
+        assert value["evaluations"] == found[others[0]]["evaluations"]
+        for mine, right in zip(value["parameters"], expected[number], strict=True):
+            for a, b in zip(mine, right, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+        survivors = [list(model) for models in expected.values() for model in models]
+        for a, *b in zip(value["average"], *survivors, strict=True):
+            torch.testing.assert_close(a, torch.stack(b).mean(0), rtol=0, atol=1e-9)
+    newest = newest_checkpoint(folder, "step-*")
+    assert newest is not None
+    assert newest.name == "step-10"
+    assert read_manifest(newest).workers in (case.workers, len(others))
+
+
+def config_of(case, **changes):
+    return GossipConfig(
+        topology=case.topology, timeout=30, on_worker_loss="continue", log_every=4, total_steps=STEPS,
+        workers_per_process=case.per_process, **changes,
+    )  # fmt: skip
+
+
+def launch(case, folder):
+    return Launch(train, case.workers, case, folder, config_of(case), timeout=90)
+
+
+EVERYWHERE = [Case(victim, moment, after) for moment in range(1, 90) for victim in (0, 2) for after in (False, True)]
+SOME = [
+    *EVERYWHERE[3::37],
+    Case(1, 17, workers=2), Case(2, 20, workers=3, topology="complete"), Case(4, 31, workers=5),
+    Case(1, 23, topology="ring"), Case(3, 26, after=True, topology="one_peer_exponential"),
+    Case(1, 19, workers=3, per_process=2, topology="one_peer_ring"),
+    Case(0, 22, workers=2, per_process=3, topology="complete"),
+]  # fmt: skip
+
+
+def communications(tmp_path):
+    """How often worker 0 communicates in an undisturbed run."""
+    case = Case(0, 10**9)
+    return run_workers(train, 4, case, tmp_path, config_of(case))[0]["communications"]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    folders = {case: tmp_path_factory.mktemp("survivors") for case in SOME}
+    ahead = LaunchesAhead(lambda case: launch(case, folders[case]), SOME, ahead=2)
+    yield lambda case: (ahead.outcomes(case), folders[case])
+    ahead.stop()
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_the_survivors_of_a_loss_finish_as_the_simulation_does(launches, case):
+    check(case, *launches(case))
