@@ -48,14 +48,14 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     own = model_state(inner)
     for part in ("parameters", "buffers"):
         for name, tensor in own[part].items():
-            tensor.copy_(state[part][name])
+            _once(tensor, tensor).copy_(_once(state[part][name], tensor))
     modules = {eager(name): module for name, module in inner.named_modules()}
     for name, saved in state["caches"].items():
         buffer = own["caches"].get(name)
         if buffer is None:
             continue
         if _layout(buffer) == _layout(saved):
-            buffer.copy_(saved)
+            _once(buffer, buffer).copy_(_once(saved, buffer))
         else:
             owner, _, short = name.rpartition(".")
             modules[owner]._buffers[short] = saved.to(buffer.device)
@@ -116,6 +116,14 @@ def require_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}"
             f"{f'; and {more} more differences' if more > 0 else ''}. Build the model as it was when saved."
         )
+
+
+def _once(tensor: Tensor, like: Tensor) -> Tensor:
+    """The first entry only, along dimensions of which `like` repeats one: torch writes to no place of memory twice."""
+    for dimension, stride in enumerate(like.stride()):
+        if stride == 0 and like.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _layout(tensor: Tensor) -> str:

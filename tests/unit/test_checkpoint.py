@@ -522,6 +522,20 @@ def test_part_of_a_model_may_be_compiled():
     assert torch.equal(fresh.first.bias, saved.first.bias)
 
 
+def test_buffers_that_repeat_one_value_are_loaded():
+    def model(value):
+        module = nn.Module()
+        module.register_buffer("kept", torch.full((1, 2), value).expand(3, 2))
+        module.register_buffer("cache", torch.full((2, 1), value).expand(2, 4), persistent=False)
+        return module
+
+    own = model(0.0)
+    load_model_state(own, model_state(model(5.0)))
+    assert own.kept.tolist() == [[5.0] * 2] * 3
+    assert own.cache.tolist() == [[5.0] * 4] * 2
+    assert (own.kept.stride(0), own.cache.stride(1)) == (0, 0)
+
+
 def test_a_cache_may_have_grown():
     saved, fresh = changed(Tied()), Tied()
     saved.cache = torch.arange(5.0)
