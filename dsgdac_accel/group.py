@@ -93,7 +93,7 @@ class WorkerGroup:
         self._apart = False
         self._world = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
-        self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
+        self._reports = FailureReports(0, {0: ("", 0)})
         if self.size == 1:
             return
         if device.type not in ("cpu", "cuda"):
@@ -110,6 +110,7 @@ class WorkerGroup:
         # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
         # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
         self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
+        self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
         self._connect()
         processes = self.gather((this_machine(), os.getpid()), "meeting the workers")
         self._reports = FailureReports(self.rank, dict(enumerate(processes)))

@@ -1,16 +1,15 @@
 """Workers that go on when another one is lost, at every moment at which it can be, against the simulation."""
 
-import json
 import os
 import signal
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerLostError
+from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, read_manifest
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import build_topology
@@ -199,3 +198,95 @@ def launches(tmp_path_factory):
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_the_survivors_of_a_loss_finish_as_the_simulation_does(launches, case):
     check(case, *launches(case))
+
+
+# ---- other ways to be lost
+
+
+def train_on(rank, case, lost, at):
+    """Steps only; `lost` are worker: (step, what happens to it there)."""
+    accelerator = GossipAccelerator(gossip=replace(config_of(case), timeout=at.get("timeout", 30.0)))
+    model = make_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(STEPS):
+        if lost.get(rank) == step:
+            os.kill(os.getpid(), at["signal"])
+        x, y = make_batch(rank, step)
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    radius = accelerator.measure_consensus()["gossip/radius"]
+    return accelerator.group.numbers, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
+
+
+@pytest.mark.parametrize(
+    ("workers", "topology", "lost"),
+    [
+        (5, "one_peer_ring", {1: 4, 3: 4}),  # at once
+        (5, "complete", {0: 3, 4: 7}),  # one after the other
+        (4, "one_peer_exponential", {0: 2, 1: 5, 2: 8}),  # all but one
+    ],
+)
+def test_several_may_be_lost(workers, topology, lost):
+    case = Case(-1, 0, workers=workers, topology=topology)
+    outcomes = try_workers(train_on, workers, case, lost, {"signal": signal.SIGKILL}, timeout=60)
+    left = [number for number in range(workers) if number not in lost]
+    values = [outcome.value for outcome in outcomes if outcome.rank in left]
+    assert [outcome.exit_code for outcome in outcomes] == [-9 if o.rank in lost else 0 for o in outcomes], [
+        o.error for o in outcomes
+    ]
+    for numbers, gone, steps, radius in values:
+        assert (numbers, sorted(gone), steps) == (left, sorted(lost), STEPS)
+        assert radius == values[0][3]
+        assert (radius > 0) == (len(left) > 1)
+
+
+def test_a_silent_worker_is_left_behind_and_ends_when_it_wakes_up():
+    case = Case(-1, 0, workers=3)
+    launched = Launch(train_on, 3, case, {1: 4}, {"signal": signal.SIGSTOP, "timeout": 3.0}, timeout=60)
+    for rank in (0, 2):
+        launched.processes[rank].join(45)
+    assert not any(launched.processes[rank].is_alive() for rank in (0, 2))
+    os.kill(launched.processes[1].pid, signal.SIGCONT)
+    outcomes = launched.outcomes()
+    assert [outcome.exit_code for outcome in outcomes] == [0, 1, 0], [outcome.error for outcome in outcomes]
+    assert outcomes[0].value[:3] == outcomes[2].value[:3] == ([0, 2], [1], STEPS)
+    assert "WorkerLostError" in outcomes[1].error
+    assert "others go on without this worker" in outcomes[1].error
+
+
+def resume(rank, folder, policy, workers):
+    config = GossipConfig(timeout=30, on_worker_loss="continue", log_every=4, total_steps=STEPS)
+    accelerator = GossipAccelerator(gossip=replace(config, on_other_worker_count=policy))
+    model = make_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / RATE)
+    accelerator.prepare(model, optimizer, scheduler)
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return [parameter.detach().clone() for parameter in model.parameters()], accelerator.gossip_steps[0].mixer.step
+
+
+def test_what_survivors_saved_is_gone_on_with_from_their_average_only(tmp_path):
+    case = Case(1, 60, workers=3)
+    outcomes = [o for o in try_workers(train, 3, case, tmp_path, config_of(case), timeout=60) if o.rank != case.victim]
+    assert [o.exit_code for o in outcomes] == [0, 0], [o.error for o in outcomes]
+    newest = newest_checkpoint(tmp_path, "step-*")
+    assert read_manifest(newest).facts["lost"] == [1]
+    for refusal in run_workers(resume, 2, newest, "refuse", 2):
+        assert "went on without worker 1" in refusal
+        assert "on_other_worker_count='deployed'" in refusal
+    for launched in (2, 3):
+        for parameters, step in run_workers(resume, launched, newest, "deployed", launched):
+            assert step == 10
+            assert all(torch.isfinite(parameter).all() for parameter in parameters)
+
+
+def test_the_trainer_refuses_to_go_on(tmp_path):
+    config = GossipConfig(on_worker_loss="continue")
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="is not for the Trainer"):
+        Trainer(nn.Linear(1, 1), arguments, callbacks=[GossipCallback(config)])

@@ -1,0 +1,105 @@
+"""The agreement of survivors, with threads in the place of workers."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsgdac_accel import WorkerGroup
+from dsgdac_accel.survivors import Standing, agree
+from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
+
+
+def meet(standings, members, lives=lambda number: None, timeout=30.0, accused=(), delays=()):
+    """What each survivor agrees to; `standings` are those of the workers that come."""
+    store, found = dist.HashStore(), {}
+    store.set_timeout(timedelta(seconds=5))
+
+    def come(number):
+        time.sleep(dict(delays).get(number, 0.0))
+        found[number] = agree(store, "here", number, members, standings[number], lives, timeout, accused)
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in standings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_all_survivors_agree_on_who_is_left_and_on_the_furthest():
+    standings = {0: Standing({0: 4, 1: 9}, 7, 1), 2: Standing({0: 6, 1: 8}, 7, 2), 5: Standing({0: 5, 1: 7}, 8, 2)}
+    found = meet(standings, [0, 1, 2, 5], lives=lambda number: number != 1)
+    assert len({repr(agreement) for agreement in found.values()}) == 1
+    assert found[0].members == (0, 2, 5)
+    assert found[0].furthest == Standing({0: 6, 1: 9}, 8, 2)
+
+
+def test_a_worker_that_is_late_is_waited_for_and_one_that_is_gone_is_not():
+    started = time.monotonic()
+    found = meet({0: Standing({}), 1: Standing({})}, [0, 1, 2], lives=lambda number: number != 2, delays=[(1, 0.4)])
+    assert found[0].members == found[1].members == (0, 1)
+    assert time.monotonic() - started < 5
+
+
+def test_a_worker_on_another_machine_is_waited_for_until_the_timeout():
+    found = meet({0: Standing({}), 1: Standing({})}, [0, 1, 2], timeout=0.5)
+    assert found[0].members == (0, 1)
+
+
+def test_one_that_kept_another_waiting_has_a_few_seconds_to_say_that_it_is_there(monkeypatch):
+    monkeypatch.setattr("dsgdac_accel.survivors._GRACE_SECONDS", 0.5)
+    standings = dict.fromkeys((0, 1, 2), Standing({}))
+    found = meet(standings, [0, 1, 2], accused=[1], delays=[(1, 0.2)])
+    assert found[1].members == (0, 1, 2)
+    found = meet(standings, [0, 1, 2], accused=[1], delays=[(1, 1.5)])
+    assert found[0].members == found[2].members == (0, 2)
+    assert found[1] is None  # it comes when the others have given it up
+
+
+def test_going_on_is_for_cpu_workers(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"on_worker_loss='continue' is for CPU workers \(gloo\)"):
+        WorkerGroup(torch.device("cuda"), on_loss="continue")
+
+
+@st.composite
+def losses(draw):
+    """A topology, of the library or of one's own, and who is left of it."""
+    name = draw(st.sampled_from(sorted(TOPOLOGIES)))
+    count = draw(st.sampled_from([2, 4, 8])) if name == "one_peer_exponential" else draw(st.integers(2, 9))
+    topology = build_topology(name, count)
+    if draw(st.booleans()):
+        topology = Topology.from_matrices([topology.matrix(step) for step in range(topology.period)])
+    return topology, sorted(draw(st.sets(st.integers(0, count - 1), min_size=1)))
+
+
+@given(losses())
+@settings(max_examples=200, deadline=None)
+def test_survivors_always_have_a_topology_that_keeps_the_mean_and_connects_them(loss):
+    topology, left = loss
+    fewer = topology.of_survivors(left)  # its construction refuses what is not doubly stochastic and connected
+    assert fewer.num_workers == len(left)
+    if len(left) == topology.num_workers:
+        assert fewer == topology
+    if topology.name in TOPOLOGIES and topology.name != "one_peer_exponential":
+        assert fewer == build_topology(topology.name, len(left))
+    if topology.name == "custom" and fewer.name == "custom":
+        for step in range(topology.period):
+            weights, whole = fewer.matrix(step), topology.matrix(step)
+            for row, worker in enumerate(left):
+                for column, peer in enumerate(left):
+                    if peer != worker:
+                        assert weights[row, column] == whole[worker, peer]
+
+
+def test_a_directed_topology_is_not_cut_into_one_that_moves_the_mean():
+    cycle = torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2
+    assert Topology.from_matrices([cycle]).of_survivors([0, 1, 3]) == build_topology("base_graph", 3)
