@@ -57,10 +57,13 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report:
         at_end.append(lambda: shutil.rmtree(own, ignore_errors=True))
     stand_in = group.gather(own, "making a folder")[0]
     assert stand_in is not None
-    quiet = {"trackers": (), "resume": "never", "gossip": replace(config.gossip, timeout=timeout)}
+    quiet = {
+        "trackers": (), "resume": "never", "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
+    }  # fmt: skip
     run = run_class(replace(config, output_dir=Path(stand_in), **quiet))
     if isinstance(run.accelerator, GossipAccelerator):  # the run's own patience is what is judged
-        run.accelerator.gossip_config = replace(run.accelerator.gossip_config, timeout=config.gossip.timeout)
+        policies = {"timeout": config.gossip.timeout, "on_worker_loss": config.gossip.on_worker_loss}
+        run.accelerator.gossip_config = replace(run.accelerator.gossip_config, **policies)
     report.add([Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)])
     examine(
         run.accelerator,

@@ -16,6 +16,8 @@ _MUST_AGREE = ("dsgdac_accel", "torch", "accelerate")
 """Versions that decide what is computed and sent; of the others, differences are worth a warning."""
 _MOST_DIFFERENCES = 8
 _ABSENT = "nothing"
+_OWN_LAUNCHER = "dsgdac"
+"""TORCHELASTIC_RUN_ID under `dsgdac launch`."""
 
 
 def check_facts(facts: Sequence[Facts]) -> list[Finding]:
@@ -266,18 +268,7 @@ def check_launch(facts: Sequence[Facts]) -> list[Finding]:
         )
     if len(facts) == 1:
         return findings
-    if "TORCHELASTIC_RUN_ID" in first.environment:
-        restarts = first.environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        again = f"and starts all again, up to {restarts} times" if restarts != "0" else "and starts none again"
-        advice = "" if restarts != "0" else "With --max_restarts and save_every a run goes on by itself"
-        findings.append(
-            Finding(
-                "ok",
-                "launcher",
-                f"when a worker fails, the agent ends those of its machine (SIGTERM, after 30 s SIGKILL) {again}",
-                advice,
-            )
-        )
+    findings += [*_check_launcher(first), *_check_going_on(first)]
     if first.store == "TCPStore" and first.environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         findings.append(
             Finding(
@@ -289,6 +280,34 @@ def check_launch(facts: Sequence[Facts]) -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_launcher(first: Facts) -> list[Finding]:
+    launcher = first.environment.get("TORCHELASTIC_RUN_ID")
+    if launcher is None:
+        return []
+    restarts = first.environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    again = f"starts all again, up to {restarts} times" if restarts != "0" else "starts none again"
+    advice = "" if restarts != "0" else "With --max_restarts and save_every a run goes on by itself"
+    if launcher == _OWN_LAUNCHER:
+        text = f"dsgdac launch: when a worker fails, the others are left alone; when the run has failed, it {again}"
+        return [Finding("ok", "launcher", text, advice.replace("_r", "-r"))]
+    text = f"when a worker fails, the agent ends those of its machine (SIGTERM, after 30 s SIGKILL) and {again}"
+    return [Finding("ok", "launcher", text, advice)]
+
+
+def _check_going_on(first: Facts) -> list[Finding]:
+    """`on_worker_loss: continue`, where it can keep its promise."""
+    if first.settings.get("gossip.on_worker_loss") != "continue":
+        return []
+    text = "on_worker_loss = continue"
+    if first.device.startswith("cuda"):
+        advice = "Use stop, and go on from a checkpoint"
+        return [Finding("error", "worker loss", f"{text} is for CPU workers (gloo), not for {first.device}", advice)]
+    if first.environment.get("TORCHELASTIC_RUN_ID", _OWN_LAUNCHER) != _OWN_LAUNCHER:
+        text += " has no effect here, because the agent ends the others of a machine when one fails"
+        return [Finding("warning", "worker loss", text, "Launch with dsgdac launch -n N")]
+    return [Finding("ok", "worker loss", f"{text}: the others go on without a lost one")]
 
 
 def _by_machine(facts: Sequence[Facts]) -> dict[str, list[Facts]]:

@@ -143,8 +143,8 @@ class _Examination:
         if self.size > 1:
             roll_call(default_store(), self.rank, self.size, "the examination", self.timeout)
         own = getattr(self.accelerator, "group", None)
-        # A run may give its workers more time than an examination has.
-        if isinstance(own, WorkerGroup) and own.timeout <= self.timeout:
+        # A run may give its workers more time than an examination has, and go on without one that is lost.
+        if isinstance(own, WorkerGroup) and own.timeout <= self.timeout and own.on_loss == "stop":
             self.group = own
         else:
             self.group = WorkerGroup(self.accelerator.device, self.timeout)

@@ -92,6 +92,18 @@ def test_the_place_of_the_store_and_the_agent_are_told():
     assert "up to 3 times" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("launcher", "device", "expected"),
+    [("none", "cpu", "warning"), ("dsgdac", "cpu", "ok"), ("dsgdac", "cuda:0", "error")],
+)
+def test_going_on_without_a_lost_worker_needs_a_launcher_that_lets_it(launcher, device, expected):
+    environment = {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": launcher}
+    settings = {"gossip.on_worker_loss": "continue"}
+    found = checks.check_launch(workers(2, environment=environment, settings=settings, device=device))
+    assert [finding.level for finding in found if finding.subject == "worker loss"] == [expected]
+    assert "left alone" in found[0].message or launcher == "none"
+
+
 def test_room_for_three_checkpoints():
     roomy = [replace(fact, free_bytes=free) for fact, free in zip(workers(2), (900, 299), strict=True)]
     (finding,) = checks.check_room(roomy, 100)
