@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import shutil
@@ -114,6 +115,8 @@ class Chain:
             pairs = [pair for pair in pairs if pair[1] != BETWEEN]
         if not complete:
             pairs = [pair for pair in pairs if pair[1] != "loading a checkpoint"]
+        if max(complete, default=0) < reference(self.setup, self.work)["step"] * 2 // 3:
+            pairs = [pair for pair in pairs if pair[1] != "writing the summary"]  # or the run is over at once
         rarest = min(self.tried[pair] / pairs.count(pair) for pair in pairs)
         kind, moment = self.dice.choice([pair for pair in pairs if self.tried[pair] / pairs.count(pair) == rarest])
         faults = [self._fault(kind, moment)]
@@ -328,6 +331,7 @@ def names(fault: Fault, message: str) -> bool:
 # ---- chains
 
 
+@functools.cache
 def reference(setup: Setup, work: Path) -> dict[str, Any]:
     """What an undisturbed run leaves; made once."""
     output = work / "references" / setup.name

@@ -1,0 +1,196 @@
+"""What saving costs training: turns of so many steps with one checkpoint in their middle, and without, interleaved.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tasks/benchmark_saving.py --config configs/benchmark/saving.yaml
+
+Variants take turns, so that a noisy machine disturbs all alike. A turn ends when its checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from images.models import build_image_model
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.config import config_from_command_line
+from dsgdac_accel.config.checks import check_integer
+
+VARIANTS = ("none", "background", "waiting")
+_WARM_UP = 5  # steps before the first turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingBenchmarkConfig:
+    """One comparison of training times."""
+
+    model: str = "transformer-5-512"
+    """An image model of `tasks/images/models.py`."""
+
+    image_size: int = 32
+    """Height and width of the random images."""
+
+    batch_size: int = 4
+    """Images per worker and step."""
+
+    optimizer: Literal["sgd", "adam"] = "adam"
+    """sgd keeps its momentum, adam two moments: two or three numbers are saved per parameter and worker."""
+
+    every: int = 200
+    """Steps of a turn, and so between two checkpoints."""
+
+    rounds: int = 7
+    """Times that each variant gets its turn."""
+
+    variants: tuple[str, ...] = ("none", "background")
+    """none (the reference), background (training goes on while files are written), waiting (it does not)."""
+
+    gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
+    """Topology and timeout."""
+
+    folder: Path | None = None
+    """Where checkpoints go, each deleted after its turn; null takes a temporary folder."""
+
+    output: Path | None = None
+    """JSON file for the result; null only prints."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "batch_size", "every", "rounds"):
+            check_integer(name, getattr(self, name), minimum=1)
+        unknown = [variant for variant in self.variants if variant not in VARIANTS]
+        if unknown or "none" not in self.variants:
+            raise ValueError(f"variants must include 'none' and be among {', '.join(VARIANTS)}; got {self.variants}.")
+
+
+class Training:
+    """A model that takes steps on random images, prepared by a GossipAccelerator."""
+
+    def __init__(self, config: SavingBenchmarkConfig) -> None:
+        torch.manual_seed(0)
+        self.accelerator = GossipAccelerator(gossip=config.gossip, cpu=not torch.accelerator.is_available())
+        size = config.image_size
+        model = build_image_model(config.model, 10, 3, (size, size))
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        if config.optimizer == "adam":
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+        self.model: nn.Module
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        device = self.accelerator.device
+        self.images = torch.randn(config.batch_size, 3, size, size, device=device)
+        self.labels = torch.randint(10, (config.batch_size,), device=device)
+
+    def step(self) -> None:
+        """Forward, backward, update and mix."""
+        self.accelerator.backward(F.cross_entropy(self.model(self.images), self.labels))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self, variant: str, steps: int, folder: Path) -> dict[str, float]:
+        """Seconds of `steps` steps with a checkpoint in their middle, and those in which training stood still for it.
+
+        "finishing" are the seconds at the end, until the checkpoint is complete.
+        """
+        group = self.accelerator.group
+        group.meet("starting a turn")
+        begun = time.perf_counter()
+        stood_still = 0.0
+        for number in range(steps):
+            if number == steps // 2 and variant != "none":
+                asked = time.perf_counter()
+                self.accelerator.save_state(folder, wait=variant == "waiting")
+                stood_still = time.perf_counter() - asked
+            self.step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        asked = time.perf_counter()
+        self.accelerator.finish_saving()
+        ended = time.perf_counter()
+        mine = (ended - begun, stood_still, ended - asked)
+        slowest = [max(values) for values in zip(*group.gather(mine, "comparing times"), strict=True)]
+        return dict(zip(("seconds", "stood_still", "finishing"), slowest, strict=True))
+
+
+def measure(config: SavingBenchmarkConfig, training: Training, parent: Path) -> dict[str, list[dict[str, float]]]:
+    """What each variant took in each round, on the slowest worker."""
+    for _ in range(_WARM_UP):
+        training.step()
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in config.variants}
+    names = list(config.variants)
+    for round_ in range(config.rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            folder = parent / f"{name}-{round_}"
+            turns[name].append(training.turn(name, config.every, folder))
+            if training.accelerator.is_main_process and folder.exists():
+                shutil.rmtree(folder)
+    return turns
+
+
+def summarise(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Median seconds, and the median and quartiles of the ratio to the turn without saving of the same round.
+
+    >>> row = summarise({"none": [{"seconds": 2.0}], "background": [{"seconds": 2.1}]})["background"]
+    >>> row["ratio"], row["ratio_q1"]
+    (1.05, 1.05)
+    """
+    table = {}
+    for name, mine in turns.items():
+        ratios = sorted(one["seconds"] / none["seconds"] for one, none in zip(mine, turns["none"], strict=True))
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        table[name] = {
+            **{key: statistics.median(turn[key] for turn in mine) for key in mine[0]},
+            "ratio": statistics.median(ratios),
+            "ratio_q1": quartiles[0],
+            "ratio_q3": quartiles[2],
+        }
+    return table
+
+
+def report(config: SavingBenchmarkConfig, training: Training, table: dict[str, dict[str, float]]) -> None:
+    """Print the table and write the JSON."""
+    workers = training.accelerator.num_processes
+    print(
+        f"{config.model}, {training.parameters / 1e6:.2f} M parameters, {config.optimizer}, batch {config.batch_size} "
+        f"per worker, {workers} workers, {torch.get_num_threads()} thread(s) each, one checkpoint every "
+        f"{config.every} steps, torch {torch.__version__}"
+    )
+    for name, row in table.items():
+        print(
+            f"{name:11s} {1e3 * row['seconds'] / config.every:9.2f} ms a step   {row['ratio']:.3f} of none (quartiles "
+            f"{row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})   stood still for {row['stood_still']:.3f} s"
+        )
+    if config.output is not None:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        result: dict[str, Any] = {"workers": workers, "model": config.model, "parameters": training.parameters}
+        result |= {"optimizer": config.optimizer, "every": config.every, **table}
+        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    config = config_from_command_line(SavingBenchmarkConfig, description=__doc__)
+    training = Training(config)
+    group = training.accelerator.group
+    own = None if config.folder is not None else tempfile.mkdtemp(prefix="benchmark-saving-")
+    parent = Path(group.gather(str(config.folder or own), "agreeing on a folder")[0])
+    try:
+        table = summarise(measure(config, training, parent))
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+    if training.accelerator.is_main_process:
+        report(config, training, table)
+    training.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
