@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from dsgdac_accel.accelerator import GossipAccelerator
     from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
     from dsgdac_accel.config import GossipConfig
-    from dsgdac_accel.group import WorkerGroup, WorkerLostError
+    from dsgdac_accel.group import WorkerGroup
+    from dsgdac_accel.losses import WorkerLostError
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
     from dsgdac_accel.mixing import Mixer, NonFiniteError
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.stopping import EXIT_STOPPED, StoppedBySignal
+    from dsgdac_accel.survivors import WorkersChangedError
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
     from dsgdac_accel.workers import VirtualWorkers
@@ -39,6 +41,7 @@ __all__ = [
     "WorkerCountError",
     "WorkerGroup",
     "WorkerLostError",
+    "WorkersChangedError",
     "__version__",
     "build_topology",
 ]
@@ -59,7 +62,8 @@ _MODULES = {
     "VirtualWorkers": "workers",
     "WorkerCountError": "checkpoint",
     "WorkerGroup": "group",
-    "WorkerLostError": "group",
+    "WorkerLostError": "losses",
+    "WorkersChangedError": "survivors",
     "build_topology": "topology",
 }
 

@@ -1,60 +1,32 @@
-"""The workers that train together: their process groups, their collectives, and what happens when one is lost.
+"""The workers that train together: their process groups and their collectives.
 
 Everything the library says to other workers goes through a `WorkerGroup`. The groups are its own, so a user's
-collectives never interleave with ours, and every wait ends within `timeout`: with an error that names the lost worker,
-or, where the run is to go on, with the survivors in groups of their own.
-
-Going on. Whoever finds a worker lost lets go of all its connections, which wakes up the survivors that wait for it in
-turn, and all of them meet in the store (see `survivors`). There they learn who is left and how far the furthest is:
-
-- Collectives are completed in two stages, the communication itself and a barrier. Nobody passes the barrier of a
-  collective before all have entered it with their result in hand. So if any survivor has passed, those that were
-  interrupted in the barrier are done, too; if none has, all do it again.
-- A section, such as an evaluation, is left by an error and done again as a whole, since work was shared out in it.
-- Steps are not redone: in rounds up to that of the furthest worker everybody keeps to itself, see `Mixer.regroup`.
+collectives never interleave with ours, and every wait ends within `timeout`; see `losses`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import os
-import re
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.failures import FailureReports, this_machine
-from dsgdac_accel.survivors import Agreement, Standing, WorkersChangedError, agree
-
-logger = logging.getLogger(__name__)
+from dsgdac_accel.losses import HandlesLosses, OnLoss
 
 T = TypeVar("T")
 
-OnLoss = Literal["stop", "continue"]
-
-_TRANSPORT_ERRORS = re.compile(
-    r"timed? ?out|connection|read error|write error|broken pipe|socket|monitoredBarrier|nccl|gloo/transport",
-    re.IGNORECASE,
-)
-_SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
-_REJOIN_SECONDS = 30.0  # for survivors that have just agreed in the store to connect to each other
 
 
-class WorkerLostError(RuntimeError):
-    """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
-
-
-class WorkerGroup:
+class WorkerGroup(HandlesLosses):
     """All workers of a run, numbered 0 to `size` - 1; `rank` is this one.
 
     Without a process group, or with a single process, it is a group of one and every method is local.
@@ -88,10 +60,8 @@ class WorkerGroup:
         """Of the workers that are left, by rank: their ranks before any was lost, which is what messages call them."""
         self.lost: list[int] = []
         """Numbers of the workers that were lost so far."""
-        self._collectives = self._sections = self._inside = self._generation = 0
-        self._furthest = Standing({})
-        self._apart = False
-        self._world = dist.group.WORLD if launched else None
+        self._begin_without_losses()
+        self._world: Any = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
         self._reports = FailureReports(0, {0: ("", 0)})
         if self.size == 1:
@@ -122,6 +92,13 @@ class WorkerGroup:
         self._reduction = self._control if self.backend == "gloo" else self._new_group(self.backend)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._world = dist.group.WORLD
+
+    def _disconnect(self) -> None:
+        """Let go of every connection, so that whoever waits for this worker is woken up by an error."""
+        self._control = self.exchange_group = self._reduction = self._world = None
+        self._subgroups = {}
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         options: dict[str, Any] = (
@@ -187,7 +164,7 @@ class WorkerGroup:
     def meet(self, what: str) -> None:
         """Wait until every worker is here; otherwise the error names those that are missing."""
         if self.size > 1:
-            self._together(
+            self.together(
                 lambda: dist.monitored_barrier(
                     group=self._control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
                 ),
@@ -219,7 +196,7 @@ class WorkerGroup:
                     dist.all_reduce(wide, group=self._reduction)
                 return wide.div_(self.size * (1 + len(others)))
 
-            part.copy_(self._together(mean, what))
+            part.copy_(self.together(mean, what))
         return tensor
 
     def max_(self, tensor: Tensor, what: str) -> Tensor:
@@ -232,7 +209,7 @@ class WorkerGroup:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self._reduction)
                 return found
 
-            tensor.copy_(self._together(largest, what))
+            tensor.copy_(self.together(largest, what))
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
@@ -246,7 +223,7 @@ class WorkerGroup:
                 dist.broadcast(values.reshape(-1).view(torch.uint8), 0, group=self._reduction)
                 return values
 
-            values = self._together(first, what)
+            values = self.together(first, what)
             if self.rank != 0:
                 tensor.detach().copy_(values)
         return tensor
@@ -261,7 +238,7 @@ class WorkerGroup:
             dist.all_gather_object(answers, (what, value), group=self._control)
             return answers
 
-        answers = self._together(everyone, what)
+        answers = self.together(everyone, what)
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
@@ -280,223 +257,6 @@ class WorkerGroup:
                     f"all workers must have the same {what}; worker {self.numbers[0]} has {_short(values[0])} and "
                     f"worker {self.numbers[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
-
-    def _together(self, communicate: Callable[[], T], what: str) -> T:
-        """A collective of all workers; where the run is to go on, done again by the survivors if one was lost."""
-        if self.on_loss == "stop" or self._apart:
-            return self.guarded(communicate, what)
-        while self.size > 1:
-            results: list[T] = []
-            try:
-                results.append(self.guarded(communicate, what))
-                self.guarded(lambda: dist.barrier(group=self._control), what)
-                self._collectives += 1
-                return results[0]
-            except WorkersChangedError as change:
-                if self._collectives < self._furthest.collectives:  # some have passed the barrier, so all were in it
-                    self._collectives += 1
-                    self.raise_inside_section(change)
-                    return results[0]
-                self.raise_inside_section(change)
-        return communicate()
-
-    @contextlib.contextmanager
-    def section(self) -> Iterator[None]:
-        """Inside, work is shared out: a lost worker ends it on all survivors with WorkersChangedError. They nest."""
-        self._inside += 1
-        try:
-            yield
-            if self._inside == 1:
-                self._sections += 1
-        finally:
-            self._inside -= 1
-
-    def redone(self, work: Callable[[], T]) -> T:
-        """The result of a section, begun anew as often as workers are lost in it."""
-        while True:
-            try:
-                with self.section():
-                    return work()
-            except WorkersChangedError as change:
-                if self._inside:
-                    raise
-                logger.info("begun anew: %s", change)
-
-    def raise_inside_section(self, change: WorkersChangedError) -> None:
-        """Raise unless no section is open here that is open everywhere: others may have left it just now."""
-        if self._inside and self._furthest.sections <= self._sections:
-            raise change
-
-    # ---- failures
-
-    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
-        """Run `communicate`; turn the transport's error into one that names the lost worker and what was going on.
-
-        Args:
-            communicate: posts or waits for something that needs other workers.
-            what: names it in the error, with the step.
-            peer: rank of the only other worker involved, where there is but one.
-            strict: others' code runs in it, whose own timeouts and connections are none of ours.
-
-        Raises:
-            WorkerLostError: a worker was lost, and the run ends.
-            WorkersChangedError: a worker was lost, and the survivors have met anew.
-        """
-        self.require_open()
-        try:
-            return communicate()
-        except RuntimeError as error:
-            own = type(error).__module__.startswith("dsgdac_accel")  # said already, closer to where it happened
-            pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
-            if own or not (isinstance(error, dist.DistError) or pattern.search(str(error))):
-                raise  # a mistake of ours or of the caller, not a lost worker
-            where = what if re.search(r"step \d", what) else f"{what} at step {self.steps_taken}"
-            cause = _short_cause(error)
-            if self.on_loss == "stop" or self._apart:
-                raise self._lost(where, cause, peer) from error
-            _forget_frames(error)  # they hold on to connections that the other survivors must see closed
-        raise self._go_on(where, cause, peer)
-
-    def _lost(self, what: str, cause: str, peer: int | None) -> WorkerLostError:
-        named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
-        silent = _means_silence(cause)
-        if named:
-            who = f"worker {', '.join(str(self.numbers[int(rank)]) for rank in re.findall(r'[0-9]+', named[1]))}"
-        elif peer is not None:
-            who = f"worker {self.numbers[peer]}"
-        else:
-            missing = [] if self._reports.first() else self._reports.missing(silent)
-            who = f"worker {', '.join(map(str, missing))}" if missing else "a worker"
-        happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
-        me = self.numbers[self.rank]
-        mine = f"{who} {happened} in {what}, as worker {me} saw it"
-        first = self.report(mine)
-        news = "" if first == mine else f" First report of this run: {first}."
-        if peer is not None and not first.endswith(f"as worker {self.numbers[peer]} saw it"):
-            # The peer may itself have waited in vain for another worker: then that one is to blame.
-            reported = self._reports.of(self.numbers[peer])
-            news += f" Worker {self.numbers[peer]} reports: {reported}." if reported else ""
-        return WorkerLostError(
-            f"worker {me}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
-            f"If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass its "
-            f"loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take every step, "
-            f"since each one mixes. ({cause})"
-        )
-
-    def report(self, message: str) -> str:
-        """Tell the other workers why this run ends; returns the first message that any worker wrote."""
-        return self._reports.write(message)
-
-    @property
-    def local_rank(self) -> int:
-        """Place of this process among those on its machine."""
-        machines = [self._reports.processes[number][0] for number in self.numbers[: self.rank + 1]]
-        return machines.count(machines[-1]) - 1
-
-    def lives(self, number: int) -> bool | None:
-        """Whether the process of the worker with this number is there; None for one on another machine."""
-        return self._reports.lives(number)
-
-    # ---- going on without lost workers
-
-    def _go_on(self, what: str, cause: str, peer: int | None) -> WorkersChangedError:
-        """Meet the other survivors and connect to them. All that was under way here is given up."""
-        owners = self._living_owners()
-        me = self.numbers[self.rank]
-        accused = [] if peer is None else [self.numbers[peer]]
-        if accused and not _means_silence(cause) and self._reports.lives(accused[0]):
-            accused = []  # its connection broke, and it may only be late to notice
-        before = list(self.numbers)
-        self._apart = True
-        try:
-            while True:
-                self._generation += 1
-                for owner in owners.values():
-                    owner.abandon()
-                self._disconnect()
-                standing = Standing(
-                    {key: owner.step for key, owner in owners.items()}, self._collectives, self._sections
-                )
-                agreed = self._agree(me, standing, accused, f"{what}: {cause}")
-                if self._reconnected(agreed, owners):
-                    break
-                accused = []
-        finally:
-            self._apart = False
-        lost = [number for number in before if number not in self.numbers]
-        self.lost += lost
-        who = f"worker {', '.join(map(str, lost))} was lost" if lost else "a connection was lost"
-        left = f"{self.size} of {len(before)} workers go on: {', '.join(map(str, self.numbers))}"
-        message = f"{who} in {what} ({cause}); {left}"
-        if self.rank == 0:
-            logger.warning("%s", message)
-        for callback in self._when_changed:
-            callback()
-        return WorkersChangedError(f"{message}. Do the same again.")
-
-    def _disconnect(self) -> None:
-        self._control = self.exchange_group = self._reduction = self._world = None
-        self._subgroups = {}
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _agree(self, me: int, standing: Standing, accused: Sequence[int], what: str) -> Agreement:
-        reports = self._reports
-        prefix = f"dsgdac_accel/survivors/{self._generation}"
-        try:
-            agreed = agree(
-                reports.store, prefix, me, self.numbers, standing, reports.lives, self.timeout, accused=accused
-            )
-        except (RuntimeError, OSError) as error:
-            raise WorkerLostError(
-                f"worker {me}: a worker was lost in {what}, and the survivors cannot meet, for the rendezvous store is "
-                f"gone, too ({_short_cause(error)}). It lives in worker 0 or in its launcher; `dsgdac launch` keeps it "
-                f"out of the workers."
-            ) from error
-        if agreed is None:
-            raise WorkerLostError(
-                f"worker {me}: the others go on without this worker, which did not answer them in time. It has "
-                f"noticed in {what}."
-            )
-        return agreed
-
-    def _reconnected(self, agreed: Agreement, owners: dict[int, Any]) -> bool:
-        """Whether all survivors met; if not, another one was lost meanwhile."""
-        self.numbers = list(agreed.members)
-        self.rank, self.size = self.numbers.index(self._reports.number), len(self.numbers)
-        self._furthest = agreed.furthest
-        store = dist.PrefixStore(f"dsgdac_accel/generation/{self._generation}", self._reports.store)
-        patience = timedelta(seconds=min(self.timeout, _REJOIN_SECONDS))
-        try:
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience)
-            self.limit_default_group()
-            if self.size > 1:
-                self._connect()
-            for key, owner in owners.items():
-                owner.regroup(agreed.furthest.steps.get(key, owner.step))
-            if self.size > 1:
-                dist.barrier(group=self._control)
-        except RuntimeError as error:
-            _forget_frames(error)
-            return False
-        return True
-
-
-def _means_silence(cause: str) -> bool:
-    return "timed out" in cause.lower() or "failed to pass" in cause
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Clear the variables of all calls that an error came through."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
-
-
-def _short_cause(error: BaseException) -> str:
-    """The transport's first sentence, without the place in its source."""
-    return re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
 
 
 def _short(value: object, limit: int = 300) -> str:
