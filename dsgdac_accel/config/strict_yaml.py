@@ -131,7 +131,12 @@ def _read_source(path: Path, source: str) -> Section:
 
 
 _PLAIN_TAG = "!plain"
-_TEXT_TAG = "tag:yaml.org,2002:str"
+_TAGS = {
+    yaml.ScalarNode: (_PLAIN_TAG, "tag:yaml.org,2002:str"),
+    yaml.SequenceNode: ("tag:yaml.org,2002:seq",),
+    yaml.MappingNode: ("tag:yaml.org,2002:map",),
+}
+_MOST_VALUES = 100_000
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -146,6 +151,7 @@ class _NodeReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._finished: dict[int, Node | None] = {}
+        self._sizes: dict[int, int] = {}
 
     def read(self, node: yaml.Node, where: str) -> Node:
         origin = _origin(self._path, _line(node))
@@ -157,16 +163,20 @@ class _NodeReader:
         self._finished[id(node)] = None
         result = self._read_new(node, where, origin)
         self._finished[id(node)] = result
+        self._sizes[id(node)] = size = 1 + sum(self._sizes[id(part)] for part in _parts(node))
+        if size > _MOST_VALUES:  # aliases of aliases: a few lines can stand for more than any memory holds
+            raise ConfigError(f"{origin.label}: {where}: aliases make more than {_MOST_VALUES:,} values. Use fewer.")
         return result
 
     def _read_new(self, node: yaml.Node, where: str, origin: Origin) -> Node:
+        if node.tag not in _TAGS[type(node)]:
+            place = f"{where}: " if where else ""
+            raise ConfigError(f"{origin.label}: {place}the tag {node.tag} is not supported. Write the plain value.")
         if isinstance(node, yaml.MappingNode):
             return self._read_mapping(node, where, origin)
         if isinstance(node, yaml.SequenceNode):
             items = enumerate(node.value)
             return Items(tuple(self.read(item, f"{where}[{index}]") for index, item in items), origin)
-        if node.tag not in (_PLAIN_TAG, _TEXT_TAG):
-            raise ConfigError(f"{origin.label}: {where}: the tag {node.tag} is not supported. Write the plain value.")
         return Scalar(node.value, "plain" if node.tag == _PLAIN_TAG else "quoted", origin)
 
     def _read_mapping(self, node: yaml.MappingNode, where: str, origin: Origin) -> Section:
@@ -237,6 +247,13 @@ def _syntax_message(path: Path, source: str, error: yaml.YAMLError) -> str:
 
 def _origin(path: Path, line: int) -> Origin:
     return Origin(f"{path}:{line}", path.absolute().parent)
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    """The values in a section or list."""
+    if isinstance(node, yaml.MappingNode):
+        return [value for _, value in node.value]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _line(node: yaml.Node) -> int:

@@ -315,6 +315,8 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("extra: &me [*me]", ["run.yaml:1: extra[0]: contains itself"]),
         ("seed: !!python/name:os.system", ["run.yaml:1: seed: the tag", "python/name"]),
         ("seed: !!float 3", ["run.yaml:1: seed: the tag"]),
+        ("milestones: !!python/tuple [1, 2]", ["run.yaml:1: milestones: the tag", "python/tuple"]),
+        ("!!python/object/apply:os.system {seed: 1}", ["run.yaml:1: the tag", "os.system"]),
         ("optimizer: {<<: 3}", ["run.yaml:1: optimizer.<<: merges sections only"]),
         ("extra: " + "[" * 700, ["run.yaml: the sections or lists are nested too deeply"]),
         ("extra: " + "[" * 350 + "]" * 350, ["run.yaml: the sections or lists are nested too deeply"]),
@@ -421,7 +423,7 @@ def test_values_without_a_default_are_required(tmp_path):
 
 def test_an_alias_bomb_is_refused_quickly(write):
     levels = [f"  - &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 30)]
-    with pytest.raises(ConfigError, match="seed: expected an integer, got a list of 30"):
+    with pytest.raises(ConfigError, match=r"run.yaml:7: seed\[5\]: aliases make more than 100,000 values"):
         parse_config(Run, ["--config", write("\n".join(["seed:", "  - &a0 [x]", *levels]))])
 
 
