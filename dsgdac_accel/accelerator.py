@@ -36,6 +36,7 @@ from dsgdac_accel.loaders import (
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
+from dsgdac_accel.restarts import meeting_after_restart
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.stopping import StopsOnSignals
@@ -111,7 +112,8 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
         if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
-            handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout)))
+            timeout = timedelta(seconds=config.timeout)
+            handlers.append(InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timeout))
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self._begin_gossip(config)
 

@@ -21,6 +21,7 @@ from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, Virtu
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.randomness import seed_workers_differently
+from dsgdac_accel.restarts import meeting_after_restart
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.stopping import StopsOnSignals
 from dsgdac_accel.workers import first_replica
@@ -71,7 +72,7 @@ class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
     def __init__(self, *args: Any, timeout: float, workers_per_process: int = 1, **kwargs: Any) -> None:
         handlers = [
             *(kwargs.pop("kwargs_handlers", None) or []),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+            InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timedelta(seconds=timeout)),
         ]
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.group = WorkerGroup(self.device, timeout)
