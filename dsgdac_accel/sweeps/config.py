@@ -197,6 +197,9 @@ def spelled(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, str) and "," in item:
+                raise ValueError(f"a list on the command line is cut at its commas; {item!r} holds one. Use the base.")
         return ",".join(map(spelled, value)) or "[]"
     return str(value)
 

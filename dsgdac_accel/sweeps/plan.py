@@ -73,8 +73,14 @@ class PlannedRun:
         return f"{self.setting.folder}/{self.folder.name}"
 
     def shell_line(self) -> str:
-        """The command as one line for a shell on another machine, without this interpreter's path."""
+        """The command as one line for a shell on another machine, without this interpreter's path.
+
+        Raises ConfigError for a value with a line break: who picks one line of many would run a part of a value.
+        """
         words = list(self.command)
+        for word in words:
+            if len(word.splitlines()) > 1 or word.endswith("\n"):
+                raise ConfigError(f"{self.name}: a shell line cannot hold the line break in {word!r}. Take it out.")
         for program, module in _HARMLESS.items():
             if words[1:3] == module:
                 words[:3] = [program, *(["launch"] if program == "accelerate" else [])]

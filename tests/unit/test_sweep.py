@@ -129,6 +129,14 @@ def test_a_shell_line_starts_what_the_command_starts(tmp_path, launch, start):
     assert tuple(words[words.index(str(TASK)) :]) == run.command[run.command.index(str(TASK)) :]
 
 
+def test_what_a_shell_line_or_a_list_cannot_hold_is_refused(tmp_path):
+    (run,) = plan(write_sweep(tmp_path, settings={"word": "begin\n$(touch here)"}))
+    with pytest.raises(ConfigError, match=r"base/seed_0: a shell line cannot hold the line break in '--word=begin"):
+        run.shell_line()
+    with pytest.raises(ValueError, match="'a,b' holds one"):
+        plan(write_sweep(tmp_path, settings={"trackers": ["a,b", "c"]}))
+
+
 def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
     (tmp_path / "launch.yaml").write_text("num_processes: 4\n")
     given = {"kind": "accelerate", "config_file": "launch.yaml"}
