@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import select
 import signal
@@ -24,8 +25,9 @@ _receivers: weakref.WeakSet[SignalReceiver] = weakref.WeakSet()
 class SignalReceiver:
     """Between `open` and `close`, notes the given signals; whoever had a handler for them does not hear of them.
 
-    The third of a kind does what it would have done without a receiver. Processes forked meanwhile, such as those of a
-    DataLoader, end by SIGTERM as ever and ignore the other signals, which are meant for the run and not for them.
+    The third of a kind does what it would have done without a receiver. Launchers and batch systems often signal all
+    processes at once, and a run whose DataLoader has lost its processes cannot stop in order: those forked by
+    `multiprocessing` meanwhile end by SIGTERM from their parent only, and ignore the other signals.
 
     Args:
         signals: which ones; those that can be caught.
@@ -63,6 +65,7 @@ class SignalReceiver:
         if self._previous_descriptor != -1:  # an event loop's
             signal.set_wakeup_fd(self._previous_descriptor)
         _receivers.add(self)
+        multiprocessing.util.register_after_fork(self, SignalReceiver._in_process_of_ours)
 
     def close(self) -> None:
         """Put the handlers that were there before back in place."""
@@ -99,12 +102,26 @@ class SignalReceiver:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
     def in_forked_process(self) -> None:
-        """Let go of the signals of a process that is only a helper of this one."""
+        """Let go of the signals of a process that is none of the workers."""
         signal.set_wakeup_fd(-1)  # or its signals would be taken for ours
         self._restore()
         for number in self.signals:
             if number != signal.SIGTERM:
                 signal.signal(number, signal.SIG_IGN)
+
+    def _in_process_of_ours(self) -> None:
+        """In one that `multiprocessing` has forked: leave it to the parent to end it."""
+        if self in _receivers and signal.SIGTERM in self.signals:
+            # Blocked here and in all threads to come. Who sent a signal is known only to those that wait for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_by_parent, name="dsgdac-signals", daemon=True).start()
+
+
+def _end_by_parent() -> None:
+    parent = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as a process of a DataLoader does: another status is an error to its parent
 
 
 def _in_forked_process() -> None:

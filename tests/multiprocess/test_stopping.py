@@ -12,6 +12,7 @@ import pytest
 import torch
 from algorithms import SynchronousAccelerator
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import EXIT_STOPPED, GossipAccelerator, GossipCallback, GossipConfig, StoppedBySignal
@@ -203,12 +204,26 @@ def alone(rank: int) -> None:
     assert not accelerator.should_stop()
     with accelerator.stop_on_signals():
         assert not accelerator.should_stop()
-        child = in_child(lambda: None)  # as a DataLoader's process is
+        child = in_child(lambda: None)
         time.sleep(0.05)
         os.kill(child, signal.SIGUSR1)
         time.sleep(0.05)
         os.kill(child, signal.SIGTERM)
         assert ends_by(signal.SIGTERM, child)
+        batches = iter(DataLoader([1.0, 2.0, 3.0], num_workers=1, prefetch_factor=1))
+        assert next(batches) == 1
+        loader_process = batches._workers[0]
+        time.sleep(0.1)
+        in_child(lambda: (os.kill(loader_process.pid, signal.SIGTERM), os._exit(0)))  # as a launcher does
+        os.kill(loader_process.pid, signal.SIGUSR1)
+        os.wait()
+        time.sleep(0.1)
+        assert [float(batch) for batch in batches] == [2.0, 3.0]
+        batches = iter(DataLoader([1.0] * 9, num_workers=1, prefetch_factor=1))
+        assert next(batches) == 1
+        batches._workers[0].terminate()  # by its parent
+        batches._workers[0].join(5)
+        assert batches._workers[0].exitcode == 0
         assert not accelerator.should_stop()
         send(signal.SIGUSR1, 2)
         assert accelerator.should_stop()
