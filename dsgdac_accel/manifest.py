@@ -99,9 +99,21 @@ def is_complete(folder: Path | str) -> bool:
 
 
 def newest_checkpoint(parent: Path | str, pattern: str = "*") -> Path | None:
-    """The complete checkpoint of the largest step among the folders of `parent` that match `pattern`."""
+    """The complete checkpoint of the largest step among the folders of `parent` that match `pattern`.
+
+    Returns None where no checkpoint was ever completed.
+
+    Raises CheckpointError where there are some and none can be used: they are damaged, or of another version. A run
+    that took this for none would begin anew and write over them.
+    """
     complete = complete_checkpoints(parent, pattern)
-    return complete[-1][1] if complete else None
+    if complete:
+        return complete[-1][1]
+    unusable = [folder for folder in _folders(parent, pattern) if (folder / MANIFEST).exists()]
+    if unusable:
+        read_manifest(unusable[-1])  # says what is wrong with it, unless it is the files
+        raise CheckpointError(f"{unusable[-1]} is damaged: files of its workers are missing, or not in full size.")
+    return None
 
 
 def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: Path | None = None) -> list[Path]:

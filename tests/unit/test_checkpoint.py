@@ -436,6 +436,27 @@ def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone):
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("half a manifest", "step-1/gossip.json is damaged"),
+        ("another format", "step-1/gossip.json has format 99, written by dsgdac_accel 9.9"),
+        ("truncated", "step-1 is damaged: files of its workers"),
+        ("no manifest", None),
+    ],
+)
+def test_checkpoints_that_cannot_be_used_are_not_taken_for_none(tmp_path, alone, how, message):
+    save_checkpoint(tmp_path / "step-1", 1, alone, step=1)
+    damaged(tmp_path / "step-1", how)
+    if message is None:  # broken off before it was complete
+        assert newest_checkpoint(tmp_path) is None
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            newest_checkpoint(tmp_path)
+    save_checkpoint(tmp_path / "step-0", 0, alone, step=0)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-0"
+
+
 def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-notes" / "notes.txt").write_text("mine")
