@@ -317,10 +317,10 @@ def check_ending(fault: Fault, launch: Launch, codes: Sequence[int | None], comp
 
 def names(fault: Fault, message: str) -> bool:
     """Whether an error says who or what is to blame."""
-    if fault.kind in ("disk_full", "folder not writable"):
-        return "could not be saved to" in message and (
-            fault.kind != "disk_full" or f"Worker {fault.victim}:" in message
-        )
+    if fault.kind == "folder not writable":
+        return "could not be saved to" in message
+    if fault.kind == "disk_full" and ("could not be saved to" in message or "File too large" in message):
+        return f"Worker {fault.victim}:" in message or "could not be saved to" not in message
     if fault.kind == "altered file":
         return "was altered since it was written" in message and f"{fault.victim:05d}" in message
     if re.search(r"^error: (worker \d+: )?(wait timeout|Gloo connectFullMesh)", message):

@@ -47,7 +47,7 @@ class Results:
         """Note what became of a fault."""
         self.faults.append(fault)
         self.save()
-        bad = f"  PROBLEM {fault['problems']}" if fault["problems"] else ""
+        bad = f"  UNEXPECTED {fault['problems'][0][:300]}" if fault["problems"] else ""
         print(
             f"{len(self.faults):4d} {time.monotonic() - self.begun:6.0f} s  {fault['chain']}  {fault['kind']} worker "
             f"{fault['victim']} {fault['moment']}  {fault['seconds']} s  {fault['codes']}  "
@@ -68,6 +68,11 @@ class Results:
     def tried(self) -> Counter[tuple[str, str]]:
         """How often each kind was tried at each moment."""
         return Counter((fault["kind"], fault["moment"]) for fault in self.faults)
+
+    @property
+    def unexpected(self) -> int:
+        """Faults and chains with another outcome than the expected one."""
+        return sum(bool(fault["problems"]) for fault in self.faults) + sum(not c["bitwise"] for c in self.chains)
 
     @property
     def problems(self) -> list[str]:
@@ -92,7 +97,7 @@ def soak(
     results = Results(file, seed)
     tried = results.tried()
     number = len({fault["chain"] for fault in results.faults} | {chain["chain"] for chain in results.chains})
-    while len(results.faults) < faults and len(results.problems) < most:
+    while len(results.faults) < faults and results.unexpected < most:
         folder = work / f"chain-{number:03d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -106,7 +111,7 @@ def soak(
 
 
 def _plan(chain: Chain, results: Results, faults: int, most: int) -> list[Fault]:
-    enough = len(results.faults) >= faults or len(results.problems) >= most
+    enough = len(results.faults) >= faults or results.unexpected >= most
     return [] if enough else chain.draw()
 
 
@@ -123,7 +128,7 @@ def table(results: Results) -> str:
         seconds = [fault["seconds"] for fault in faults if fault["seconds"] is not None]
         took = f"{min(seconds):.1f} to {max(seconds):.1f} s" if seconds else "–"
         bad = [fault for fault in faults if fault["problems"]]
-        outcome = f"{len(bad)} with problems" if bad else OUTCOMES.get(kind, OUTCOMES["kill"])
+        outcome = f"{len(bad)} of them otherwise than expected" if bad else OUTCOMES.get(kind, OUTCOMES["kill"])
         tasks = ", ".join(sorted({fault["task"] for fault in faults}))
         workers = ", ".join(map(str, sorted({fault["workers"] for fault in faults})))
         lines.append(f"| {kind} | {moment} | {len(faults)} | {tasks} | {workers} | {took} | {outcome} |")
@@ -133,7 +138,7 @@ def table(results: Results) -> str:
     lines.append(
         f"{len(results.faults)} faults in {len(results.chains)} runs; {len(same)} of the runs ended bit by bit like an "
         f"undisturbed one ({', '.join(f'{task} {count}' for task, count in sorted(by_task.items()))}); "
-        f"{len(results.problems)} problems; {results.seconds or time.monotonic() - results.begun:.0f} s."
+        f"{results.unexpected} unexpected outcomes; {results.seconds or time.monotonic() - results.begun:.0f} s."
     )
     return "\n".join(lines)
 

@@ -88,7 +88,8 @@ class Launch:
         """The workers that have not ended."""
         now = time.monotonic()
         for rank, process in enumerate(self.processes):
-            if rank not in self.ended and process.exitcode is not None:
+            # `exitcode` alone would be late: children of the worker keep open what it is learnt by.
+            if rank not in self.ended and (process.exitcode is not None or _state(process.pid) in "ZX"):
                 self.ended[rank] = now
         return [rank for rank in range(self.workers) if rank not in self.ended]
 
@@ -123,7 +124,7 @@ class Launch:
 
     def send(self, rank: int, what: signal.Signals) -> None:
         """A signal to one worker, if it is still there."""
-        if self.processes[rank].exitcode is None:
+        if rank in self.running():
             os.kill(self.processes[rank].pid, what)
 
     # ---- the end
@@ -157,6 +158,14 @@ class Launch:
         """What a worker wrote."""
         file = self.folder / f"{stream}{rank}"
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _state(process: int) -> str:
+    """One letter as the kernel gives it; X for a process that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def _alive_in(sessions: set[int]) -> list[int]:

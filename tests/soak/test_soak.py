@@ -14,13 +14,13 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.task
 
-SHORT = Setup("cifar", "dsgd_ac", 3, "base_graph", ("--epochs", "2", "--model", "cnn", "--dropout", "0"))
+SHORT = Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--epochs", "2", "--model", "cnn", "--dropout", "0"))
 
 
 def test_a_run_that_is_broken_off_again_and_again_ends_like_an_undisturbed_one(tmp_path):
     planned = [
         [Fault("kill", 1, STEP, 5)],
-        [Fault("pause", 2, STEP, 1, seconds=0.3), Fault("SIGTERM", 0, STEP, 2, number=1)],
+        [Fault("pause", 1, STEP, 1, seconds=0.3), Fault("SIGTERM", 0, STEP, 2, number=1)],
         [Fault("altered file", 0, BETWEEN)],
     ]
     recorded = []
@@ -28,7 +28,7 @@ def test_a_run_that_is_broken_off_again_and_again_ends_like_an_undisturbed_one(t
     chain = Chain(SHORT, tmp_path / "chain", tmp_path, random.Random(0), Counter(), recorded.append)
     end = run_chain(chain, lambda: planned.pop(0) if planned else [])
     assert [fault["problems"] for fault in recorded] == [[]] * 4
-    assert [fault["codes"] for fault in recorded] == [[1, -9, 1], [75] * 3, [75] * 3, [2] * 3]
+    assert [fault["codes"] for fault in recorded] == [[1, -9], [75, 75], [75, 75], [2, 2]]
     assert "worker 1 was lost" in recorded[0]["said"]
     assert "SIGTERM to worker 0" in recorded[2]["said"]
     assert "sha256" in recorded[3]["said"]
@@ -48,5 +48,5 @@ def test_no_fault_hangs_or_loses_a_checkpoint_or_changes_the_result(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_memory_stays_flat_over_thousands_of_steps_with_delays(tmp_path):
-    for early, late in run_workers(train_long, 2, tmp_path, 4000, timeout=900):
-        assert late - early < 8.0  # MB; 200 saves and 40 evaluations lie between
+    for measured in run_workers(train_long, 2, tmp_path, 4000, timeout=900):
+        assert max(measured[-10:]) - max(measured[:10]) < 8.0  # MB; 200 saves and 40 evaluations lie between
