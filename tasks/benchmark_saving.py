@@ -98,11 +98,12 @@ class Training:
     def turn(self, variant: str, steps: int, folder: Path) -> dict[str, float]:
         """Seconds of `steps` steps with a checkpoint in their middle, and those in which training stood still for it.
 
-        "finishing" are the seconds at the end, until the checkpoint is complete.
+        "finishing" are the seconds at the end, until the checkpoint is complete; "processor" those that the processors
+        of all workers were at work, which other users of the machine disturb less.
         """
         group = self.accelerator.group
         group.meet("starting a turn")
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         stood_still = 0.0
         for number in range(steps):
             if number == steps // 2 and variant != "none":
@@ -115,9 +116,10 @@ class Training:
         asked = time.perf_counter()
         self.accelerator.finish_saving()
         ended = time.perf_counter()
-        mine = (ended - begun, stood_still, ended - asked)
-        slowest = [max(values) for values in zip(*group.gather(mine, "comparing times"), strict=True)]
-        return dict(zip(("seconds", "stood_still", "finishing"), slowest, strict=True))
+        mine = (ended - begun, stood_still, ended - asked, time.process_time() - worked)
+        *slowest, processors = zip(*group.gather(mine, "comparing times"), strict=True)
+        found = dict(zip(("seconds", "stood_still", "finishing"), map(max, slowest), strict=True))
+        return {**found, "processor": sum(processors)}
 
 
 def measure(config: SavingBenchmarkConfig, training: Training, parent: Path) -> dict[str, list[dict[str, float]]]:
@@ -138,19 +140,22 @@ def measure(config: SavingBenchmarkConfig, training: Training, parent: Path) -> 
 def summarise(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Median seconds, and the median and quartiles of the ratio to the turn without saving of the same round.
 
-    >>> row = summarise({"none": [{"seconds": 2.0}], "background": [{"seconds": 2.1}]})["background"]
-    >>> row["ratio"], row["ratio_q1"]
-    (1.05, 1.05)
+    >>> turns = {"none": [{"seconds": 2.0, "processor": 4.0}], "background": [{"seconds": 2.1, "processor": 4.1}]}
+    >>> row = summarise(turns)["background"]
+    >>> row["ratio"], row["ratio_q1"], row["processor_ratio"]
+    (1.05, 1.05, 1.025)
     """
     table = {}
     for name, mine in turns.items():
-        ratios = sorted(one["seconds"] / none["seconds"] for one, none in zip(mine, turns["none"], strict=True))
+        pairs = list(zip(mine, turns["none"], strict=True))
+        ratios = sorted(one["seconds"] / none["seconds"] for one, none in pairs)
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
         table[name] = {
             **{key: statistics.median(turn[key] for turn in mine) for key in mine[0]},
             "ratio": statistics.median(ratios),
             "ratio_q1": quartiles[0],
             "ratio_q3": quartiles[2],
+            "processor_ratio": statistics.median(one["processor"] / none["processor"] for one, none in pairs),
         }
     return table
 
@@ -165,8 +170,9 @@ def report(config: SavingBenchmarkConfig, training: Training, table: dict[str, d
     )
     for name, row in table.items():
         print(
-            f"{name:11s} {1e3 * row['seconds'] / config.every:9.2f} ms a step   {row['ratio']:.3f} of none (quartiles "
-            f"{row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})   stood still for {row['stood_still']:.3f} s"
+            f"{name:10s} {1e3 * row['seconds'] / config.every:9.2f} ms a step   {row['ratio']:.3f} of none (quartiles "
+            f"{row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})   processor time {row['processor_ratio']:.3f} of none   "
+            f"stood still for {row['stood_still']:.3f} s"
         )
     if config.output is not None:
         config.output.parent.mkdir(parents=True, exist_ok=True)
