@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.flat import FlatParameters
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
+from dsgdac_accel.updates import Update, form_updates
 
 CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
 _CHANNELS, _STEPS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
@@ -70,9 +72,7 @@ class Exchange:
         self.per_process = len(self.sent)
         self.topology = topology
         self.workers = range(group.rank * self.per_process, (group.rank + 1) * self.per_process)
-        self.plans = [
-            [plan_round(topology, step, worker) for worker in self.workers] for step in range(topology.period)
-        ]
+        self.plans = [[self._plan(step, worker) for worker in self.workers] for step in range(topology.period)]
         self.slots = [self._new_slots(worker) for worker in range(self.per_process)]
         self.waited_seconds = 0.0
         self.bytes_sent = 0
@@ -80,18 +80,30 @@ class Exchange:
         self._works: list[tuple[Any, int | None]] = []
         """What is waited for, each with the rank of its peer."""
         self._step = 0
-        if group.size > 1:
+        self._name = ""
+        if group.size > 1 and any(plan.averaging_group for plans in self.plans for plan in plans):
             for step in range(topology.period):  # collective: every worker creates every subgroup, in the same order
                 for members in topology.averaging_groups(step) or ():
                     if len(members) > 2 and len(self._processes(members)) > 1:
                         group.subgroup(self._processes(members))
         self._channel = group.new_channel()
 
+    def _plan(self, step: int, worker: int) -> RoundPlan:
+        return plan_round(self.topology, step, worker)
+
+    def _messages_like(self, worker: int) -> list[Tensor]:
+        """Buffers for what a worker here gets from, or sends to, one other."""
+        return [tensor.new_zeros(tensor.shape) for tensor in self.sent[worker]]
+
+    def _outgoing_to(self, here: int, receiver: int) -> list[Tensor]:
+        """What a worker here sends to another one in this round."""
+        return self.sent[here]
+
     def _new_slots(self, worker: int) -> list[list[Tensor]]:
         plans = [plans[worker] for plans in self.plans]
         elsewhere = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
         count = max([1, *elsewhere]) if self.topology.num_workers > 1 else 0
-        return [[tensor.new_zeros(tensor.shape) for tensor in self.sent[worker]] for _ in range(count)]
+        return [self._messages_like(worker) for _ in range(count)]
 
     def _processes(self, members: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({member // self.per_process for member in members}))
@@ -110,6 +122,22 @@ class Exchange:
         return [slot for slots in self.slots for slot in slots]
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers beside the parameters."""
+        return sum(_bytes(tensor) for slot in self.received for tensor in slot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rounds depend on, beside the step: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+
+    def updates(self, flats: Sequence[FlatParameters], step: int) -> list[Update]:
+        """What the workers here add, from what arrived in the exchange of `step`; see `form_updates`."""
+        return form_updates(self, flats, step)
+
+    @property
     def in_flight(self) -> bool:
         """Whether something is posted that nobody has waited for."""
         return self._in_flight is not None
@@ -118,10 +146,11 @@ class Exchange:
         """The part of this process's `worker` in the round of `step`."""
         return self.plans[step % len(self.plans)][worker]
 
-    def post(self, step: int) -> None:
-        """Start sending and receiving for `step`; returns at once."""
+    def post(self, step: int, name: str | None = None) -> None:
+        """Start sending and receiving for the round of `step`, called `name` in errors; returns at once."""
         assert self._in_flight is None, "one exchange at a time"
         self._step = step
+        self._name = name or f"the exchange of step {step}"
         self.bytes_sent = self._bytes_to_send()
         if self.group.poster is not None:
             self._in_flight = self.group.poster.submit(self._post)
@@ -141,7 +170,7 @@ class Exchange:
         pending, self._in_flight = self._in_flight, None
         started = time.perf_counter()
         deadline = started + self.group.timeout
-        what = f"the exchange of step {self._step}"
+        what = self._name
         plans = self.plans[self._step % len(self.plans)]
         peers = self._processes(self.elsewhere({worker for plan in plans for worker in plan.weights}))
         only_peer = peers[0] if len(peers) == 1 else None
@@ -196,7 +225,7 @@ class Exchange:
             source, target = sender // self.per_process, receiver // self.per_process
             outgoing = source == self.group.rank
             tag = base + places[source, target]
-            buffers = self.sent[sender - self.workers.start] if outgoing else self.slots[slot[0]][slot[1]]
+            buffers = self._outgoing_to(slot[0], receiver) if outgoing else self.slots[slot[0]][slot[1]]
             for buffer in buffers:
                 for chunk in _chunks(buffer):
                     if outgoing:
@@ -222,8 +251,10 @@ class Exchange:
         return sorted(members for members in groups if self.spans_processes(members))
 
     def _bytes_to_send(self) -> int:
-        size = sum(_bytes(tensor) for tensor in self.sent[0])
         messages = sum(sender in self.workers for sender, _, _ in self._messages())
+        if messages and not self._spanning_groups():
+            return messages * sum(_bytes(tensor) for tensor in self.slots[0][0])
+        size = sum(_bytes(tensor) for tensor in self.sent[0])
         # An all-reduce by ring sends 2 (m - 1) / m of its input (once to reduce, once to spread).
         counts = [len(self._processes(members)) for members in self._spanning_groups()]
         return messages * size + sum(round(2 * (count - 1) / count * size) for count in counts)

@@ -8,19 +8,22 @@ posts the exchange of the new x. Together this is Algorithm 1 to the letter, for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dsgdac_accel.compressed_exchange import CompressedExchange
+from dsgdac_accel.compression import CODECS
 from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.topology import Topology
-from dsgdac_accel.updates import Update, form_updates
+from dsgdac_accel.updates import Update
 
 
 class NonFiniteError(RuntimeError):
@@ -56,6 +59,10 @@ class Mixer:
         names: what to call a parameter in error messages, by `id`.
         per_process: how many workers this process holds, like all others: `per_process * rank` and the next ones.
         worker_of: which of them a parameter belongs to, from 0; only needed where there are several.
+        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in "bf16" or "int8"; see
+            `compression`.
+        mix_every: mix in every k-th step, the last one of k; round r of the topology is then that of steps rk to
+            rk + k - 1.
 
     Raises:
         ValueError: the topology is for another number of workers, the workers hold different parameters, or a
@@ -72,6 +79,8 @@ class Mixer:
         names: Mapping[int, str] | None = None,
         per_process: int = 1,
         worker_of: Callable[[Parameter], int] | None = None,
+        comm_dtype: str = "full",
+        mix_every: int = 1,
     ) -> None:
         self.num_workers = group.size * per_process
         if topology.num_workers != self.num_workers:
@@ -94,6 +103,8 @@ class Mixer:
         self.workers = range(group.rank * per_process, (group.rank + 1) * per_process)
         """Numbers of the workers that this process holds."""
         self._worker_of = worker_of or (lambda parameter: 0)
+        self.comm_dtype = comm_dtype
+        self.mix_every = mix_every
         self.step = 0
         """Mixes done so far; alone decides who talks to whom."""
         self.neighbor_disagreement: Tensor | float = 0.0
@@ -153,7 +164,10 @@ class Mixer:
 
     def _make_exchange(self) -> None:
         sent = [[buffer.data for buffer in flat.buffers] for flat in self.flats]
-        self.exchange = Exchange(self.group, self.topology, sent)
+        if self.comm_dtype == "full" or self.group.size == 1:  # in one process nothing is sent
+            self.exchange = Exchange(self.group, self.topology, sent)
+        else:
+            self.exchange = CompressedExchange(self.group, self.topology, sent, CODECS[self.comm_dtype]())
 
     @property
     def flat(self) -> FlatParameters:
@@ -184,14 +198,22 @@ class Mixer:
 
     def start(self) -> None:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.group.size == 1 or self.exchange.in_flight or self._arrived or self.step < self._mixes_from:
+        if self.group.size == 1 or self.exchange.in_flight or self._arrived or not self._mixes_now:
             return  # in one process, neighbours are read when the update is formed
         self.group.require_open()
         self._refuse_while_borrowed()
         self._follow_changes()
         for flat in self.flats:
             flat.remember_versions()
-        self.exchange.post(self.step)
+        self.exchange.post(self._round, f"the exchange of step {self.step}")
+
+    @property
+    def _round(self) -> int:
+        return self.step // self.mix_every
+
+    @property
+    def _mixes_now(self) -> bool:
+        return (self.step + 1) % self.mix_every == 0 and self.step >= self._mixes_from
 
     def drain(self) -> None:
         """Wait for what is in flight. What arrived is kept for the next `finish`."""
@@ -219,8 +241,9 @@ class Mixer:
         self.drain()
         self._arrived = False
         self._updates = []
-        if self.step < self._mixes_from:
-            self.left_out.append(self.step)
+        if not self._mixes_now:
+            if self.step < self._mixes_from:
+                self.left_out.append(self.step)
             return
         if self.num_workers == 1:
             self.neighbor_disagreement = 0.0
@@ -230,7 +253,7 @@ class Mixer:
         self._warn_of_edits()
         # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
         # the difference to that keeps the mean of the workers exact.
-        self._updates = form_updates(self.exchange, self.flats, self.step)
+        self._updates = self.exchange.updates(self.flats, self._round)
         self._check_arrived_finite()
         for update in self._updates:
             update.scale *= gamma
@@ -248,7 +271,7 @@ class Mixer:
 
     def _check_arrived_finite(self) -> None:
         """Keep a neighbour's NaN out."""
-        norms = [_norm(update.difference) for update in self._updates if update.difference]
+        norms = [update.norm() for update in self._updates if update]
         if not norms:  # everything is frozen, or all sit out
             self.neighbor_disagreement = 0.0
             return
@@ -263,7 +286,7 @@ class Mixer:
             for worker, flat in zip(self.workers, self.flats, strict=True)
             if any(not bool(torch.isfinite(buffer.data).all()) for buffer in flat.buffers)
         ]
-        peers = {peer for here in range(self.per_process) for peer in self.exchange.plan(self.step, here).weights}
+        peers = {peer for here in range(self.per_process) for peer in self.exchange.plan(self._round, here).weights}
         suspects = mine or sorted(self.exchange.elsewhere(peers))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         message = f"the parameters of {who} are not finite at step {self.step}"
@@ -278,10 +301,10 @@ class Mixer:
                 continue
             flat = self.flats[update.worker]
             misfits = {id(parameter) for parameter in flat.bring_back()}
-            for buffer, difference in zip(flat.buffers, update.difference, strict=True):
-                buffer.data.add_(difference, alpha=update.scale)
+            for number, buffer in enumerate(flat.buffers):
+                update.add_to(number, buffer.data)
                 if misfits:  # moved to another device or dtype in mid-run: reach them there, adopt them in `start`
-                    self._add_to_misfits(flat, buffer, difference, misfits, update.scale)
+                    self._add_to_misfits(flat, buffer, update.dense(number), misfits, update.scale)
 
     def _add_to_misfits(
         self, flat: FlatParameters, buffer: FlatBuffer, difference: Tensor, misfits: set[int], scale: float
@@ -343,7 +366,7 @@ class Mixer:
         self._refuse_while_borrowed()
         self.drain()
         squared = [0.0] * self.per_process
-        for number, scratch in enumerate(self.exchange.slots[0][0]):
+        for number, scratch in enumerate(self._room()[0]):
             xs = [flat.buffers[number].data for flat in self.flats]
             mean = xs[0].clone() if self._arrived else scratch.copy_(xs[0])
             self.group.mean_(mean, f"measuring the consensus radius at step {self.step}", others=xs[1:])
@@ -376,7 +399,7 @@ class Mixer:
         self.drain()
         self._arrived = False  # the receive buffers become the backup: the exchange is posted again afterwards
         self._follow_changes()
-        self._backup = [slots[0] for slots in self.exchange.slots]
+        self._backup = self._room()
         for flat, backup in zip(self.flats, self._backup, strict=True):
             for buffer, kept in zip(flat.buffers, backup, strict=True):
                 kept.copy_(buffer.data)
@@ -390,6 +413,12 @@ class Mixer:
                 if here > 0:
                     self.flats[here].buffers[number].data.copy_(buffer.data)
         self._consensus_from(squared)
+
+    def _room(self) -> list[list[Tensor]]:
+        """Tensors like the flat buffers of each worker here: receive buffers, where they are like that."""
+        if self.comm_dtype == "full":
+            return [slots[0] for slots in self.exchange.slots]
+        return [[torch.empty_like(buffer.data) for buffer in flat.buffers] for flat in self.flats]
 
     @torch.no_grad()
     def consensus_errors(self) -> list[dict[int, Tensor]]:
@@ -453,12 +482,12 @@ class Mixer:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, int]:
-        """Position in the topology; waits for what is in flight."""
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the topology, and what pairs refer to; waits for what is in flight."""
         self.drain()
-        return {"step": self.step, "workers": self.num_workers}
+        return {"step": self.step, "workers": self.num_workers, **self.exchange.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position; the exchange of the loaded parameters is posted by the next `finish`."""
         if state["workers"] != self.num_workers:
             raise ValueError(f"the state is of {state['workers']} workers, but {self.num_workers} were launched.")
@@ -466,12 +495,7 @@ class Mixer:
         self._arrived = False
         self._mixes_from = 0
         self.step = state["step"]
-
-
-def _norm(parts: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all parts together, shape ()."""
-    norms = [torch.linalg.vector_norm(part) for part in parts]
-    return norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
+        self.exchange.load_state_dict(state)
 
 
 def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> float:

@@ -41,6 +41,7 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
     means.write_into(state)
     for gossip in state["gossip"]:
         gossip["mixer"]["workers"] = launched
+        gossip["mixer"].pop("references", None)  # of pairs that are no more
         gossip["nonfinite_steps"], gossip["consecutive_nonfinite"] = 0, [0]
     for position in state["loaders"]:
         running = position and position["running"]

@@ -76,6 +76,7 @@ class Simulation:
         topology: who mixes with whom.
         schedule: gamma from step and rate.
         order: see `Order`.
+        mix_every: mix in the last one of every k steps only.
 
     >>> from dsgdac_accel.topology import build_topology
     >>> models = [nn.Linear(1, 1) for _ in range(4)]
@@ -93,6 +94,7 @@ class Simulation:
         topology: Topology,
         schedule: AdaptiveConsensus,
         order: Order = "local_first",
+        mix_every: int = 1,
     ) -> None:
         if not len(models) == len(optimizers) == topology.num_workers:
             raise ValueError(
@@ -104,6 +106,7 @@ class Simulation:
         self.topology = topology
         self.schedule = schedule
         self.order = order
+        self.mix_every = mix_every
         self.gammas: list[float] = []
         """Gamma of each step taken so far."""
 
@@ -111,7 +114,9 @@ class Simulation:
         """Algorithm 1 once for every worker, at the rate of its optimizer, from the gradients in `.grad`."""
         step = len(self.gammas)
         gamma = self.schedule.gamma(step, current_rate(self.optimizers[0]), epoch)
-        gossip_step(self.parameters_N, self.optimizers, self.topology.matrix(step), gamma, skip, self.order)
+        mixes = (step + 1) % self.mix_every == 0
+        mixing_NN = self.topology.matrix(step // self.mix_every) if mixes else torch.eye(len(self.parameters_N))
+        gossip_step(self.parameters_N, self.optimizers, mixing_NN, gamma, skip, self.order)
         self.gammas.append(gamma)
 
     def deployed_parameters(self) -> list[Tensor]:

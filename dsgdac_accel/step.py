@@ -69,6 +69,8 @@ class GossipStep:
             names=self.watch.names,
             per_process=config.workers_per_process,
             worker_of=worker_of,
+            comm_dtype=config.comm_dtype,
+            mix_every=config.mix_every,
         )
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsgdac_accel.exchange import Exchange, RoundPlan
 from dsgdac_accel.flat import FlatParameters
+
+if TYPE_CHECKING:
+    from dsgdac_accel.exchange import Exchange, RoundPlan
 
 
 @dataclass
@@ -23,6 +26,23 @@ class Update:
     """Its place in the process."""
     difference: list[Tensor]
     scale: float
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to add to: not where everything is frozen."""
+        return bool(self.difference)
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the difference over all buffers, shape ()."""
+        norms = [torch.linalg.vector_norm(part) for part in self.difference]
+        return norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
+
+    def add_to(self, number: int, x: Tensor) -> None:
+        """x += scale * difference, for the flat buffer with this number."""
+        x.add_(self.difference[number], alpha=self.scale)
+
+    def dense(self, number: int) -> Tensor:
+        """The difference of the flat buffer with this number."""
+        return self.difference[number]
 
 
 def form_updates(exchange: Exchange, flats: Sequence[FlatParameters], step: int) -> list[Update]:

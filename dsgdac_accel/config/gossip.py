@@ -8,6 +8,7 @@ from typing import Any, Literal
 from dsgdac_accel.config.checks import check_choice, check_flag, check_integer, check_number, did_you_mean
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
+_COMM_DTYPES = ("full", "bf16", "int8")
 _ORDERS = ("local_first", "mix_first")
 _RATE_WORDS = ("active", "run")
 _OTHER_COUNTS = ("refuse", "deployed")
@@ -57,6 +58,13 @@ class GossipConfig:
     workers_per_process: int = 1
     """Workers that each process holds (>= 1), each with a copy of the model of its own, its part of the process's
     batch, and its own optimizer state, dropout and BatchNorm statistics: 8 on one GPU, or 32 on four."""
+
+    comm_dtype: Literal["full", "bf16", "int8"] = "full"
+    """What neighbours in other processes are sent: the parameters as they are (full), or the difference to what the
+    two of them last had in common, rounded to bf16 (half the bytes of fp32) or int8 (a quarter)."""
+
+    mix_every: int = 1
+    """Mix in every k-th step (>= 1) and keep apart in between: a k-th of the messages."""
 
     order: Literal["local_first", "mix_first"] = "local_first"
     """local_first takes the local step at x and adds the mixing update of the same x (Algorithm 1 to the letter);
@@ -122,6 +130,9 @@ class GossipConfig:
         advice = "Use 1 for one worker per process."
         count = check_integer("workers_per_process", self.workers_per_process, minimum=1, advice=advice)
         self._set("workers_per_process", count)
+        check_choice("comm_dtype", self.comm_dtype, _COMM_DTYPES)
+        advice = "Use 1 to mix in every step."
+        self._set("mix_every", check_integer("mix_every", self.mix_every, minimum=1, advice=advice))
         check_choice("order", self.order, _ORDERS)
         check_flag("overlap", self.overlap)
         advice = "Use 0 to measure at evaluations only."

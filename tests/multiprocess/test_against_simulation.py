@@ -64,12 +64,14 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     return {"x": own, "gammas": gammas, "radius": radius, "mean": mean, "restored": torch.equal(own, restored)}
 
 
-def simulate(num_workers: int, topology: str, optimizer_name: str, order: str) -> tuple[Simulation, list[float]]:
+def simulate(
+    num_workers: int, topology: str, optimizer_name: str, order: str = "local_first", mix_every: int = 1
+) -> tuple[Simulation, list[float]]:
     models = [make_model() for _ in range(num_workers)]
     optimizers = [make_optimizer(optimizer_name, model) for model in models]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers]
     schedule = AdaptiveConsensus(power=2.0, start_step=6)
-    simulation = Simulation(models, optimizers, build_topology(topology, num_workers), schedule, order=order)
+    simulation = Simulation(models, optimizers, build_topology(topology, num_workers), schedule, order, mix_every)
     for step in range(STEPS):
         for worker, model in enumerate(models):
             model.zero_grad()
@@ -91,13 +93,16 @@ ALLOWED = {
 }
 CASES = [(t, n, o, {}) for t, counts in ALLOWED.items() for n in counts for o in ("sgd", "adam")]
 CASES += [
-    ("one_peer_ring", 4, "sgd", options) for options in ({"order": "mix_first"}, {"overlap": False}, {"log_every": 3})
+    ("one_peer_ring", 4, "sgd", options)
+    for options in ({"order": "mix_first"}, {"overlap": False}, {"log_every": 3}, {"mix_every": 3})
 ]
+CASES += [("complete", 3, "adam", {"mix_every": 2}), ("one_peer_ring", 5, "sgd", {"mix_every": 2, "overlap": False})]
 
 
 @pytest.mark.parametrize(("topology", "num_workers", "optimizer", "options"), CASES)
 def test_workers_follow_algorithm_1(topology, num_workers, optimizer, options):
-    simulation, expected = simulate(num_workers, topology, optimizer, options.get("order", "local_first"))
+    shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
+    simulation, expected = simulate(num_workers, topology, optimizer, **shared)
     results = run_workers(train, num_workers, topology, optimizer, options)
     assert min(results[0]["gammas"]) < 0.2 < max(results[0]["gammas"]) == 1.0, "gamma has to change in this test"
     x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
