@@ -20,6 +20,7 @@ from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Consensus, Mixer, NonFiniteError
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
+from dsgdac_accel.sketch import RadiusEstimate
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.watch import ModelWatch
 
@@ -72,6 +73,7 @@ class GossipStep:
             comm_dtype=config.comm_dtype,
             mix_every=config.mix_every,
         )
+        self.estimate = RadiusEstimate(group, config.sketch, config.workers_per_process) if config.sketch else None
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
         self.rate = current_rate(optimizer)
@@ -150,6 +152,8 @@ class GossipStep:
             self.mixer.measure_consensus()  # between two exchanges the receive buffer is free to use
         if self.config.overlap:
             self.mixer.start()
+        if self.estimate is not None:
+            self.estimate.post(self.mixer.flats, self.mixer.step)
 
     def _warn_of_rise(self, before: float) -> None:
         """Say once that gamma stays 1 because nobody knows yet how far the rate will rise."""
@@ -206,7 +210,10 @@ class GossipStep:
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """Latest figures of this worker; no communication. The radius is there once it was measured, with the step."""
+        """Latest figures of this worker; no communication. The radius is there once it was measured, with the step.
+
+        An estimate of it, if `GossipConfig.sketch` asks for one, is there on process 0 only, mostly of the step before.
+        """
         consensus = self.mixer.last_consensus
         measured = {}
         if consensus is not None:
@@ -214,6 +221,13 @@ class GossipStep:
                 "radius": consensus.radius,
                 "radius_step": float(consensus.step),
                 "frobenius": consensus.frobenius,
+            }
+        estimate = None if self.estimate is None else self.estimate.latest
+        if estimate is not None:
+            measured |= {
+                "radius_estimate": estimate.radius,
+                "radius_estimate_step": float(estimate.step),
+                "frobenius_estimate": estimate.frobenius,
             }
         return {
             "rate": self.rate,
