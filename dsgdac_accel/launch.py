@@ -216,7 +216,11 @@ class _Run:
         self._ending |= worker.status == MISTAKE or (self.plan.stop_on_failure and worker.status not in (0, STOPPED))
         if worker.status and not by_us:
             left = sum(other.status is None for other in self.workers)
-            others = f"; {left} of {len(self.workers)} go on" if left and not self._ending else ""
+            others = (
+                f"; {left} of {len(self.workers)} go on"
+                if left and not self._ending and worker.status != STOPPED
+                else ""
+            )
             _say(f"worker {worker.rank} {_in_words(worker.status)}{others}")
         return True
 
