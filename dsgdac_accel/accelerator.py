@@ -19,6 +19,7 @@ from torch import nn
 from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.holding import HoldsWorkers
@@ -292,6 +293,7 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
             # A process of several workers draws from a stream of its own, which is none of theirs.
             salt = (self.workers_per_process,) if several else ()
             seed_workers_differently(self.group, *salt)
+            quick_check(self.group, self.gossip_config)
         return step
 
     def make_equal(self, models: list[nn.Module], optimizers: Sequence[AcceleratedOptimizer] = ()) -> None:

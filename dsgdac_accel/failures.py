@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from dsgdac_accel.launch import DROPPED
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # keys in the store
 _REPORT_OF = "dsgdac_accel/report_of"
@@ -90,6 +92,17 @@ class FailureReports:
 
         self._ask(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
         return [number for number in missing if silent or not self.lives(number)]
+
+    def dismiss(self, numbers: Sequence[int]) -> None:
+        """Tell the launcher which workers the others go on without: one that hangs it need not wait for."""
+
+        def write(store: Any) -> None:
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            for number in numbers:
+                store.set(f"{DROPPED}/{number}", "")
+
+        self._ask(write, _STORE_PATIENCE)
 
     def lives(self, number: int) -> bool | None:
         """Whether the process of a worker on this machine is there; None for one on another machine."""

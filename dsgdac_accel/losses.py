@@ -211,6 +211,7 @@ class HandlesLosses:
             self._apart = False
         lost = [number for number in before if number not in self.numbers]
         self.lost += lost
+        self._reports.dismiss(lost)
         who = f"worker {', '.join(map(str, lost))} was lost" if lost else "a connection was lost"
         left = f"{self.size} of {len(before)} workers go on: {', '.join(map(str, self.numbers))}"
         message = f"{who} in {what} ({cause}); {left}"

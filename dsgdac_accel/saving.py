@@ -152,6 +152,7 @@ class KeepsEveryWorker:
             "models": models,
             "loose": loose_parameters(self._models, self._optimizers),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "kinds_of_optimizers": self._kinds_of_optimizers(),
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "scaler": None if scaler is None else scaler.state_dict(),
             "loaders": [_position_state(loader) for loader in self._dataloaders],
@@ -161,6 +162,9 @@ class KeepsEveryWorker:
             "steps_taken": self.group.steps_taken,
             "random": random_state(),
         }
+
+    def _kinds_of_optimizers(self) -> list[str]:
+        return [type(optimizer.optimizer).__name__ for optimizer in self._optimizers]
 
     def _at_step_boundary(self) -> bool:
         return bool(self.gradient_state.sync_gradients)  # type: ignore[attr-defined]
@@ -339,6 +343,13 @@ class KeepsEveryWorker:
                         f"them. Let a hook of `register_load_state_pre_hook` load the model and take it from the list."
                     )
                 require_same_model(model, state["models"][index])
+        kinds = state.get("kinds_of_optimizers", self._kinds_of_optimizers())  # not in older checkpoints
+        for number, (saved, mine_now) in enumerate(zip(kinds, self._kinds_of_optimizers(), strict=True)):
+            if saved != mine_now:
+                raise CheckpointError(
+                    f"the checkpoint holds the state of {saved} for optimizer {number}, and {mine_now} is prepared. "
+                    f"Train on with {saved}."
+                )
 
     def _load_training_state(self, state: Mapping[str, Any], models: list[nn.Module], averaged: bool) -> None:
         for step, saved in zip(self.gossip_steps, state["gossip"], strict=True):
@@ -367,7 +378,7 @@ class KeepsEveryWorker:
 
     def _warn_of_other_gossip(self, folder: Path) -> None:
         saved, mine = read_manifest(folder).facts.get("gossip"), self._own_facts()["gossip"]
-        if not saved or not mine or self.group.rank != 0:
+        if not isinstance(saved, dict) or not mine or self.group.rank != 0:
             return
         names = [name for name in mine if name not in _FREE_TO_CHANGE and saved.get(name) != mine[name]]
         if names:

@@ -30,9 +30,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.launch import STOPPED
 from dsgdac_accel.received_signals import STOP_SIGNALS, SignalReceiver
 
-EXIT_STOPPED = 75
+EXIT_STOPPED = STOPPED
 """Exit status of a run that a signal stopped and that can be gone on with (EX_TEMPFAIL of sysexits.h)."""
 
 _POLL_SECONDS = 0.25

@@ -82,7 +82,10 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
     manifest = read_manifest(folder)
     if manifest.facts.get("task") != task:
         raise ConfigError(f"resume: {folder} is a checkpoint of {manifest.facts.get('task')}, not of {task}.")
-    saved, mine = flat_config(manifest.facts["config"]), flat_config(config_to_dict(config))
+    of_run = manifest.facts.get("config")
+    if not isinstance(of_run, dict):
+        raise ConfigError(f"resume: {folder} does not say of which configuration it is. Choose another checkpoint.")
+    saved, mine = flat_config(of_run), flat_config(config_to_dict(config))
     free = tuple(key for key in may_change if key.endswith("."))
     other = [
         f"{key} (now {mine.get(key)}, was {saved.get(key)})"

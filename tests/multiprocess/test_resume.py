@@ -367,6 +367,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run_workers(another_model, 2, str(tmp_path / "c"))
 
 
+def another_optimizer(rank: int, folder: str) -> None:
+    def prepared(kind: type[torch.optim.Optimizer]) -> GossipAccelerator:
+        accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+        model = nn.Linear(6, 3)
+        accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+        return accelerator
+
+    prepared(torch.optim.Adam).save_state(folder)
+    with pytest.raises(CheckpointError, match="holds the state of Adam for optimizer 0, and SGD is prepared"):
+        prepared(torch.optim.SGD).load_state(folder)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    run_workers(another_optimizer, 2, str(tmp_path / "c"))
+
+
 # ---- failures while saving
 
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsgdac_accel import WorkerGroup
+from dsgdac_accel.failures import FailureReports
+from dsgdac_accel.launch import DROPPED
 from dsgdac_accel.survivors import Standing, agree
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
@@ -103,3 +105,12 @@ def test_survivors_always_have_a_topology_that_keeps_the_mean_and_connects_them(
 def test_a_directed_topology_is_not_cut_into_one_that_moves_the_mean():
     cycle = torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2
     assert Topology.from_matrices([cycle]).of_survivors([0, 1, 3]) == build_topology("base_graph", 3)
+
+
+def test_the_launcher_is_told_of_workers_that_were_given_up():
+    store = dist.HashStore()
+    reports = FailureReports(0, {0: ("here", 1)})
+    reports.store = dist.PrefixStore("worker", dist.PrefixStore("attempt_0", store))
+    reports.dismiss([2, 5])
+    assert all(store.check([f"{DROPPED}/{number}"]) for number in (2, 5))
+    assert not store.check([f"{DROPPED}/0"])
