@@ -144,11 +144,17 @@ class _ScaledGradient(torch.autograd.Function):
         return gradient * context.scale, None
 
 
+def requires_grad(values: Any) -> bool:
+    """Whether gradients flow back through any tensor of a structure."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values))
+
+
 def with_scaled_gradient(output: Any, scale: float) -> Any:
     """The same output; what flows back through its tensors is multiplied by `scale`."""
     if scale == 1.0:
         return output
-    return pytree.tree_map(
-        lambda leaf: _ScaledGradient.apply(leaf, scale) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
-        output,
-    )
+
+    def scaled(leaf: Any) -> Any:
+        return _ScaledGradient.apply(leaf, scale) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    return scaled(output) if isinstance(output, Tensor) else pytree.tree_map(scaled, output)

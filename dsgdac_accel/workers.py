@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join, with_scaled_gradient
+from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join, requires_grad, with_scaled_gradient
 from dsgdac_accel.randomness import StreamsOfWorkers
 
 logger = logging.getLogger(__name__)
@@ -71,28 +71,32 @@ class VirtualWorkers(nn.Module):
         self._check_sizes(sizes)
         self._follow_the_first()
         outputs, total = [], sum(sizes)
+        parts = [size for size in sizes if size]
+        even = len(set(parts)) == 1  # then all are scaled alike, and joined outputs can be scaled at once
+        trains_inputs = not self.shared and requires_grad((args, kwargs))
         with self._own_streams() as use:
             for worker, (part_args, part_kwargs) in enumerate(cut(args, kwargs, sizes)):
                 if sizes[worker] == 0:
                     continue
                 use(worker)
-                if not self.shared:  # what flows back to the inputs is part of the mean over the batch again
+                if trains_inputs:  # what flows back to the inputs is part of the mean over the batch again
                     part_args, part_kwargs = with_scaled_gradient((part_args, part_kwargs), sizes[worker] / total)
                 output = self._run(worker, part_args, part_kwargs)
-                outputs.append(output if self.shared else with_scaled_gradient(output, total / sizes[worker]))
-        return join(outputs, [size for size in sizes if size])
+                outputs.append(output if self.shared or even else with_scaled_gradient(output, total / sizes[worker]))
+        joined = join(outputs, parts)
+        return with_scaled_gradient(joined, total / parts[0]) if even and not self.shared else joined
 
     def _follow_the_first(self) -> None:
         """Modes and frozen parameters are set on the model that everybody knows, the first replica."""
         if self.shared:
             return
-        first, *others = self.replicas
-        modes = [module.training for module in first.modules()]
-        trained = [parameter.requires_grad for parameter in first.parameters()]
-        for replica in others:
-            for module, mode in zip(replica.modules(), modes, strict=True):
-                module.training = mode
-            for parameter, wanted in zip(replica.parameters(), trained, strict=True):
+        first, *others = map(_modules_of, self.replicas)
+        trained = [parameter.requires_grad for parameter in _parameters_of(first)]
+        for modules in others:
+            for module, followed in zip(modules, first, strict=True):
+                if module.training != followed.training:
+                    module.training = followed.training
+            for parameter, wanted in zip(_parameters_of(modules), trained, strict=True):
                 if parameter.requires_grad != wanted:
                     parameter.requires_grad_(wanted)
 
@@ -247,6 +251,18 @@ def replicas_of(model: nn.Module) -> list[nn.Module]:
 def first_replica(model: nn.Module) -> nn.Module:
     """The model itself, or of `VirtualWorkers` the one that stands for all when they are equal."""
     return model.replicas[0] if isinstance(model, VirtualWorkers) else model
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, shared ones as often as they occur; `model.modules()` takes ten times as long."""
+    found = [model]
+    for module in found:
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> list[Parameter]:
+    return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
 
 
 def _copy(model: nn.Module) -> nn.Module:
