@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark import summarise
+from benchmarks.measurement import quartiles
 from images.models import build_image_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -154,10 +154,11 @@ def main() -> None:
         group.meet("ending the benchmark")
     if group.rank == 0:
         added = statistics.median(a / b for a, b in zip(seconds["callback"], seconds["core"], strict=True))
-        for name, row in summarise(seconds).items():
+        for name, times in seconds.items():
+            ratio = quartiles(times, seconds["local"])
             print(
-                f"{name:9s} {row['milliseconds']:9.2f} ms   {row['ratio']:.3f} of local "
-                f"(quartiles {row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
+                f"{name:9s} {1e3 * statistics.median(times):9.2f} ms   {ratio['median']:.3f} of local "
+                f"(quartiles {ratio['q1']:.3f} to {ratio['q3']:.3f})"
             )
         print(f"callback: {added:.3f} of core, {group.size} workers, {config.model}, torch {torch.__version__}")
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dsgdac_accel.cli import doctor, launch, runs, sweeps, theory
+from dsgdac_accel.cli import doctor, launch, runs, scaling, sweeps, theory
 from dsgdac_accel.version import __version__
 
 EXAMPLES = """examples:
@@ -66,6 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (launch, sweeps, runs, theory, doctor):
+    for module in (launch, sweeps, runs, theory, scaling, doctor):
         module.add_commands(commands)
     return parser

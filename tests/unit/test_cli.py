@@ -18,7 +18,7 @@ from dsgdac_accel.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_task.py")
-COMMANDS = ("sweep", "report", "show", "plot", "curvature", "topology", "schedule", "doctor", "launch")
+COMMANDS = ("sweep", "report", "show", "plot", "curvature", "topology", "schedule", "scaling", "doctor", "launch")
 
 
 def run(capsys, *words):

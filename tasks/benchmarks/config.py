@@ -1,0 +1,153 @@
+"""Settings of the benchmark."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.models import check_model_name
+from benchmarks.names import VariantName
+from benchmarks.targets import Target
+from dsgdac_accel import GossipConfig
+from dsgdac_accel.config.checks import check_integer, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """A slower network than this machine's own, between its workers. Each has one full-duplex line to a switch."""
+
+    rate_mbit: float = 100.0
+    """Megabits (10^6 bits) per second that a worker can send, and receive at the same time."""
+
+    delay_ms: float = 10.0
+    """Milliseconds from one worker to another, one way."""
+
+    queue_kb: float = 512.0
+    """KiB that wait for a line at most. Much more hides effects, since everything then waits behind everything."""
+
+    by: Literal["auto", "namespaces", "relay"] = "auto"
+    """namespaces: the kernel's own (tbf and netem; Linux, root); relay: a process that carries the connections
+    (anywhere); auto: namespaces where they are possible, else the relay."""
+
+    def __post_init__(self) -> None:
+        check_number("rate_mbit", self.rate_mbit, above=0, advice="Leave the network out for this machine's own.")
+        check_number("delay_ms", self.delay_ms, minimum=0)
+        check_number("queue_kb", self.queue_kb, minimum=64, advice="A piece of a message has up to 64 KiB.")
+
+    @property
+    def bytes_per_second(self) -> float:
+        """In each direction."""
+        return self.rate_mbit * 1e6 / 8
+
+    def described(self) -> str:
+        """In words, for the report."""
+        return f"{self.rate_mbit:g} Mb/s, {self.delay_ms:g} ms one way, {self.queue_kb:g} KiB queues"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallConfig:
+    """Workers that sleep at random steps, as one does whose machine is busy with something else."""
+
+    probability: float = 0.0
+    """Of a step being one with a sleep before it, for each worker by itself."""
+
+    milliseconds: float = 50.0
+    """Of each sleep."""
+
+    workers: int | None = None
+    """How many of the workers sleep, the first ones; null: all."""
+
+    def __post_init__(self) -> None:
+        check_number("probability", self.probability, minimum=0, maximum=1)
+        check_number("milliseconds", self.milliseconds, minimum=0)
+        if self.workers is not None:
+            check_integer("workers", self.workers, minimum=0, advice="Leave it out for all.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """One comparison of ways to take a step."""
+
+    model: str = "wrn-16-4"
+    """transformer-10m, transformer-40m, tiny-<tensors> (many small tensors, as tiny-400), sleeping-<parameters> (its
+    computation is a sleep, so that two cores can hold many workers), or an image model of tasks/images/models.py."""
+
+    image_size: int = 32
+    """Height and width of the random images."""
+
+    batch_size: int = 32
+    """Samples per worker and step."""
+
+    compute_ms: float = 90.0
+    """Of a sleeping model: milliseconds of forward (a third) and backward (the rest)."""
+
+    variants: tuple[str, ...] = ("local", "ddp", "decent_dp", "gossip", "gossip+no_overlap", "gossip+mix_first")
+    """Ways to take the same step:
+    local (no communication), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
+    decent_dp[:ring|:one-peer-exp|:complete] (its package, in one bucket; left out where it is not installed),
+    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8][+every_K]."""
+
+    kernel: Literal["foreach", "fused"] = "foreach"
+    """How torch's SGD is computed, the same for all variants."""
+
+    rounds: int = 9
+    """Times that each variant gets its turn."""
+
+    steps: int = 3
+    """Steps per turn."""
+
+    workers: int | None = None
+    """Processes to start; null: those of the launcher (torchrun), or one."""
+
+    network: NetworkConfig | None = None
+    """A slower network between the workers; null: this machine's own."""
+
+    stalls: StallConfig = field(default_factory=StallConfig)
+    """Workers that sleep at random steps."""
+
+    targets: tuple[str, ...] = ()
+    """What is expected of medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp',
+    'memory gossip <= 1.0' (parameter copies beyond model, gradients and optimizer)."""
+
+    gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
+    """Topology, timeout and everything else of the gossip variants that their names do not say."""
+
+    output: Path | None = None
+    """JSON file for the result, with a plot beside it (PNG); null only prints."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "batch_size", "rounds", "steps"):
+            check_integer(name, getattr(self, name), minimum=1)
+        check_number("compute_ms", self.compute_ms, minimum=0)
+        check_model_name(self.model, self.image_size)
+        if self.workers is not None:
+            check_integer("workers", self.workers, minimum=1)
+            launched = os.environ.get("WORLD_SIZE")
+            if launched is not None and int(launched) != self.workers:
+                raise ValueError(
+                    f"workers must be what was launched, {launched}; got {self.workers}. Start the script with python "
+                    f"alone, which launches them, or leave workers out."
+                )
+        if self.gossip.workers_per_process != 1:
+            raise ValueError(
+                f"workers_per_process must be 1 in this benchmark; got {self.gossip.workers_per_process}. Launch more "
+                f"processes instead."
+            )
+        self._check_variants()
+
+    def _check_variants(self) -> None:
+        if not self.variants:
+            raise ValueError("variants must name at least one; got none. Use 'local', 'gossip' and 'ddp', say.")
+        names = [VariantName.parse(variant) for variant in self.variants]
+        for text in self.variants:
+            if self.variants.count(text) > 1:
+                raise ValueError(f"variants must differ; {text!r} is there twice.")
+        for name in names:
+            name.settings(self.gossip)
+        for text in self.targets:
+            target = Target.parse(text)
+            missing = [name for name in target.variants if name not in self.variants]
+            if missing:
+                raise ValueError(f"targets must be of variants that are measured; {missing[0]!r} of {text!r} is not.")

@@ -1,0 +1,151 @@
+"""Variants in turn, so that a noisy machine disturbs all alike, and what their steps cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.memory import all_storages, extra_copies
+from benchmarks.variants import LeftOut, Variant, build_variant, synchronize
+from dsgdac_accel import WorkerGroup
+
+_WARM_UP = 3
+
+
+@dataclass
+class Turns:
+    """What the turns of one variant took, a value for each round; means over the workers."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of a step."""
+    slowest: list[float] = field(default_factory=list)
+    """Of a step, on the slowest worker."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of processor time for a step, all threads of all workers together."""
+    waited: list[float] = field(default_factory=list)
+    """Seconds of a step spent waiting for others; empty where nobody knows."""
+    bytes_sent: float = 0.0
+    """By a worker for one step, computed."""
+    bytes_carried: float | None = None
+    """By a worker for one step, as the relay has counted; None without one."""
+    extra_copies: float = 0.0
+    """Memory beyond model, gradients and optimizer, in copies of the parameters."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All turns by name of the variant, and why others were left out."""
+
+    turns: dict[str, Turns]
+    left_out: dict[str, str]
+    parameters: int
+
+
+def measure(
+    config: BenchmarkConfig, group: WorkerGroup, carried: Callable[[], Mapping[int, int]] | None = None
+) -> Measured:
+    """Build the variants and let them take turns. Collective.
+
+    Args:
+        config: of the benchmark.
+        group: the workers.
+        carried: asks the relay for the bytes that each worker has sent so far.
+    """
+    variants: dict[str, Variant] = {}
+    turns: dict[str, Turns] = {}
+    left_out: dict[str, str] = {}
+    for name in config.variants:
+        before = all_storages()
+        try:
+            variant = build_variant(name, config, group)
+        except LeftOut as reason:
+            left_out[name] = str(reason)
+            continue
+        variants[name], turns[name] = variant, Turns()
+        for _ in range(_WARM_UP):
+            variant.step()
+        variant.settle()
+        variant.fill_gradients()
+        copies = extra_copies(before, variant.workload.model, variant.state())
+        variant.workload.model.zero_grad()
+        turns[name].extra_copies = max(group.gather(copies, "comparing memory"))
+    names = list(variants)
+    for round_ in range(config.rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            _take_turn(variants[name], turns[name], config.steps, group, carried)
+    first = next(iter(variants.values()), None)
+    parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
+    return Measured(turns, left_out, parameters)
+
+
+def _take_turn(
+    variant: Variant, turns: Turns, steps: int, group: WorkerGroup, carried: Callable[[], Mapping[int, int]] | None
+) -> None:
+    group.meet("starting a turn")
+    before = carried() if carried is not None else {}
+    group.meet("counting bytes")
+    used = time.process_time()
+    # Everything was silent. After one step an exchange is in flight, as after every other one: from there on, each step
+    # holds one exchange. Processor time and bytes are those of all steps, with the last exchange.
+    variant.step()
+    waits, sent = [], []
+    begun = time.perf_counter()
+    for _ in range(steps):
+        variant.step()
+        waits.append(variant.waited())
+        sent.append(variant.bytes_sent())
+    synchronize(group.device)
+    seconds = time.perf_counter() - begun
+    variant.settle()
+    cpu_seconds = time.process_time() - used
+    known = [wait for wait in waits if wait is not None]
+    mine = (seconds / steps, cpu_seconds / (steps + 1), sum(known) / steps, sum(sent) / steps)
+    durations, cpus, waited, bytes_sent = zip(*group.gather(mine, "comparing turns"), strict=True)
+    after = carried() if carried is not None else {}
+    turns.seconds.append(statistics.mean(durations))
+    turns.slowest.append(max(durations))
+    turns.cpu_seconds.append(sum(cpus))
+    if known:
+        turns.waited.append(statistics.mean(waited))
+    turns.bytes_sent = statistics.mean(bytes_sent)
+    if carried is not None:
+        turns.bytes_carried = (sum(after.values()) - sum(before.values())) / (steps + 1) / group.size
+
+
+def summarise(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
+    """Medians over the rounds, and ratios to every other variant within the same round with their quartiles.
+
+    >>> alone, together = Turns([1.0, 2.0], cpu_seconds=[1.0, 1.0]), Turns([2.0, 6.0], cpu_seconds=[1.0, 2.0])
+    >>> table = summarise({"local": alone, "ddp": together})
+    >>> table["ddp"]["ratios"]["local"]["median"], table["ddp"]["seconds"]
+    (2.5, 4.0)
+    """
+    table = {}
+    for name, mine in turns.items():
+        table[name] = {
+            "seconds": statistics.median(mine.seconds),
+            "cpu_seconds": statistics.median(mine.cpu_seconds),
+            "waited": statistics.median(mine.waited) if mine.waited else None,
+            "bytes_sent": mine.bytes_sent,
+            "bytes_carried": mine.bytes_carried,
+            "extra_copies": mine.extra_copies,
+            "ratios": {other: quartiles(mine.seconds, theirs.seconds) for other, theirs in turns.items()},
+            "cpu_ratios": {other: quartiles(mine.cpu_seconds, theirs.cpu_seconds) for other, theirs in turns.items()},
+            "rounds": asdict(mine),
+        }
+    return table
+
+
+def quartiles(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Of the ratios of two variants in the same rounds.
+
+    >>> quartiles([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
+    {'q1': 1.0, 'median': 2.0, 'q3': 4.0}
+    """
+    ratios = [one / other if other else float("nan") for one, other in zip(mine, theirs, strict=True)]
+    q1, _, q3 = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return {"q1": q1, "median": statistics.median(ratios), "q3": q3}

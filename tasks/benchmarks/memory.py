@@ -1,0 +1,39 @@
+"""What a variant holds beyond model, gradients and optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each memory block that the tensors lie in, by its address."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def all_storages() -> dict[int, int]:
+    """The memory blocks of all tensors that Python code of this process holds."""
+    gc.collect()
+    return storages(thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter))
+
+
+def extra_copies(before: dict[int, int], model: torch.nn.Module, state: Iterable[Tensor]) -> float:
+    """Memory that came since `before` and is none of the model, its gradients and the optimizer's state.
+
+    Returns:
+        In copies of the parameters.
+    """
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    known = storages([*parameters, *model.buffers(), *gradients, *state])
+    extra = {address: size for address, size in all_storages().items() if address not in before | known}
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return sum(extra.values()) / total

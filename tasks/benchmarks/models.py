@@ -1,0 +1,127 @@
+"""What is trained in a benchmark, on random data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from images.models import build_image_model
+from images.transformer import TransformerLayer
+from torch import Tensor, nn
+
+from benchmarks.sleeping import SleepingModel
+
+TRANSFORMERS = {"transformer-10m": (384, 8), "transformer-40m": (768, 8)}
+"""Width and layers."""
+VOCABULARY = 1000
+TOKENS = 32
+"""Of a sentence."""
+_TINY = re.compile(r"tiny-(\d+)")
+_SLEEPING = re.compile(r"sleeping-(\d+)")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and one batch for it."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    """Of the batch, by the model given or a wrapper of it; shape ()."""
+
+
+class TinyLayers(nn.Module):
+    """Residual layers x + tanh(linear(norm(x))) / 10 of width 32, cut off at `tensors` parameters tensors in all."""
+
+    WIDTH = 32
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        width = self.WIDTH
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(tensors // 4)
+        )
+        self.rest = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(tensors % 4))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        """Shape (B, 32) from the same."""
+        for layer in self.layers:
+            x_BC = x_BC + 0.1 * torch.tanh(layer(x_BC))
+        for shift in self.rest:
+            x_BC = x_BC + shift
+        return x_BC
+
+
+class LanguageModel(nn.Module):
+    """Embedding, pre-LN layers, LayerNorm, linear: logits (B, T, 1000) from tokens (B, T)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.Sequential(*(TransformerLayer(width, dropout=0.0) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """See the class."""
+        return self.out(self.norm(self.layers(self.embedding(tokens_BT))))
+
+
+def check_model_name(name: str, image_size: int) -> None:
+    """Raises ValueError for a model that does not exist, without building a large one."""
+    key = name.strip().lower()
+    if key in TRANSFORMERS:
+        return
+    for form, what in ((_TINY, "tensors"), (_SLEEPING, "parameters")):
+        if found := form.fullmatch(key):
+            if int(found[1]) < 1:
+                raise ValueError(f"model must have at least 1 of its {what}; got {name!r}.")
+            return
+    try:
+        with torch.device("meta"):
+            build_image_model(key, 10, 3, (image_size, image_size))
+    except ValueError as error:
+        own = f"{', '.join(TRANSFORMERS)}, tiny-<tensors>, sleeping-<parameters>"
+        raise ValueError(f"model must be one of {own} or an image model; got {name!r}. {error}") from None
+
+
+def build_workload(
+    name: str, *, batch_size: int, image_size: int, compute_seconds: float, device: torch.device, seed: int
+) -> Workload:
+    """The model of this name, the same for every call, and a batch that depends on `seed`.
+
+    Raises ValueError for an unknown name.
+    """
+    key = name.strip().lower()
+    torch.manual_seed(0)
+    model, draw = _model_and_batch(key, batch_size, image_size, compute_seconds)
+    model.to(device)
+    torch.manual_seed(1 + seed)
+    inputs, labels = (tensor.to(device) for tensor in draw())
+    if isinstance(model, SleepingModel):
+        inputs.requires_grad_(True)
+        return Workload(model, lambda module: module(inputs))
+
+    def loss(module: nn.Module) -> Tensor:
+        logits = module(inputs)
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    return Workload(model, loss)
+
+
+def _model_and_batch(
+    key: str, batch: int, size: int, seconds: float
+) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
+    if key in TRANSFORMERS:
+        tokens = lambda: torch.randint(VOCABULARY, (batch, TOKENS))  # noqa: E731
+        return LanguageModel(*TRANSFORMERS[key]), lambda: (tokens(), tokens())
+    if found := _TINY.fullmatch(key):
+        width = TinyLayers.WIDTH
+        return TinyLayers(int(found[1])), lambda: (torch.randn(batch, width), torch.randint(width, (batch,)))
+    if found := _SLEEPING.fullmatch(key):
+        return SleepingModel(int(found[1]), seconds), lambda: (torch.ones(1), torch.zeros(1))
+    shape = (batch, 3, size, size)
+    model = build_image_model(key, 10, 3, (size, size))
+    return model, lambda: (torch.randn(shape), torch.randint(10, (batch,)))

@@ -1,0 +1,88 @@
+"""What a variant is called, and what that means."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsgdac_accel import GossipConfig
+from dsgdac_accel.config.checks import check_choice
+
+KINDS = ("local", "ddp", "decent_dp", "gossip")
+DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
+"""Of the package decent-dp, as it calls them."""
+_COMM_DTYPES = ("bf16", "int8")
+_EVERY = re.compile(r"every_([1-9]\d*)")
+_OPTIONS = {
+    "local": ("undisturbed",),
+    "ddp": ("bf16",),
+    "decent_dp": (),
+    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>"),
+}
+
+
+@dataclass(frozen=True)
+class VariantName:
+    """KIND[:TOPOLOGY][+OPTION]...
+
+    >>> VariantName.parse("gossip:complete+bf16")
+    VariantName(kind='gossip', topology='complete', options=('bf16',))
+    >>> VariantName.parse("gosip")
+    Traceback (most recent call last):
+    ValueError: variants must be one of local, ddp, decent_dp, gossip; got 'gosip'. Did you mean 'gossip'?
+    """
+
+    kind: str
+    topology: str | None
+    options: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> VariantName:
+        """Raises ValueError for a kind, a topology or an option that does not exist."""
+        head, *options = text.split("+")
+        kind, colon, topology = head.partition(":")
+        check_choice("variants", kind, KINDS)
+        if colon and kind == "decent_dp":
+            check_choice(f"the topology of {text}", topology, DECENT_TOPOLOGIES)
+        elif colon and kind == "gossip":
+            GossipConfig(topology=topology)
+        elif colon:
+            raise ValueError(f"variants of kind {kind} have no topology; got {text!r}. Write {kind!r}.")
+        for option in options:
+            known = _OPTIONS[kind]
+            if option not in known and not ("every_<k>" in known and _EVERY.fullmatch(option)):
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"options of a variant of kind {kind} are: {listed}; got {option!r} in {text!r}.")
+        if len(set(options)) < len(options) or len(set(options) & set(_COMM_DTYPES)) > 1:
+            raise ValueError(f"options of a variant must not repeat or contradict each other; got {text!r}.")
+        return cls(kind, topology if colon else None, tuple(options))
+
+    def missing(self) -> str | None:
+        """Why this version of the library cannot do what the name asks for, or None."""
+        known = {field.name for field in dataclasses.fields(GossipConfig)}
+        wanted = set(self.changes()) - known
+        return f"GossipConfig has no {', '.join(sorted(wanted))}" if wanted else None
+
+    def changes(self) -> dict[str, Any]:
+        """The settings of `GossipConfig` that the name says."""
+        found: dict[str, Any] = {}
+        if self.kind != "gossip":
+            return found
+        if self.topology is not None:
+            found["topology"] = self.topology
+        for option in self.options:
+            if option == "no_overlap":
+                found["overlap"] = False
+            elif option == "mix_first":
+                found["order"] = "mix_first"
+            elif every := _EVERY.fullmatch(option):
+                found["mix_every"] = int(every[1])
+            else:
+                found["comm_dtype"] = option
+        return found
+
+    def settings(self, config: GossipConfig) -> GossipConfig:
+        """`config` with what the name says; as it is where that is missing in this version."""
+        return config if self.missing() else replace(config, **self.changes())

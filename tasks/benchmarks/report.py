@@ -1,0 +1,142 @@
+"""The table, the verdicts on the targets, and the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.measurement import Measured, summarise
+from benchmarks.targets import Target, Verdict
+from dsgdac_accel.config import config_to_dict
+from dsgdac_accel.plotting import BLUE, DPI, ORANGE
+
+REFERENCES = ("local", "ddp", "decent_dp")
+"""What others are compared with, as far as it is measured."""
+
+
+def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Sequence[str] = ()) -> dict[str, Any]:
+    """Print everything, write the files, and return what the JSON file holds.
+
+    Args:
+        config: of the benchmark.
+        measured: what came of it.
+        workers: how many took part.
+        lines: about the network, to print and keep with the result.
+    """
+    table = summarise(measured.turns)
+    verdicts = [Target.parse(text).judge(table) for text in config.targets]
+    print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
+    for name, reason in measured.left_out.items():
+        print(f"{name} is left out: {reason}")
+    print("\n".join(verdict.line() for verdict in verdicts), flush=True)
+    result = {
+        "config": config_to_dict(config),
+        "workers": workers,
+        "parameters": measured.parameters,
+        "torch": torch.__version__,
+        "notes": list(lines),
+        "variants": table,
+        "left_out": measured.left_out,
+        "targets": [
+            {"target": text, "measured": verdict.measured, "met": verdict.met}
+            for text, verdict in zip(config.targets, verdicts, strict=True)
+        ],
+    }
+    if config.output is not None:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        plot(table, verdicts, config.output.with_suffix(".png"), headline(config, measured, workers))
+    return result
+
+
+def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
+    """What was measured, in a line."""
+    what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters"
+    if config.model.startswith("sleeping"):
+        what += f", {config.compute_ms:g} ms of sleep for computation"
+    else:
+        what += f", {config.batch_size} samples per worker"
+    stalls = config.stalls
+    if stalls.probability and stalls.milliseconds:
+        who = "all workers" if stalls.workers is None else f"{stalls.workers} worker(s)"
+        what += f", {who} stall for {stalls.milliseconds:g} ms in {100 * stalls.probability:g} % of their steps"
+    threads = torch.get_num_threads()
+    return f"{what}; {workers} workers, {threads} thread(s) each, {config.kernel} SGD, torch {torch.__version__}"
+
+
+def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The table as text."""
+    if not table:
+        return []
+    width = max(len(name) for name in table)
+    references = [name for name in REFERENCES if name in table]
+    head = f"{'':{width}}  {'ms/step':>9}"
+    head += "".join(f"  {f'of {name} (quartiles)':>22}" for name in references)
+    head += f"  {'cpu ms':>8}" + "".join(f"  {f'cpu of {name}':>16}" for name in references)
+    head += f"  {'MB sent':>8}  {'ms waited':>9}  {'copies':>6}"
+    lines = [head]
+    for name, row in table.items():
+        line = f"{name:{width}}  {1e3 * row['seconds']:9.2f}"
+        for reference in references:
+            ratio = row["ratios"][reference]
+            line += f"  {ratio['median']:6.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})"
+        line += f"  {1e3 * row['cpu_seconds']:8.2f}"
+        line += "".join(f"  {row['cpu_ratios'][reference]['median']:16.3f}" for reference in references)
+        sent = row["bytes_sent"] if row["bytes_carried"] is None else row["bytes_carried"]
+        waited = "-" if row["waited"] is None else f"{1e3 * row['waited']:.2f}"
+        lines.append(f"{line}  {sent / 1e6:8.3f}  {waited:>9}  {row['extra_copies']:6.3f}")
+    return lines
+
+
+def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], path: Path, title: str) -> None:
+    """Step time of each variant as a bar, with the quartiles of its rounds and its targets, as a PNG file.
+
+    Raises ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
+    names = list(table)
+    figure = Figure(figsize=(8.0, 1.6 + 0.42 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    medians = [1e3 * table[name]["seconds"] for name in names]
+    spread: list[list[float]] = [[], []]
+    for name, median in zip(names, medians, strict=True):
+        ordered = sorted(1e3 * seconds for seconds in table[name]["rounds"]["seconds"])
+        spread[0].append(max(0.0, median - ordered[len(ordered) // 4]))
+        spread[1].append(max(0.0, ordered[-1 - len(ordered) // 4] - median))
+    colours = [BLUE if name.startswith("gossip") else "0.6" for name in names]
+    places = list(range(len(names)))
+    axes.barh(places, medians, xerr=spread, color=colours, height=0.65, error_kw={"ecolor": "0.25", "capsize": 2})
+    limits = _limits(table, verdicts)
+    for name, limit in limits.items():
+        place = names.index(name)
+        axes.plot([1e3 * limit] * 2, [place - 0.42, place + 0.42], color=ORANGE, linewidth=2.5)
+    furthest = [max(medians[k] + spread[1][k], 1e3 * limits.get(name, 0.0)) for k, name in enumerate(names)]
+    for place, (median, right) in enumerate(zip(medians, furthest, strict=True)):
+        axes.annotate(f" {median:.4g}", (right, place), va="center", fontsize="small")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(furthest, default=1.0))
+    axes.set_xlabel("milliseconds per step (bars: medians; lines: quartiles of the rounds; orange: target)")
+    head, _, rest = title.partition("; ")
+    axes.set_title(f"{head}\n{rest}", fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=DPI)
+
+
+def _limits(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """The step time that each variant was to stay below, by its strictest target."""
+    limits: dict[str, float] = {}
+    for verdict in verdicts:
+        target = verdict.target
+        if target.what == "time" and verdict.measured is not None and target.reference is not None:
+            limit = target.limit * table[target.reference]["seconds"]
+            limits[target.variant] = min(limit, limits.get(target.variant, limit))
+    return limits

@@ -1,0 +1,80 @@
+"""What a benchmark is expected to show, in one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_FORM = re.compile(
+    r"(?:(?P<what>cpu|memory)\s+)?(?P<variant>\S+)\s*<=\s*(?P<limit>[0-9.]+)(?:\s+of\s+(?P<reference>\S+))?"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`variant` takes at most `limit` times the step time (or processor time) of `reference`.
+
+    >>> Target.parse("gossip <= 0.53 of ddp")
+    Target(what='time', variant='gossip', limit=0.53, reference='ddp')
+    >>> Target.parse("memory gossip <= 1")
+    Target(what='memory', variant='gossip', limit=1.0, reference=None)
+    """
+
+    what: str
+    """time, cpu (processor time of all workers) or memory (parameter copies)."""
+    variant: str
+    limit: float
+    reference: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Raises ValueError for anything that is not of the form."""
+        found = _FORM.fullmatch(text.strip())
+        try:
+            assert found is not None
+            limit = float(found["limit"])
+            assert (found["reference"] is None) == (found["what"] == "memory")
+        except (AssertionError, ValueError):
+            raise ValueError(
+                f"targets must be of the form 'VARIANT <= RATIO of VARIANT', 'cpu VARIANT <= RATIO of VARIANT' or "
+                f"'memory VARIANT <= COPIES'; got {text!r}."
+            ) from None
+        return cls(found["what"] or "time", found["variant"], limit, found["reference"])
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Those that it speaks of."""
+        return (self.variant,) if self.reference is None else (self.variant, self.reference)
+
+    def judge(self, table: Mapping[str, Mapping[str, Any]]) -> Verdict:
+        """Compare with what was measured; see `measurement.summarise` for the table."""
+        if any(name not in table for name in self.variants):
+            return Verdict(self, None)
+        if self.what == "memory":
+            return Verdict(self, float(table[self.variant]["extra_copies"]))
+        ratios = table[self.variant]["cpu_ratios" if self.what == "cpu" else "ratios"]
+        return Verdict(self, float(ratios[self.reference]["median"]))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a target; `measured` is None where a variant was left out."""
+
+    target: Target
+    measured: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """None: nobody knows."""
+        return None if self.measured is None else round(self.measured, 3) <= self.target.limit
+
+    def line(self) -> str:
+        """For the report."""
+        target = self.target
+        what = {"time": "", "cpu": "processor time of ", "memory": "extra parameter copies of "}[target.what]
+        of = "" if target.reference is None else f" of {target.reference}"
+        words = {True: "met", False: "MISSED", None: "unknown, since a variant was left out"}[self.met]
+        measured = "" if self.measured is None else f", measured {self.measured:.3f}"
+        return f"target: {what}{target.variant} at most {target.limit:g}{of}{measured}: {words}"

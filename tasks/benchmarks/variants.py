@@ -1,0 +1,215 @@
+"""Ways to take one training step: the same model, batch and optimizer kernel, and each its own communication."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.config import BenchmarkConfig, StallConfig
+from benchmarks.models import Workload, build_workload
+from benchmarks.names import VariantName
+from dsgdac_accel import WorkerGroup
+from dsgdac_accel.scaling import ring_all_reduce
+from dsgdac_accel.step import GossipStep
+
+DECENT_DP = "0.2.3"
+"""The version of decent-dp that it is compared with."""
+
+
+@dataclass
+class Variant:
+    """One way to take a step."""
+
+    workload: Workload
+    step: Callable[[], None]
+    state: Callable[[], Iterator[Tensor]]
+    """What its optimizer keeps."""
+    fill_gradients: Callable[[], None] = lambda: None
+    """Leave gradients where the optimizer looks for them, as in the middle of a step."""
+    settle: Callable[[], None] = lambda: None
+    """Finish what is in flight, so that the next variant starts from silence."""
+    waited: Callable[[], float | None] = lambda: None
+    """Seconds that the last step waited for others; None where that cannot be told from computing."""
+    bytes_sent: Callable[[], float] = lambda: 0.0
+    """By this worker for its last step, without the network's own headers."""
+
+
+class LeftOut(Exception):
+    """A variant cannot be measured here; the text says why."""
+
+
+def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Variant:
+    """A fresh model, optimizer and step function. Collective.
+
+    Raises LeftOut where a variant needs what is not there, ValueError for one that is impossible.
+    """
+    name = VariantName.parse(text)
+    if reason := name.missing():
+        raise LeftOut(f"{reason}, in this version of dsgdac_accel")
+    workload = build_workload(
+        config.model,
+        batch_size=config.batch_size,
+        image_size=config.image_size,
+        compute_seconds=config.compute_ms / 1e3,
+        device=group.device,
+        seed=group.rank,
+    )
+    for parameter in workload.model.parameters():
+        group.broadcast_(parameter, "starting the benchmark")
+    stall = stalls(config.stalls, group.rank, undisturbed="undisturbed" in name.options)
+    if name.kind == "decent_dp":
+        return _decent_dp(name, workload, config, group, stall)
+    if name.kind == "gossip":
+        return _gossip(name, workload, config, group, stall)
+    return _synchronous(name, workload, config, group, stall)
+
+
+def stalls(config: StallConfig, rank: int, undisturbed: bool = False) -> Callable[[], None]:
+    """Called at the start of a step; sleeps in some. Each worker has its own steps, the same for all variants."""
+    sleeps = config.workers is None or rank < config.workers
+    if undisturbed or not sleeps or config.probability == 0:
+        return lambda: None
+    draw = random.Random(rank).random
+
+    def maybe_sleep() -> None:
+        if draw() < config.probability:
+            time.sleep(config.milliseconds / 1e3)
+
+    return maybe_sleep
+
+
+def make_optimizer(parameters: Any, kernel: str) -> torch.optim.Optimizer:
+    """SGD as in the image task."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, **{kernel: True})
+
+
+def _tensors_of(*optimizers: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _synchronous(
+    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
+) -> Variant:
+    model: nn.Module = workload.model
+    bytes_sent = 0.0
+    if name.kind == "ddp" and group.size > 1:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        size = 4.0 * sum(parameter.numel() for parameter in model.parameters())
+        if "bf16" in name.options:
+            wrapped.register_comm_hook(None, average_in_bf16)
+            size /= 2
+        bytes_sent = ring_all_reduce(group.size, size).bytes_sent
+        model = wrapped
+    optimizer = make_optimizer(workload.model.parameters(), config.kernel)
+
+    def step() -> None:
+        stall()
+        workload.loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Variant(
+        workload,
+        step,
+        lambda: _tensors_of(optimizer),
+        fill_gradients=lambda: workload.loss(model).backward(),
+        bytes_sent=lambda: bytes_sent,
+    )
+
+
+def average_in_bf16(state, bucket):  # without annotations: DDP refuses those that are text
+    """DDP's average of gradients at half the bytes. torch's own bf16 hook refuses gloo."""
+    gradients = bucket.buffer()
+    rounded = gradients.div(dist.get_world_size()).to(torch.bfloat16)
+    work = dist.all_reduce(rounded, async_op=True)
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+
+def _gossip(
+    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
+) -> Variant:
+    optimizer = make_optimizer(workload.model.parameters(), config.kernel)
+    gossip = GossipStep(optimizer, group, name.settings(config.gossip))
+
+    def step() -> None:
+        stall()
+        workload.loss(workload.model).backward()
+        if gossip.before_local_step():
+            optimizer.step()
+        gossip.after_local_step()
+        optimizer.zero_grad()
+
+    return Variant(
+        workload,
+        step,
+        lambda: _tensors_of(optimizer),
+        fill_gradients=lambda: workload.loss(workload.model).backward(),
+        settle=gossip.mixer.drain,
+        waited=lambda: gossip.metrics()["wait_seconds"],
+        bytes_sent=lambda: gossip.metrics()["bytes_sent"],
+    )
+
+
+def _decent_dp(
+    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
+) -> Variant:
+    topology = name.topology or "ring"
+    wrapper = _decent_dp_class()
+    if group.size == 1:
+        raise LeftOut("it needs several workers")
+    if topology == "ring" and group.size % 2:
+        raise LeftOut(f"its ring needs an even number of workers, not {group.size}")
+    if topology == "one-peer-exp" and group.size & (group.size - 1):
+        raise LeftOut(f"its one-peer-exp needs a power of two of workers, not {group.size}")
+    model = wrapper(
+        workload.model,
+        lambda named: make_optimizer([parameter for _, parameter in named], config.kernel),
+        topology=topology,
+        bucket_size_in_mb=2**20,  # one bucket, its best setting here
+        _local_world_size=1,
+    )
+    size = 4.0 * sum(parameter.numel() for parameter in workload.model.parameters())
+    bytes_sent = ring_all_reduce(group.size if topology == "complete" else 2, size).bytes_sent
+
+    def step() -> None:
+        stall()
+        workload.loss(model).backward()  # it steps the optimizer and mixes in there
+
+    def settle() -> None:
+        for work in model._comm_ops:
+            if work is not None:
+                work.wait()
+
+    return Variant(workload, step, lambda: _tensors_of(*model._optims), settle=settle, bytes_sent=lambda: bytes_sent)
+
+
+def _decent_dp_class() -> Any:
+    advice = f"To compare with it: pip install decent-dp=={DECENT_DP}"
+    try:
+        module = importlib.import_module("decent_dp.ddp")
+        importlib.import_module("loguru").logger.disable("decent_dp")
+    except ImportError as error:
+        raise LeftOut(f"it is not installed ({error}). {advice}") from None
+    found = importlib.metadata.version("decent-dp")
+    if found != DECENT_DP:
+        logging.getLogger(__name__).warning("decent-dp is version %s; figures are known of %s", found, DECENT_DP)
+    return module.DecentralizedDataParallel
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock can be read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
