@@ -1,0 +1,310 @@
+"""What several workers in one process cost, against one worker that accumulates gradients over the same micro-batches.
+
+    OMP_NUM_THREADS=1 python tasks/benchmark_virtual.py --config configs/benchmark/virtual.yaml
+
+Variants take turns, so that a noisy machine disturbs all alike. On a CPU their processor time counts, which other
+processes disturb least; on a GPU the wall clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from images.models import build_image_model
+from torch import Tensor
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.config import config_from_command_line
+from dsgdac_accel.config.checks import check_integer
+
+OPTIMIZERS = ("sgd", "adam")
+VARIANTS = ("accumulation", "separate", "virtual", "vmap")
+_WARM_UP = 2  # steps, after which virtual and vmap must still be the same training
+_AGREE = 1e-3
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained in one comparison."""
+
+    model: str
+    """An image model of `tasks/images/models.py`."""
+    optimizer: str
+    """sgd with momentum and weight decay, or adam, both in torch's fused form."""
+    batch_size: int
+    """Images per worker and step."""
+
+    @classmethod
+    def of(cls, text: str) -> Training:
+        """Read "<model> <optimizer> <images per worker>".
+
+        >>> Training.of("wrn-10-2 sgd 16")
+        Training(model='wrn-10-2', optimizer='sgd', batch_size=16)
+        """
+        words = text.split()
+        if len(words) != 3 or words[1] not in OPTIMIZERS or not words[2].isdigit() or words[2] == "0":
+            raise ValueError(
+                f"a case is '<model> <optimizer> <images per worker>', the optimizer one of {', '.join(OPTIMIZERS)}; "
+                f"got {text!r}. Write 'wrn-10-2 sgd 16', say."
+            )
+        return cls(words[0], words[1], int(words[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualBenchmarkConfig:
+    """Comparisons of step times."""
+
+    cases: tuple[str, ...] = ("mlp sgd 64",)
+    """What is trained: '<model> <optimizer> <images per worker>', with an image model of `tasks/images/models.py`."""
+
+    image_size: int = 32
+    """Height and width of the random images."""
+
+    rounds: int = 15
+    """Times that each variant gets its turn."""
+
+    steps: int = 2
+    """Per turn."""
+
+    variants: tuple[str, ...] = VARIANTS
+    """accumulation (the reference), separate (so many models, each with an optimizer, without this library: what the
+    work costs by itself), virtual (workers_per_process), vmap (all replicas in one call of stacked parameters)."""
+
+    gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0, power=0, workers_per_process=8))
+    """Workers of the process, which are the micro-batches of the one that accumulates. vmap mixes by the one-peer
+    ring with gamma 1, so that has to be what `virtual` does where both are measured."""
+
+    output: Path | None = None
+    """JSON file for the result; null only prints."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "rounds", "steps"):
+            check_integer(name, getattr(self, name), minimum=1)
+        for case in self.cases:
+            Training.of(case)
+        if self.workers % 2:
+            raise ValueError(f"workers_per_process must be even, since they mix in pairs here; got {self.workers}.")
+        unknown = [variant for variant in self.variants if variant not in VARIANTS]
+        if unknown or "accumulation" not in self.variants:
+            raise ValueError(
+                f"variants must include 'accumulation' and be among {', '.join(VARIANTS)}; got {self.variants}."
+            )
+
+    @property
+    def workers(self) -> int:
+        """Of the process."""
+        return self.gossip.workers_per_process
+
+
+@dataclass
+class Variant:
+    """One way to train on the micro-batches of all workers."""
+
+    step: Callable[[], None]
+    parameters: Callable[[], list[Tensor]] = list
+    """Of all workers, one after another, where they are to be compared."""
+
+
+class Case:
+    """Data, and the variants that train on it."""
+
+    def __init__(self, config: VirtualBenchmarkConfig, case: Training, device: torch.device) -> None:
+        self.config, self.case, self.device = config, case, device
+        torch.manual_seed(0)
+        size = config.image_size
+        self.model = build_image_model(case.model, 10, 3, (size, size)).to(device)
+        count = config.workers * case.batch_size
+        self.images = torch.randn(count, 3, size, size, device=device)
+        self.labels = torch.randint(10, (count,), device=device)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.case.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
+        return torch.optim.Adam(parameters, lr=1e-5, fused=True)
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        size = self.case.batch_size
+        return list(zip(self.images.split(size), self.labels.split(size), strict=True))
+
+    def accumulation(self) -> Variant:
+        """One model, one update for all micro-batches."""
+        model, parts = copy.deepcopy(self.model), self.parts()
+        optimizer = self.optimizer(model.parameters())
+
+        def step() -> None:
+            for images, labels in parts:
+                (F.cross_entropy(model(images), labels) / len(parts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Variant(step)
+
+    def separate(self) -> Variant:
+        """Models that do not know of each other."""
+        models = [copy.deepcopy(self.model) for _ in range(self.config.workers)]
+        optimizers = [self.optimizer(model.parameters()) for model in models]
+        parts = self.parts()
+
+        def step() -> None:
+            for model, optimizer, (images, labels) in zip(models, optimizers, parts, strict=True):
+                F.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return Variant(step)
+
+    def virtual(self, accelerator: GossipAccelerator) -> Variant:
+        """`VirtualWorkers`, as every script gets them."""
+        model = copy.deepcopy(self.model)
+        model, optimizer = accelerator.prepare(model, self.optimizer(model.parameters()))
+
+        def step() -> None:
+            accelerator.backward(F.cross_entropy(model(self.images), self.labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Variant(step, lambda: [p.detach() for replica in model.replicas for p in replica.parameters()])
+
+    def vmap(self) -> Variant:
+        """Replicas as slices of stacked parameters (workers, ...), with the gradients of all by one vectorised call."""
+        count = self.config.workers
+        model = copy.deepcopy(self.model)
+        stacked, buffers = stack_module_state([copy.deepcopy(model) for _ in range(count)])
+        optimizer = self.optimizer(stacked.values())
+        images, labels = self.images.unflatten(0, (count, -1)), self.labels.unflatten(0, (count, -1))
+
+        def loss(parameters: dict, state: dict, own_images: Tensor, own_labels: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(model, (parameters, state), own_images), own_labels)
+
+        gradients = vmap(grad(loss), randomness="different")
+        workers = torch.arange(count, device=self.device)
+        pairs = workers ^ 1  # 0 and 1, 2 and 3, ...; in every other step 1 and 2, 3 and 4, ...
+        partners = pairs, (((workers + 1) % count ^ 1) - 1) % count
+        taken = 0
+
+        def step() -> None:
+            nonlocal taken
+            found = gradients({name: p.detach() for name, p in stacked.items()}, buffers, images, labels)
+            partner = partners[taken % 2]
+            taken += 1
+            with torch.no_grad():
+                # As the library does: the difference is taken before the local step, and added after it.
+                updates = {name: p[partner].sub_(p) for name, p in stacked.items()}
+                for name, p in stacked.items():
+                    p.grad = found[name]
+                optimizer.step()
+                for name, p in stacked.items():
+                    p.add_(updates[name], alpha=0.5)
+
+        return Variant(step, lambda: [p[w].detach() for w in range(count) for p in stacked.values()])
+
+
+def measure(case: Case) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds per step of each variant in each round, and why others were left out."""
+    accelerator = GossipAccelerator(gossip=case.config.gossip, cpu=case.device.type == "cpu")
+    makers: dict[str, Callable[[], Variant]] = {
+        "accumulation": case.accumulation,
+        "separate": case.separate,
+        "virtual": lambda: case.virtual(accelerator),
+        "vmap": case.vmap,
+    }
+    variants, left_out = {}, {}
+    for name in case.config.variants:
+        try:
+            variants[name] = makers[name]()
+            for _ in range(_WARM_UP):
+                variants[name].step()
+        except RuntimeError as error:
+            if name != "vmap":
+                raise
+            variants.pop(name, None)  # not every model can be vectorised
+            left_out[name] = str(error).split("\n")[0]
+    if {"virtual", "vmap"} <= variants.keys():
+        require_agreement(variants["virtual"].parameters(), variants["vmap"].parameters())
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for round_ in range(case.config.rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            begun = _now(case.device)
+            for _ in range(case.config.steps):
+                variants[name].step()
+            seconds[name].append((_now(case.device) - begun) / case.config.steps)
+    accelerator.free_memory()
+    return seconds, left_out
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def require_agreement(virtual: list[Tensor], stacked: list[Tensor]) -> None:
+    """Raise RuntimeError unless two variants have trained the same."""
+    difference = sum(float((a - b).square().sum()) for a, b in zip(virtual, stacked, strict=True)) ** 0.5
+    whole = sum(float(a.square().sum()) for a in virtual) ** 0.5
+    if difference > _AGREE * whole:
+        raise RuntimeError(f"virtual and vmap do not train the same: they are {difference / whole:.1e} apart.")
+
+
+def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median milliseconds, and the median and quartiles of the ratio to accumulation in the same round.
+
+    >>> summarise({"accumulation": [2.0, 4.0], "virtual": [2.0, 5.0]})["virtual"]["ratio"]
+    1.125
+    """
+    table = {}
+    for name, mine in seconds.items():
+        ratios = [one / reference for one, reference in zip(mine, seconds["accumulation"], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        table[name] = {
+            "milliseconds": 1e3 * statistics.median(mine),
+            "ratio": statistics.median(ratios),
+            "ratio_q1": quartiles[0],
+            "ratio_q3": quartiles[2],
+        }
+    return table
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    config = config_from_command_line(VirtualBenchmarkConfig, description=__doc__)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    assert device is not None
+    clock = "processor time" if device.type == "cpu" else "wall clock"
+    place = f"{torch.get_num_threads()} thread(s)" if device.type == "cpu" else torch.cuda.get_device_name()
+    print(f"{config.workers} workers in one process, {place}, {clock}, torch {torch.__version__}")
+    results = []
+    for name_of_case in config.cases:
+        case = Case(config, Training.of(name_of_case), device)
+        seconds, left_out = measure(case)
+        table = summarise(seconds)
+        parameters = sum(p.numel() for p in case.model.parameters())
+        print(f"{name_of_case}, {parameters / 1e6:.2f} M parameters")
+        for name, row in table.items():
+            print(
+                f"  {name:12s} {row['milliseconds']:9.2f} ms   {row['ratio']:.3f} of accumulation "
+                f"(quartiles {row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
+            )
+        for name, why in left_out.items():
+            print(f"  {name:12s} not possible: {why}")
+        results.append({"case": name_of_case, "parameters": parameters, "left_out": left_out, **table})
+    if config.output is not None:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"workers": config.workers, "device": device.type, "clock": clock, "cases": results}
+        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
