@@ -26,6 +26,9 @@ TIMEOUT_OF_SILENCE = 6.0
 GRACE = 30.0
 """Seconds beyond the timeout in which all others must have ended."""
 
+CONNECTING = 60.0
+"""Seconds more where a worker may be lost while connections are made: gloo waits 30 s for each, whatever it is told."""
+
 UNDISTURBED = 240.0  # seconds that a launch may take before anything has happened to it
 BETWEEN = "between two launches"
 AHEAD = "in the way of the next save"
@@ -104,6 +107,7 @@ class Chain:
         self.output = folder / "run"
         self.checkpoints = self.output / "checkpoints"
         self.launches = 0
+        self.unexpected = False
 
     # ---- what to try next
 
@@ -184,6 +188,7 @@ class Chain:
             )  # fmt: skip
         if problems and ending is None:
             raise AssertionError(f"{self.folder.name}, without a fault: {problems}")
+        self.unexpected = self.unexpected or bool(problems)
         if not problems:
             shutil.rmtree(launch.folder)
         return done
@@ -205,6 +210,7 @@ class Chain:
                     waited = [rank for rank in waited if rank != ending.victim]
                 if ending.number in launch.happened and ending.kind not in SIGNALS:
                     deadline = launch.happened[ending.number] + timeout + GRACE
+                    deadline += CONNECTING if ending.moment in (AFTER, "starting up") else 0
             if not waited or now > deadline:
                 return problems, fault_at
             if now > looked + 0.1:
@@ -360,7 +366,7 @@ def run_chain(chain: Chain, plan: Callable[[], Sequence[Fault]]) -> dict[str, An
     while not done:
         done = chain.launch(plan())
     found = differences(left_by(chain.output), wanted)
-    if not found:
+    if not found and not chain.unexpected:
         shutil.rmtree(chain.folder)
     return {
         "chain": chain.folder.name, "setup": chain.setup.name, "task": chain.setup.task,

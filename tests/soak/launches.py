@@ -132,6 +132,10 @@ class Launch:
     def close(self) -> list[int]:
         """End what still runs; returns the workers that it had to end, and waits for their children."""
         left = self.running()
+        for rank in left:
+            self.send(rank, signal.SIGUSR2)  # they write where they are
+        if left:
+            time.sleep(0.5)
         for rank, process in enumerate(self.processes):
             if rank in left:
                 with contextlib.suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ seed of random delays. Before a fault happens, the worker leaves the file `fault
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import json
@@ -166,6 +167,7 @@ def delay(seed: str) -> None:
 def main() -> None:
     """Prepare this worker's faults, then be the script."""
     sys.path.insert(0, TASKS)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # for the harness to ask where a worker hangs
     rank = os.environ.get("RANK", "0")
     faults = [Fault(**fault) for fault in json.loads(os.environ.get("SOAK_FAULTS", "[]"))]
     install([fault for fault in faults if fault.victim == int(rank)])
