@@ -57,8 +57,9 @@ class Results:
 
     def save(self) -> None:
         """Write the file, whole or not at all."""
+        self.seconds = round(time.monotonic() - self.begun, 1)
         content = {
-            "seed": self.seed, "seconds": round(time.monotonic() - self.begun, 1), "faults": self.faults,
+            "seed": self.seed, "seconds": self.seconds, "faults": self.faults,
             "chains": self.chains,
         }  # fmt: skip
         partial = self.file.with_suffix(".partial")
@@ -138,7 +139,7 @@ def table(results: Results) -> str:
     lines.append(
         f"{len(results.faults)} faults in {len(results.chains)} runs; {len(same)} of the runs ended bit by bit like an "
         f"undisturbed one ({', '.join(f'{task} {count}' for task, count in sorted(by_task.items()))}); "
-        f"{results.unexpected} unexpected outcomes; {results.seconds or time.monotonic() - results.begun:.0f} s."
+        f"{results.unexpected} unexpected outcomes; {results.seconds:.0f} s."
     )
     return "\n".join(lines)
 
