@@ -75,11 +75,11 @@ class FailureReports:
         self._ask(read, _CHAIN_SECONDS + _STORE_PATIENCE)
         return found[0]
 
-    def missing(self, silent: bool) -> list[int]:
-        """Who is missing, where everybody takes part: those that do not sign within a few seconds.
+    def missing(self) -> tuple[list[int], list[int]]:
+        """Who does not sign within a few seconds, where everybody takes part: those that are gone, and the others.
 
-        A connection that broke may be noticed by some long before others, so a process that is still there is not
-        missing, unless it is silence that was noticed.
+        A connection that broke may be noticed by some long before others, so one that is still there is lost only where
+        it is silence that was noticed.
         """
         missing = [number for number in self.processes if number != self.number]
 
@@ -91,7 +91,8 @@ class FailureReports:
                 time.sleep(0.05)
 
         self._ask(call, _ROLL_CALL_SECONDS + _STORE_PATIENCE)
-        return [number for number in missing if silent or not self.lives(number)]
+        gone = [number for number in missing if not self.lives(number)]
+        return gone, [number for number in missing if number not in gone]
 
     def dismiss(self, numbers: Sequence[int]) -> None:
         """Tell the launcher which workers the others go on without: one that hangs it need not wait for."""

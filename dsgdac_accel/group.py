@@ -81,8 +81,10 @@ class WorkerGroup(HandlesLosses):
         # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
         self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
         self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
-        self._connect()
+        self._apart = True  # who is lost before all have met ends the run
+        self.guarded(self._connect, "connecting the workers")
         processes = self.gather((this_machine(), os.getpid()), "meeting the workers")
+        self._apart = False
         self._reports = FailureReports(self.rank, dict(enumerate(processes)))
 
     def _connect(self) -> None:

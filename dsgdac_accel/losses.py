@@ -151,8 +151,11 @@ class HandlesLosses:
         elif peer is not None:
             who = f"worker {self.numbers[peer]}"
         else:
-            missing = [] if self._reports.first() else self._reports.missing(silent)
-            who = f"worker {', '.join(map(str, missing))}" if missing else "a worker"
+            gone, late = ([], []) if self._reports.first() else self._reports.missing()
+            missing = gone + late if silent else gone
+            who = f"worker {', '.join(map(str, sorted(missing)))}" if missing else "a worker"
+            if late and not missing:
+                who += f" (worker {', '.join(map(str, late))} does not answer)"
         happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
         me = self.numbers[self.rank]
         mine = f"{who} {happened} in {what}, as worker {me} saw it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -34,8 +34,10 @@ def starting_up() -> Iterator[None]:
 
 
 @contextmanager
-def training() -> Iterator[None]:
+def training(report: Callable[[str], object]) -> Iterator[None]:
     """Report a lost worker, a diverged run or a failed save in one line and exit with 1; of an interrupt with 130.
+
+    A file that cannot be read or written is told the other workers by `report`.
 
     A run that a signal stopped, with its checkpoint complete, exits with 75.
     """
@@ -45,6 +47,9 @@ def training() -> Iterator[None]:
         _end(str(stop) if _rank() == 0 else "", EXIT_STOPPED)
     except (WorkerLostError, NonFiniteError, CheckpointError) as error:
         _end(f"error: {error}", 1)
+    except OSError as error:
+        report(f"worker {_rank()} ended: {error}")
+        _end(f"error: worker {_rank()}: {error}", 1)
     except KeyboardInterrupt:
         _end("interrupted" if _rank() == 0 else "", 130)
 

@@ -61,7 +61,7 @@ def run_task(
             file=sys.stderr,
         )
     several = run.accelerator.num_processes > 1  # some may be lost on the way
-    with training(), run.accelerator.stop_on_signals():
+    with training(run.accelerator.group.report), run.accelerator.stop_on_signals():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
         run.accelerator.group.meet("ending the run")  # nobody leaves while another still writes

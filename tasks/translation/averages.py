@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -42,8 +43,12 @@ class LastModels:
         """Write the model of `step`, then delete what is too old."""
         file = self._file(step)
         partial = file.with_name(f"{file.name}.partial")
-        save_file(dict(state), partial)
-        os.replace(partial, file)
+        try:
+            save_file(dict(state), partial)
+            os.replace(partial, file)
+        except (SafetensorError, OSError) as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"cannot write {file}: {error}. Free space, or choose another output_dir.") from error
         for old in self.files()[: -self.count]:
             old.unlink()
 

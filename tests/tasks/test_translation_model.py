@@ -203,6 +203,14 @@ def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_pa
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_a_model_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+    last = LastModels(tmp_path, count=2)
+    (tmp_path / "deployed-000000007.safetensors").mkdir()  # in the way of the file
+    with pytest.raises(OSError, match="cannot write .*deployed-000000007.safetensors: .* Free space, or choose another"):
+        last.add(7, {"weight": torch.ones(2)})
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_averages_of_nothing_or_of_different_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one"):
         average_files([])
