@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.launching import check_place, joined, launch_command, launch_workers, must_launch
+from benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
 from benchmarks.measurement import measure
 from benchmarks.report import report
 from endings import starting_up
@@ -23,12 +23,10 @@ from dsgdac_accel.config import config_from_command_line
 def main() -> None:
     """Start the workers, or be one: measure, print the table, write the files."""
     config = config_from_command_line(BenchmarkConfig, description=__doc__)
-    if must_launch(config):
-        with starting_up():
-            status = launch_workers(config, launch_command())
-        sys.exit(status)
     with starting_up():
-        check_place(config)
+        check_workers(config)
+        if must_launch(config):
+            sys.exit(launch_workers(config, launch_command()))
     with joined(config) as here:
         measured = measure(config, here.group, here.carried)
         if here.group.rank == 0:

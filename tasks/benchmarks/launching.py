@@ -96,9 +96,12 @@ def choose(network: NetworkConfig) -> tuple[str, str]:
     return "relay", f"no network namespaces here: {reason}. A relay carries the connections instead."
 
 
-def check_place(config: BenchmarkConfig) -> None:
-    """Raises ValueError where the variants or the network are impossible with as many workers as were launched."""
-    size, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+def check_workers(config: BenchmarkConfig) -> None:
+    """Raises ValueError where the variants or the network are impossible with as many workers as there are to be."""
+    if must_launch(config):
+        size = here = config.workers or 1
+    else:
+        size, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if config.network is not None and (size < 2 or here != size):
         raise ValueError(
             f"an emulated network needs several workers on one machine; got {size}, {here} of them on this one. Give "

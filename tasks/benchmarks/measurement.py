@@ -70,8 +70,9 @@ def measure(
             variant.step()
         variant.settle()
         variant.fill_gradients()
-        copies = extra_copies(before, variant.workload.model, variant.state())
-        variant.workload.model.zero_grad()
+        workload = variant.workload
+        copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
+        workload.model.zero_grad()
         turns[name].extra_copies = max(group.gather(copies, "comparing memory"))
     names = list(variants)
     for round_ in range(config.rounds):

@@ -25,15 +25,15 @@ def all_storages() -> dict[int, int]:
     return storages(thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter))
 
 
-def extra_copies(before: dict[int, int], model: torch.nn.Module, state: Iterable[Tensor]) -> float:
-    """Memory that came since `before` and is none of the model, its gradients and the optimizer's state.
+def extra_copies(before: dict[int, int], model: torch.nn.Module, others: Iterable[Tensor]) -> float:
+    """Memory that came since `before` and is none of the model, its gradients and the `others`.
 
     Returns:
         In copies of the parameters.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    known = storages([*parameters, *model.buffers(), *gradients, *state])
+    known = storages([*parameters, *model.buffers(), *gradients, *others])
     extra = {address: size for address, size in all_storages().items() if address not in before | known}
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return sum(extra.values()) / total

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from images.models import build_image_model
 from images.transformer import TransformerLayer
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ class Workload:
     """A model and one batch for it."""
 
     model: nn.Module
+    batch: tuple[Tensor, ...]
     loss: Callable[[nn.Module], Tensor]
     """Of the batch, by the model given or a wrapper of it; shape ()."""
 
@@ -79,6 +79,8 @@ def check_model_name(name: str, image_size: int) -> None:
             if int(found[1]) < 1:
                 raise ValueError(f"model must have at least 1 of its {what}; got {name!r}.")
             return
+    from images.models import build_image_model  # takes seconds, and most benchmarks need none
+
     try:
         with torch.device("meta"):
             build_image_model(key, 10, 3, (image_size, image_size))
@@ -102,13 +104,13 @@ def build_workload(
     inputs, labels = (tensor.to(device) for tensor in draw())
     if isinstance(model, SleepingModel):
         inputs.requires_grad_(True)
-        return Workload(model, lambda module: module(inputs))
+        return Workload(model, (inputs, labels), lambda module: module(inputs))
 
     def loss(module: nn.Module) -> Tensor:
         logits = module(inputs)
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
-    return Workload(model, loss)
+    return Workload(model, (inputs, labels), loss)
 
 
 def _model_and_batch(
@@ -122,6 +124,8 @@ def _model_and_batch(
         return TinyLayers(int(found[1])), lambda: (torch.randn(batch, width), torch.randint(width, (batch,)))
     if found := _SLEEPING.fullmatch(key):
         return SleepingModel(int(found[1]), seconds), lambda: (torch.ones(1), torch.zeros(1))
+    from images.models import build_image_model
+
     shape = (batch, 3, size, size)
     model = build_image_model(key, 10, 3, (size, size))
     return model, lambda: (torch.randn(shape), torch.randint(10, (batch,)))

@@ -8,7 +8,8 @@ It prints the port of its control connection, on which workers ask, one line eac
     route RANK PORT      where worker RANK is to connect to reach the owner of PORT   -> a port
     counters             bytes sent by each worker so far, and how late they were     -> JSON
 
-It ends when its standard input does, so that it never outlives the process that started it. It needs no privileges and
+It ends when its standard input does, so that it does not outlive the process that started it, as soon as workers have
+hung up. It needs no privileges and
 no compiler: `relayed_store` lets gloo connect here instead of to its peers.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -29,6 +31,7 @@ from benchmarks.link import Network
 
 _PIECE_SECONDS = 0.001  # of the line, so that messages mix as packets would, and yet few pieces have to be handled
 _SMALLEST_PIECE, _LARGEST_PIECE = 4096, 65536
+_LAST_SECONDS = 10.0  # for what is on its way in the end
 _KERNEL_BUFFER = 128 * 1024  # so that what waits, waits at the sender
 
 
@@ -46,20 +49,25 @@ class Relay:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
+        self.connections = 0
+        """Of workers, still open; counted at both ends."""
 
     def run(self) -> None:
         """Until standard input ends."""
         control = self._listen(self._accept_control)
         print(control, flush=True)
         self.watch(sys.stdin.fileno(), select.EPOLLIN, lambda events: None)
-        while True:
-            wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        last = math.inf
+        while (self.connections or last == math.inf) and time.monotonic() < last:
+            first = min(last, self._timers[0][0] if self._timers else math.inf)
+            wait = None if first == math.inf else max(0.0, first - time.monotonic())
             # epoll by itself rounds up to milliseconds; select does not.
             select.select([self._poll.fileno()], [], [], wait)
             for descriptor, events in self._poll.poll(0):
                 if descriptor == sys.stdin.fileno():
                     if not os.read(descriptor, 4096):
-                        return
+                        self.forget(descriptor)
+                        last = time.monotonic() + _LAST_SECONDS
                 elif descriptor in self._handlers:
                     self._handlers[descriptor](events)
             now = time.monotonic()
@@ -155,6 +163,7 @@ class End:
         self.relay, self.socket = relay, connection
         self.events = select.EPOLLIN
         self.open = True
+        relay.connections += 1
         relay.watch(connection.fileno(), self.events, self._handle)
 
     def _handle(self, events: int) -> None:
@@ -174,6 +183,7 @@ class End:
         """Both directions end: workers close connections only when they are done."""
         if self.open:
             self.open = False
+            self.relay.connections -= 1
             self.relay.forget(self.socket.fileno())
             self.socket.close()
 
@@ -185,6 +195,7 @@ class Direction:
         self.relay, self.source, self.target = relay, source, target
         self.sender, self.receiver = sender, receiver
         self._pieces: deque[tuple[float, memoryview]] = deque()
+        self._over = False
 
     def read(self) -> None:
         """Take a piece from the sender, unless the network has no room for it yet."""
@@ -200,9 +211,10 @@ class Direction:
             return
         except OSError:
             data = b""
-        if not data:  # the end must not overtake what is on its way
+        if not data:
+            self._over = True
             self.source.want(select.EPOLLIN, False)
-            self.relay.at(self._pieces[-1][0] if self._pieces else now, lambda now: self._end())
+            self.deliver(now)
             return
         due = network.send(now, self.sender, self.receiver, len(data))
         self._pieces.append((due, memoryview(data)))
@@ -225,6 +237,8 @@ class Direction:
                 return
             self.relay.count(self.sender, len(data), now - due)
         self.target.want(select.EPOLLOUT, False)
+        if self._over and not self._pieces:  # the end must not overtake what is on its way
+            self._end()
 
     def _end(self) -> None:
         self.source.close()

@@ -60,7 +60,10 @@ class RelayClient:
 
 @contextlib.contextmanager
 def running_relay(rate: float, delay: float, queue: float) -> Iterator[int]:
-    """A relay of its own process; the port of its control connection. Bytes per second, seconds and bytes, as of `link.Network`."""
+    """A relay of its own process; the port of its control connection.
+
+    The arguments are those of `link.Network`: bytes per second, seconds, bytes.
+    """
     command = [sys.executable, "-m", "benchmarks.relay", *map(str, (rate, delay, queue))]
     variables = os.environ | {"PYTHONPATH": str(_TASKS)}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)

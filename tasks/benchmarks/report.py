@@ -33,7 +33,8 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
     print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
     for name, reason in measured.left_out.items():
         print(f"{name} is left out: {reason}")
-    print("\n".join(verdict.line() for verdict in verdicts), flush=True)
+    for verdict in verdicts:
+        print(verdict.line(), flush=True)
     result = {
         "config": config_to_dict(config),
         "workers": workers,

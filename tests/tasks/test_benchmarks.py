@@ -1,0 +1,104 @@
+"""The benchmark started as its users start it, in small, and its shipped configurations."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from benchmarks.config import BenchmarkConfig
+
+from dsgdac_accel.config import parse_config
+from dsgdac_accel.scaling import one_peer_exchange, ring_all_reduce
+from tests.launching import ROOT, error_lines, finish, forked, start
+
+CONFIGS = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
+SCRIPT = str(ROOT / "tasks" / "benchmark.py")
+OURS = [file for file in CONFIGS if "tasks/benchmark.py" in file.read_text(encoding="utf-8")]
+SMALL = ["--rounds", "2", "--steps", "2", "--compute_ms", "1"]
+
+
+@pytest.fixture(params=OURS, ids=lambda file: file.stem)
+def shipped(request):
+    return request.param
+
+
+def test_a_shipped_configuration_loads_and_names_the_command_that_runs_it(shipped):
+    config = parse_config(BenchmarkConfig, ["--config", str(shipped)])
+    named = re.findall(
+        r"^#   (.*tasks/benchmark\.py) --config (\S+)", shipped.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [ROOT / file for _, file in named] == [shipped]
+    assert config.output in (None, ROOT / "runs" / "benchmark" / f"{shipped.stem}.json")
+    starts_by_itself = named[0][0].startswith("python ")
+    assert starts_by_itself == (config.workers is not None)
+    assert config.network is None or starts_by_itself
+
+
+def test_the_networks_and_targets_of_the_shipped_configurations_are_those_of_their_names():
+    by_name = {file.stem: parse_config(BenchmarkConfig, ["--config", str(file)]) for file in OURS}
+    slow, balanced, fast = (by_name[f"network_{name}"] for name in ("100mbit", "100mbit_balanced", "1gbit"))
+    assert (slow.network.rate_mbit, slow.network.delay_ms, slow.workers) == (100, 10, 4)
+    assert (balanced.network, balanced.workers) == (slow.network, 4)
+    assert (fast.network.rate_mbit, fast.network.delay_ms, fast.workers) == (1000, 1, 4)
+    assert {config.network.queue_kb for config in (slow, balanced, fast)} == {512}
+    assert (by_name["stragglers"].workers, by_name["stragglers"].stalls.milliseconds) == (8, 50)
+    assert all(config.targets for name, config in by_name.items() if name != "wrn")
+
+
+@pytest.mark.task
+def test_two_workers_on_an_emulated_network_send_what_the_formulas_say(tmp_path):
+    parameters, file = 100_000, tmp_path / "result.json"
+    variants = ["local", "ddp", "decent_dp", "gossip", "gossip:complete", "gossip+no_overlap+mix_first", "gossip+bf16"]
+    words = ["--model", f"sleeping-{parameters}", "--network.rate_mbit", "1000", "--network.delay_ms", "1"]
+    words += ["--network.by", "relay", "--variants", f"[{', '.join(variants)}]", "--output", str(file)]
+    words += ["--targets", "[memory gossip <= 1.01]", "--gossip.log_every", "0"]
+    status, out, err = finish(start([*forked(2), SCRIPT, *words, *SMALL], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    result = json.loads(file.read_text())
+    assert file.with_suffix(".png").is_file()
+    measured = result["variants"]
+    installed = find_spec("decent_dp") is not None and find_spec("loguru") is not None
+    assert ("decent_dp" in measured) == installed
+    assert installed or "decent_dp is left out: it is not installed" in out
+    size = 4 * parameters
+    expected = dict.fromkeys(measured, one_peer_exchange(2, size).bytes_sent)
+    expected |= {"local": 0, "ddp": ring_all_reduce(2, size).bytes_sent, "gossip+bf16": size / 2}
+    for name, row in measured.items():
+        assert row["bytes_sent"] == pytest.approx(expected[name], rel=0.01), name
+        assert 0 <= row["bytes_carried"] - row["bytes_sent"] < 4096, name  # headers and the meeting at the start
+        assert (row["waited"] is not None) == name.startswith("gossip")
+        assert len(row["rounds"]["seconds"]) == 2
+    assert [target["met"] for target in result["targets"]] == [True]
+    assert measured["local"]["extra_copies"] == measured["ddp"]["extra_copies"] == 0
+    assert measured["gossip"]["extra_copies"] == pytest.approx(1, abs=0.01)
+    assert "by a relay of connections" in out
+
+
+@pytest.mark.task
+def test_the_script_starts_its_workers_itself(tmp_path):
+    words = ["--model", "tiny-3", "--workers", "2", "--variants", "[local, gossip]", "--stalls.probability", "0.5"]
+    words += ["--stalls.milliseconds", "1", *SMALL]
+    status, out, err = finish(start([*forked(), SCRIPT, *words], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    assert "2 workers" in out
+    assert "stall for 1 ms in 50 % of their steps" in out
+
+
+@pytest.mark.task
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--variants", "[gossip:one_peer_exponential]"], "got 3. Use 'base_graph'"),
+        (["--variants", "[local, gosip]"], "Did you mean 'gossip'?"),
+        (["--network.delay_ms", "1", "--workers", "1"], "needs several workers"),
+    ],
+    ids=["odd count", "unknown variant", "network of one"],
+)
+def test_mistakes_end_in_one_line_and_status_2(words, message, tmp_path):
+    words = ["--model", "tiny-3", *(() if "--workers" in words else ("--workers", "3")), *words]
+    status, _, err = finish(start([*forked(), SCRIPT, *words], tmp_path))
+    assert status == 2
+    assert len(error_lines(err)) == 1
+    assert message in err
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,450 @@
+"""The parts of the benchmark: names, targets, models, counters, the relay and the networks it stands for."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks import launching, namespaces, variants
+from benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
+from benchmarks.link import Network
+from benchmarks.measurement import Measured, Turns, quartiles, summarise
+from benchmarks.memory import all_storages, extra_copies
+from benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
+from benchmarks.names import VariantName
+from benchmarks.relay_process import RelayClient, running_relay
+from benchmarks.relayed_store import RelayedStore, port_in, replaced
+from benchmarks.report import report
+from benchmarks.targets import Target
+
+from dsgdac_accel import GossipConfig, WorkerGroup
+from dsgdac_accel.config import parse_config
+
+CPU = torch.device("cpu")
+
+
+def workload(name, seconds=0.0, seed=0):
+    return build_workload(name, batch_size=2, image_size=8, compute_seconds=seconds, device=CPU, seed=seed)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"variants": ("local", "gosip")}, "Did you mean 'gossip'"),
+        ({"variants": ()}, "name at least one"),
+        ({"variants": ("local", "local")}, "'local' is there twice"),
+        ({"variants": ("gossip:ringg",)}, "Did you mean 'ring'"),
+        ({"variants": ("gossip+int9",)}, "got 'int9'"),
+        ({"variants": ("gossip+bf16+int8",)}, "contradict"),
+        ({"variants": ("gossip+every_0",)}, "got 'every_0'"),
+        ({"variants": ("ddp:ring",)}, "have no topology"),
+        ({"variants": ("decent_dp:grid",)}, "must be one of ring, one-peer-exp, complete"),
+        ({"targets": ("gossip < 0.5 of ddp",)}, "of the form"),
+        ({"targets": ("gossip <= 0.5",)}, "of the form"),
+        ({"targets": ("gossip+bf16 <= 0.5 of ddp",)}, "is not"),
+        ({"model": "wrn-11-2"}, "depth of a wide ResNet"),
+        ({"model": "sleeping-0"}, "at least 1"),
+        ({"model": "resnet"}, "transformer-10m"),
+        ({"rounds": 0}, "rounds"),
+        ({"workers": 0}, "workers"),
+        ({"compute_ms": -1}, "compute_ms"),
+        ({"gossip": GossipConfig(workers_per_process=2)}, "workers_per_process"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_with_the_way_out(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BenchmarkConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rate_mbit": 0}, {"delay_ms": -1}, {"queue_kb": 1}, {"rate_mbit": float("inf")}], ids=str
+)
+def test_networks_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        NetworkConfig(**wrong)
+
+
+def test_another_number_of_workers_than_was_launched_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="what was launched, 3; got 4"):
+        BenchmarkConfig(workers=4)
+
+
+def test_sections_and_lists_come_from_the_command_line():
+    words = ["--network.rate_mbit", "10", "--variants", "[local, gossip+bf16]", "--stalls.workers", "2"]
+    config = parse_config(BenchmarkConfig, words)
+    assert config.network == NetworkConfig(rate_mbit=10)
+    assert config.network.bytes_per_second == 1.25e6
+    assert config.variants == ("local", "gossip+bf16")
+    assert config.stalls.workers == 2
+    assert parse_config(BenchmarkConfig, []).network is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gossip", {}),
+        ("gossip:complete+no_overlap", {"topology": "complete", "overlap": False}),
+        ("gossip+mix_first+int8", {"order": "mix_first", "comm_dtype": "int8"}),
+        ("gossip:ring+bf16+every_4", {"topology": "ring", "comm_dtype": "bf16", "mix_every": 4}),
+        ("ddp+bf16", {}),
+    ],
+)
+def test_a_name_says_which_settings_it_changes(name, changes):
+    assert VariantName.parse(name).changes() == changes
+    settings = VariantName.parse(name).settings(GossipConfig(topology="grid", log_every=7))
+    assert settings.log_every == 7
+    assert all(getattr(settings, key) == value for key, value in changes.items())
+    assert settings.topology == changes.get("topology", "grid")
+
+
+def test_what_the_library_cannot_do_yet_is_left_out(monkeypatch):
+    monkeypatch.setattr(VariantName, "changes", lambda self: {"comm_type": "bf16"})
+    name = VariantName.parse("gossip+bf16")
+    assert name.settings(GossipConfig()) == GossipConfig()
+    with pytest.raises(variants.LeftOut, match="no comm_type"):
+        variants.build_variant("gossip+bf16", BenchmarkConfig(), WorkerGroup(CPU))
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensors"),
+    [("tiny-400", None, 400), ("tiny-7", None, 7), ("sleeping-1000003", 1_000_003, 12), ("sleeping-5", 5, 5),
+     ("transformer-10m", 10e6, None), ("wrn-10-1", None, None)],
+)  # fmt: skip
+def test_models_have_the_size_of_their_name_and_train(name, parameters, tensors):
+    check_model_name(name, 8)
+    work = workload(name)
+    found = list(work.model.parameters())
+    total = sum(parameter.numel() for parameter in found)
+    assert parameters is None or total == pytest.approx(parameters, rel=0.05 if name.startswith("trans") else 0)
+    assert tensors is None or len(found) == tensors
+    work.loss(work.model).backward()
+    assert all(parameter.grad is not None for parameter in found)
+    again = workload(name, seed=1)
+    assert all(map(torch.equal, found, again.model.parameters()))
+
+
+def test_the_larger_transformer_has_40_million_parameters():
+    with torch.device("meta"):
+        model = LanguageModel(*TRANSFORMERS["transformer-40m"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(40e6, rel=0.05)
+
+
+def test_a_sleeping_model_sleeps_a_third_forward_and_the_rest_backward(monkeypatch):
+    work, slept = workload("sleeping-100", seconds=0.9), []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    loss = work.loss(work.model)
+    assert sum(slept) == pytest.approx(0.3)
+    loss.backward()
+    assert sum(slept) == pytest.approx(0.9)
+    assert len(slept) == 24  # gradients come one layer after the other
+
+
+def test_each_worker_stalls_at_steps_of_its_own_as_often_as_asked(monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def steps(rank, config, **options):
+        stall, found = variants.stalls(config, rank, **options), []
+        for _ in range(4000):
+            before = len(slept)
+            stall()
+            found.append(len(slept) > before)
+        return found
+
+    often = StallConfig(probability=0.1, milliseconds=50)
+    first, second = steps(0, often), steps(1, often)
+    assert sum(first) / 4000 == pytest.approx(0.1, abs=0.02)  # four standard deviations
+    assert first != second
+    assert first == steps(0, often)
+    assert set(slept) == {0.05}
+    assert not any(steps(0, often, undisturbed=True))
+    one = StallConfig(probability=1.0, workers=1)
+    assert all(steps(0, one))
+    assert not any(steps(1, one))
+
+
+@pytest.mark.parametrize("buffers", [0, 1, 3])
+def test_memory_beyond_model_gradients_and_optimizer_is_counted_in_copies(buffers):
+    before = all_storages()
+    model = torch.nn.Linear(100, 99, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    held = [torch.empty(9900) for _ in range(buffers)]
+    views = [buffer[:10] for buffer in held]  # the same memory
+    assert extra_copies(before, model, variants._tensors_of(optimizer)) == pytest.approx(len(views))
+
+
+def test_tables_hold_medians_and_ratios_within_rounds():
+    noisy, twice = [1.0, 10.0, 3.0, 2.0, 5.0], [2.0, 20.0, 6.0, 4.0, 10.0]
+    table = summarise({"local": Turns(noisy, cpu_seconds=noisy), "ddp": Turns(twice, cpu_seconds=noisy, waited=noisy)})
+    assert table["ddp"]["ratios"]["local"] == {"q1": 2.0, "median": 2.0, "q3": 2.0}
+    assert table["local"]["ratios"]["ddp"]["median"] == 0.5
+    assert (table["ddp"]["seconds"], table["ddp"]["cpu_ratios"]["local"]["median"]) == (6.0, 1.0)
+    assert (table["ddp"]["waited"], table["local"]["waited"]) == (3.0, None)
+    assert quartiles([3.0], [2.0]) == {"q1": 1.5, "median": 1.5, "q3": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "measured", "met"),
+    [
+        ("gossip <= 0.5 of ddp", 0.5, True),
+        ("gossip <= 0.49 of ddp", 0.5, False),
+        ("cpu gossip <= 2 of ddp", 3.0, False),
+        ("memory gossip <= 1.0", 1.0004, True),
+        ("memory gossip <= 1.0", 1.001, False),
+        ("gossip <= 1 of decent_dp", None, None),
+    ],
+)
+def test_targets_are_judged_by_medians(text, measured, met):
+    copies = measured if text.startswith("memory") else 0.0
+    turns = {
+        "ddp": Turns([2.0, 4.0], cpu_seconds=[1.0, 2.0]),
+        "gossip": Turns([1.0, 2.0], cpu_seconds=[3.0, 6.0], extra_copies=copies),
+    }
+    verdict = Target.parse(text).judge(summarise(turns))
+    assert (verdict.measured, verdict.met) == (measured, met)
+    assert {True: "met", False: "MISSED", None: "unknown"}[met] in verdict.line()
+
+
+def test_the_report_says_what_was_measured_what_was_left_out_and_what_became_of_targets(tmp_path, capsys):
+    file = tmp_path / "deep" / "result.json"
+    names = ("local", "ddp", "gossip", "decent_dp")
+    config = BenchmarkConfig(
+        model="sleeping-1000", variants=names, output=file, targets=("gossip <= 0.5 of ddp", "gossip <= 1 of decent_dp")
+    )
+    turns = {
+        "local": Turns([0.1, 0.1], cpu_seconds=[0.1, 0.1]),
+        "ddp": Turns([0.4, 0.4], cpu_seconds=[0.1, 0.1]),
+        "gossip": Turns([0.3, 0.3], cpu_seconds=[0.1, 0.1], waited=[0.2, 0.2], bytes_sent=4000.0, bytes_carried=4100.0),
+    }
+    result = report(config, Measured(turns, {"decent_dp": "it is not installed"}, 1000), 4, ["by magic"])
+    out = capsys.readouterr().out
+    assert "decent_dp is left out: it is not installed" in out
+    assert "gossip at most 0.5 of ddp, measured 0.750: MISSED" in out
+    assert "by magic" in out
+    assert json.loads(file.read_text()) == json.loads(json.dumps(result))
+    assert [target["met"] for target in result["targets"]] == [False, None]
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_decent_dp_it_is_left_out_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "decent_dp", None)
+    with pytest.raises(variants.LeftOut, match=r"pip install decent-dp==0\.2\.3"):
+        variants.build_variant("decent_dp", BenchmarkConfig(model="tiny-4"), WorkerGroup(CPU))
+
+
+# ---- the emulated network
+
+
+def test_a_line_carries_one_piece_after_the_other_both_ways_at_once():
+    network = Network(rate=1000.0, delay=0.5, queue=1e9)
+    assert network.send(0.0, 0, 1, 1000) == 1.5
+    assert network.send(0.0, 1, 0, 1000) == 1.5  # full duplex
+    assert network.send(0.0, 0, 2, 1000) == 2.5  # behind the first one
+    assert network.send(0.0, 3, 1, 1000) == 2.5  # its line out is free, but that into 1 is not
+    assert network.send(10.0, 0, 1, 500) == 11.0
+
+
+def test_small_pieces_take_as_long_as_one_large_one():
+    whole, cut = Network(1000.0, 0.5, 1e9), Network(1000.0, 0.5, 1e9)
+    assert max(cut.send(0.0, 0, 1, 10) for _ in range(100)) == pytest.approx(whole.send(0.0, 0, 1, 1000))
+
+
+def test_a_full_queue_makes_the_sender_wait():
+    network = Network(rate=1000.0, delay=0.5, queue=2000.0)
+    assert network.room_at(0.0, 0, 1) == 0.0
+    network.send(0.0, 0, 1, 3000)
+    assert network.room_at(0.0, 0, 1) == pytest.approx(1.0)  # until only 2000 are left
+    assert network.room_at(0.0, 0, 2) == pytest.approx(1.0)
+    assert network.room_at(0.0, 2, 1) == pytest.approx(1.0)  # the same on the way in
+    assert network.room_at(5.0, 0, 1) == 5.0
+    assert network.room_at(0.0, 3, 2) == 0.0
+
+
+def test_the_relay_hands_on_every_byte_both_ways_and_counts_them():
+    there, back = os.urandom(3_000_001), os.urandom(100_000)
+    with (
+        running_relay(rate=1e9, delay=0.001, queue=64 * 1024) as control,
+        socket.create_server(("127.0.0.1", 0)) as peer,
+    ):
+        client = RelayClient(control)
+        port = peer.getsockname()[1]
+        assert client.ask(f"owner 1 {port}") == "ok"
+        route = int(client.ask(f"route 0 {port}"))
+        with socket.create_connection(("127.0.0.1", route)) as near, peer.accept()[0] as far:
+            near.settimeout(20)
+            far.settimeout(20)
+            far.sendall(back)
+            assert receive(near, len(back)) == back
+            near.setblocking(False)
+            sent, received = 0, b""
+            while len(received) < len(there):  # neither side waits for the other
+                with contextlib.suppress(BlockingIOError):
+                    sent += near.send(there[sent:]) if sent < len(there) else 0
+                received += far.recv(2**16)
+            assert received == there
+            near.close()
+            assert far.recv(1) == b""
+        counters = client.counters()
+        assert counters.bytes_sent == {0: len(there), 1: len(back)}
+        assert 0 <= counters.late <= counters.latest
+        with pytest.raises(RuntimeError, match="did not carry out 'dance'"):
+            client.ask("dance")
+        client.close()
+    with pytest.raises(OSError, match=r"refused|reset"):
+        RelayClient(control)
+
+
+def receive(connection, size):
+    found = b""
+    while len(found) < size:
+        found += connection.recv(size - len(found))
+    return found
+
+
+def announcement(port, host=(127, 0, 0, 1)):
+    return b"\x00vm" + b"\x02\x00" + struct.pack(">H", port) + bytes(host) + bytes(8) + b"\x07\x00"
+
+
+def test_addresses_of_workers_are_found_and_replaced_in_what_gloo_announces():
+    assert port_in(announcement(40_001)) == 40_001
+    assert port_in(announcement(40_001, host=(10, 0, 0, 1))) is None
+    assert port_in(b"") is None
+    assert replaced(announcement(40_001), bytes((127, 0, 0, 2)), 513) == announcement(513, host=(127, 0, 0, 2))
+
+
+def test_a_worker_connects_to_lower_ranks_by_the_relay_and_waits_for_higher_ones():
+    class FakeRelay:
+        asked: list = []
+
+        def ask(self, line):
+            self.asked.append(line)
+            return "1234"
+
+    shared, relay = dist.HashStore(), FakeRelay()
+    stores = [RelayedStore(shared, rank, relay) for rank in range(3)]
+    for rank, store in enumerate(stores):
+        store.set(f"worker/{rank}", announcement(40_000 + rank))
+    assert relay.asked == [f"owner {rank} {40_000 + rank}" for rank in range(3)]
+    assert stores[1].get("worker/0") == announcement(1234, host=(0, 0, 0, 0))
+    assert relay.asked[3:] == ["route 1 40000"]
+    assert stores[1].get("worker/1") == announcement(40_001)
+    assert stores[1].get("worker/2") == announcement(40_002, host=(127, 0, 0, 2))
+    stores[0].set("word", "text")
+    assert stores[2].get("word") == b"text"
+
+
+def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    config = BenchmarkConfig(workers=3, network=NetworkConfig(by="relay"), model="tiny-4")
+    assert launching.must_launch(config)
+    launched = []
+
+    def fake(plan):
+        client = RelayClient(int(os.environ[launching._RELAY]))
+        launched.append((plan.workers, plan.command, client.counters().bytes_sent))
+        client.close()
+        return 7
+
+    monkeypatch.setattr(launching, "launch", fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert launching.launch_workers(config, [str(Path(__file__)), "--x"]) == 7
+    assert launched == [(3, [str(Path(__file__)), "--x"], {})]
+    monkeypatch.setenv("RANK", "0")
+    assert not launching.must_launch(config)
+
+
+@pytest.mark.parametrize("reason", ["they need root", "the kernel cannot shape traffic (tc: no)"])
+def test_where_namespaces_are_not_permitted_it_says_so_and_takes_the_relay(reason, monkeypatch):
+    monkeypatch.setattr(namespaces, "reason_against", lambda network: reason)
+    mode, note = launching.choose(NetworkConfig())
+    assert mode == "relay"
+    assert reason in note
+    assert "\n" not in note
+    with pytest.raises(ValueError, match="namespaces are not possible here"):
+        launching.choose(NetworkConfig(by="namespaces"))
+    assert launching.choose(NetworkConfig(by="relay")) == ("relay", "")
+    monkeypatch.setattr(namespaces, "reason_against", lambda network: None)
+    assert launching.choose(NetworkConfig()) == ("namespaces", "")
+
+
+def test_reasons_against_namespaces_are_told_apart(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert namespaces.reason_against(NetworkConfig()) == "they need root"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
+    assert namespaces.reason_against(NetworkConfig()) == "there is no tc (install iproute2)"
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    assert namespaces.reason_against(NetworkConfig()) == "they are Linux's"
+
+
+@pytest.mark.parametrize("delay", [0.0, 10.0])
+def test_namespaces_shape_both_directions_and_are_removed_again(delay, monkeypatch):
+    commands = []
+    monkeypatch.setattr(namespaces, "_run", lambda *command: commands.append(" ".join(command)))
+    with (
+        pytest.raises(KeyError),
+        namespaces.joined_namespaces(2, NetworkConfig(rate_mbit=100, delay_ms=delay)) as names,
+    ):
+        raise KeyError
+    made = [command.split()[-1] for command in commands if command.startswith("ip netns add")]
+    removed = [command.split()[-1] for command in commands if command.startswith("ip netns delete")]
+    assert sorted(made) == sorted(removed)
+    assert set(names) < set(made)
+    assert len(made) == 3
+    up = [command for command in commands if "qdisc add dev e0 root tbf rate 100mbit" in command]
+    down = [command for command in commands if "qdisc add dev p" in command]
+    assert (len(up), len(down)) == (2, 2)
+    assert all(("netem delay 10ms rate 100mbit" in command) == bool(delay) for command in down)
+
+
+def test_real_namespaces_reach_each_other_and_nobody_else():
+    network = NetworkConfig(rate_mbit=1000, delay_ms=0)  # tbf alone: more kernels have it than netem
+    if reason := namespaces.reason_against(network):
+        pytest.skip(reason)
+    with namespaces.joined_namespaces(2, network) as names:
+        reached = os.fork()
+        if not reached:  # a child, since nobody leaves a namespace again
+            status = 1
+            with contextlib.suppress(OSError):
+                namespaces.enter(names[0])
+                with socket.create_server(("10.77.0.1", 0)):
+                    status = 0
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(reached, 0)[1]) == 0
+        with pytest.raises(OSError, match="assign"):
+            socket.create_server(("10.77.0.1", 0))
+    assert not any(Path("/run/netns", name).exists() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "launched", "message"),
+    [
+        ({"network": NetworkConfig()}, None, "needs several workers on one machine; got 1"),
+        ({"network": NetworkConfig()}, (4, 2), "got 4, 2 of them on this one"),
+        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "power of two of workers; got 6"),
+        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "power of two of workers; got 3"),
+    ],
+)
+def test_impossible_numbers_of_workers_are_refused_before_they_start(settings, launched, message, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if launched:
+        for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), (0, *launched), strict=True):
+            monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match=message):
+        launching.check_workers(BenchmarkConfig(model="tiny-4", **settings))

@@ -1,0 +1,200 @@
+"""The scaling model: against all-reduces and training steps played through on an emulated network, event by event."""
+
+import math
+
+import numpy as np
+import pytest
+from benchmarks.link import Network
+
+from dsgdac_accel.cli import main
+from dsgdac_accel.scaling import (
+    SCHEMES,
+    Cluster,
+    complete_gossip,
+    one_peer_exchange,
+    one_peer_gossip,
+    ring_all_reduce,
+    ring_ddp,
+    synchronous_stall,
+    tree_all_reduce,
+    tree_ddp,
+    worker_counts,
+)
+from dsgdac_accel.topology import build_topology
+
+NETWORKS = [(12.5e6, 0.01), (125e6, 0.001), (1e6, 0.0)]
+ENDLESS = 1e15  # bytes: a queue that never fills
+
+
+def play_ring(network, starts, size):
+    """When each worker has the sum, where worker i begins its ring all-reduce of `size` bytes at starts[i]."""
+    n = len(starts)
+    times = list(starts)
+    for _ in range(2 * (n - 1)):
+        arrivals = [network.send(times[i], i, (i + 1) % n, size / n) for i in range(n)]
+        times = [max(times[i], arrivals[i - 1]) for i in range(n)]
+    return times
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 16])
+def test_a_ring_all_reduce_sums_with_the_bytes_and_messages_of_the_formula(n):
+    # The algorithm itself, on numbers: part k of worker i, of which each message carries one.
+    rng = np.random.default_rng(n)
+    parts = rng.integers(0, 100, size=(n, n, 5))
+    held, sent = parts.copy(), np.zeros(n, int)
+    for round_ in range(n - 1):
+        carried = [held[i, (i - round_) % n].copy() for i in range(n)]
+        for i in range(n):
+            held[(i + 1) % n, (i - round_) % n] += carried[i]
+            sent[i] += 1
+    for round_ in range(n - 1):
+        carried = [held[i, (i + 1 - round_) % n].copy() for i in range(n)]
+        for i in range(n):
+            held[(i + 1) % n, (i + 1 - round_) % n] = carried[i]
+            sent[i] += 1
+    assert (held == parts.sum(0)).all()
+    traffic = ring_all_reduce(n, size=parts[0].nbytes)
+    assert (sent == traffic.messages).all()
+    assert sent[0] * parts[0, 0].nbytes == pytest.approx(traffic.bytes_sent)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize(("rate", "delay"), NETWORKS)
+def test_a_ring_all_reduce_takes_the_seconds_of_the_formula(n, rate, delay):
+    size = 4e6
+    ended = play_ring(Network(rate, delay, ENDLESS), [0.0] * n, size)
+    assert ended == pytest.approx([ring_all_reduce(n, size, rate, delay).seconds] * n, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 4, 16, 256])
+@pytest.mark.parametrize(("rate", "delay"), NETWORKS)
+@pytest.mark.parametrize("compute", [0.02, 0.18, 5.0])
+def test_steps_of_one_peer_gossip_settle_at_the_formula_whatever_the_number_of_workers(n, rate, delay, compute):
+    cluster = Cluster(parameters=1e6, compute_seconds=compute, bandwidth=rate, latency=delay)
+    topology, network = build_topology("one_peer_ring", n), Network(rate, delay, ENDLESS)
+    began, steps, per_step = np.zeros(n), 12, []
+    for step in range(steps):  # at its start the parameters are final and sent; they are needed at its end
+        ended = began + compute
+        for worker in range(n):
+            for peer in topology.recipients(step, worker):
+                ended[peer] = max(ended[peer], network.send(began[worker], worker, peer, cluster.parameter_bytes))
+        per_step.append(ended - began)
+        began = ended
+    predicted = one_peer_gossip(cluster, n)
+    np.testing.assert_allclose(np.mean(per_step[2:], axis=0), predicted.seconds, rtol=1e-9)
+    assert predicted.seconds == max(compute, predicted.exchange_seconds)
+    assert max(len(topology.recipients(step, worker)) for step in range(2) for worker in range(n)) == 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 9])
+@pytest.mark.parametrize(("rate", "delay"), NETWORKS)
+@pytest.mark.parametrize(("compute", "buckets"), [(0.18, None), (0.18, 1), (0.18, 5), (3.0, 4), (0.0, 3)])
+def test_a_step_of_ddp_takes_the_seconds_of_the_formula(n, rate, delay, compute, buckets):
+    cluster = Cluster(parameters=1e6, compute_seconds=compute, bandwidth=rate, latency=delay, buckets=buckets)
+    network, times, ready = Network(rate, delay, ENDLESS), [0.0] * n, 0.0
+    for size in cluster.gradient_buckets():
+        ready += size
+        computed = compute / 3 + 2 / 3 * compute * ready / cluster.gradient_bytes
+        times = play_ring(network, [max(time, computed) for time in times], size)
+    step = ring_ddp(cluster, n)
+    assert times == pytest.approx([step.seconds] * n, rel=1e-9)
+    assert sum(cluster.gradient_buckets()) == pytest.approx(4e6)
+    assert step.bytes_sent == pytest.approx(2 * (n - 1) / n * 4e6)
+
+
+def test_ddp_reduces_the_first_mebibyte_by_itself_and_then_25_at_a_time():
+    sizes = Cluster(parameters=25e6, compute_seconds=0.1, bandwidth=1e9).gradient_buckets()
+    assert sizes[0] == 2**20
+    assert len(sizes) == 1 + math.ceil((100e6 - 2**20) / (25 * 2**20))
+    assert Cluster(parameters=1000, compute_seconds=0.1, bandwidth=1e9).gradient_buckets() == (4000.0,)
+
+
+@pytest.mark.parametrize("n", [3, 4, 100, 10_000])
+def test_no_all_reduce_undercuts_what_physics_allows_and_the_tree_is_within_two_of_it(n):
+    size, rate, delay = 4e6, 12.5e6, 0.01
+    fewest_bytes, fewest_rounds = 2 * (n - 1) / n * size, math.ceil(math.log2(n))
+    for all_reduce in (ring_all_reduce, tree_all_reduce):
+        assert all_reduce(n, size).bytes_sent >= fewest_bytes * (1 - 1e-12)
+        assert all_reduce(n, size, rate, delay).seconds >= max(fewest_bytes / rate, fewest_rounds * delay)
+    tree = tree_all_reduce(n, size, rate, delay)
+    assert tree.seconds <= 2 * (fewest_rounds * delay + fewest_bytes / rate)
+    assert tree_all_reduce(n, 0.0, rate, delay).seconds == pytest.approx(2 * fewest_rounds * delay)
+
+
+def test_to_ten_thousand_workers_only_one_peer_gossip_stays_as_fast():
+    cluster = Cluster(parameters=1e6, compute_seconds=0.18, bandwidth=12.5e6, latency=0.01)
+    counts = worker_counts(10_000)
+    assert counts[-1] == 10_000
+    for scheme in (ring_ddp, tree_ddp, complete_gossip):
+        seconds = [scheme(cluster, n).seconds for n in counts]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] > 3 * seconds[1] or scheme is tree_ddp
+    assert len({one_peer_gossip(cluster, n).seconds for n in counts[1:]}) == 1
+    assert {scheme(cluster, 1).seconds for scheme in SCHEMES.values()} == {0.18}
+
+
+def test_fewer_bits_send_less_and_no_overlap_adds_the_exchange():
+    common = {"parameters": 1e6, "compute_seconds": 0.18, "bandwidth": 12.5e6, "latency": 0.01}
+    full, half = Cluster(**common), Cluster(**common, bits=16)
+    assert one_peer_gossip(half, 8).bytes_sent == one_peer_gossip(full, 8).bytes_sent / 2
+    assert ring_ddp(half, 8) == ring_ddp(full, 8)
+    exposed = one_peer_gossip(Cluster(**common, overlap=False), 8)
+    assert exposed.seconds == pytest.approx(0.18 + one_peer_gossip(full, 8).exchange_seconds)
+    assert one_peer_exchange(8, 65 * 2**20).messages == 2
+
+
+@pytest.mark.parametrize(("n", "probability"), [(1, 0.1), (8, 0.1), (3, 0.5), (5, 0.0), (5, 1.0)])
+def test_synchronous_stalls_are_those_of_a_draw(n, probability):
+    stalled = (np.random.default_rng(0).random((40_000, n)) < probability).any(axis=1)
+    assert synchronous_stall(n, probability, 0.05) == pytest.approx(0.05 * stalled.mean(), abs=0.05 * 0.01)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"parameters": 0}, {"bandwidth": 0}, {"latency": -1}, {"bits": 0}, {"compute_seconds": math.nan},
+     {"forward_share": 2}, {"buckets": 0}],
+)  # fmt: skip
+def test_impossible_clusters_are_refused_by_name(wrong):
+    settings = {"parameters": 1e6, "compute_seconds": 0.1, "bandwidth": 1e6} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Cluster(**settings)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.5, True, 10**9])
+def test_impossible_numbers_of_workers_are_refused(workers):
+    cluster = Cluster(parameters=1e6, compute_seconds=0.1, bandwidth=1e6)
+    for scheme in SCHEMES.values():
+        with pytest.raises(ValueError, match="workers must be"):
+            scheme(cluster, workers)
+
+
+def test_the_command_prints_what_the_library_says_and_draws_it(capsys, tmp_path):
+    file = tmp_path / "plots" / "scaling.png"
+    words = ["--parameters", "1M", "--bandwidth", "100M", "--latency", "10", "--compute", "180", "--workers", "12"]
+    assert main(["scaling", *words, "--plot", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cluster = Cluster(parameters=1e6, compute_seconds=0.18, bandwidth=12.5e6, latency=0.01)
+    assert lines[-1] == str(file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in lines[3:-1]]
+    assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 12]
+    for row in rows:
+        for place, scheme in enumerate(SCHEMES.values()):
+            step = scheme(cluster, int(row[0]))
+            sent, messages, milliseconds = map(float, row[1 + 3 * place : 4 + 3 * place])
+            assert (sent, milliseconds) == pytest.approx((step.bytes_sent / 1e6, 1e3 * step.seconds), rel=1e-3)
+            assert messages == step.messages
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--workers", "0"], ["--parameters", "many"], ["--bandwidth", "0"], ["--compute", "-1"], ["--plot", "."],
+     ["--bits", "0"], ["--latency", "nan"]],
+)  # fmt: skip
+def test_the_command_refuses_what_cannot_be(words, capsys):
+    try:
+        status = main(["scaling", *words])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert "error: " in capsys.readouterr().err
