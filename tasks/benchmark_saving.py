@@ -186,7 +186,7 @@ def main() -> None:
     config = config_from_command_line(SavingBenchmarkConfig, description=__doc__)
     training = Training(config)
     group = training.accelerator.group
-    own = None if config.folder is not None else tempfile.mkdtemp(prefix="benchmark-saving-")
+    own = tempfile.mkdtemp(prefix="benchmark-saving-") if config.folder is None and group.rank == 0 else None
     parent = Path(group.gather(str(config.folder or own), "agreeing on a folder")[0])
     try:
         table = summarise(measure(config, training, parent))
