@@ -3,12 +3,11 @@
 Every worker projects its parameters x_i (D,) onto the same k random directions, s_i = P x_i (k,), and worker 0 is sent
 these few numbers. P is linear, so s_i - mean_j s_j = P (x_i - x_bar), and E ||P d||^2 = ||d||^2 for every d.
 
-How exact it is. The variance of ||P d||^2 is at most (2/k) ||d||^4, and a little for its first stage, see
-`Projection`. To first order, then, each distance has a relative standard error of at most sqrt(1 / (2k)), and so have
-the radius, their mean, and the Frobenius norm. Where the ways of n workers from the average are nearly orthogonal, their
-errors are nearly independent, and the radius is better by about sqrt(n). The random numbers stay the same for the
-whole run, so the course of the radius is smoother than that. Distances below about 1e-6 ||x|| drown in float32's
-rounding.
+How exact it is. The variance of ||P d||^2 is at most (2/k) ||d||^4, and a little for its first stage, see `Projection`.
+To first order, then, each distance has a relative standard error of at most sqrt(1 / (2k)), and so have the radius,
+their mean, and the Frobenius norm. Where the ways of n workers from the average are nearly orthogonal, their errors are
+nearly independent, and the radius is better by about sqrt(n). The random numbers stay the same for the whole run, so
+the course of the radius is smoother than that. Distances below about 1e-6 ||x|| drown in the rounding of float32.
 """
 
 from __future__ import annotations
