@@ -86,7 +86,7 @@ class FailureReports:
         def call(store: Any) -> None:
             store.set(f"{_ROLL_CALL}/{self.number}", "present")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing and time.monotonic() < deadline:
+            while any(self.lives(number) is not False for number in missing) and time.monotonic() < deadline:
                 missing[:] = [number for number in missing if not store.check([f"{_ROLL_CALL}/{number}"])]
                 time.sleep(0.05)
 
