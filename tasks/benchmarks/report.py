@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.config import BenchmarkConfig
 from benchmarks.measurement import Measured, summarise
+from benchmarks.predictions import predicted_seconds
 from benchmarks.targets import Target, Verdict
 from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE
@@ -29,6 +30,9 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         lines: about the network, to print and keep with the result.
     """
     table = summarise(measured.turns)
+    predicted = predicted_seconds(config, table, measured.parameters, workers)
+    for name, row in table.items():
+        row["predicted_seconds"] = predicted.get(name)
     verdicts = [Target.parse(text).judge(table) for text in config.targets]
     print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
     for name, reason in measured.left_out.items():
@@ -76,13 +80,17 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     width = max(len(name) for name in table)
     references = [name for name in REFERENCES if name in table]
-    head = f"{'':{width}}  {'ms/step':>9}"
+    predicted = any(row["predicted_seconds"] is not None for row in table.values())
+    head = f"{'':{width}}  {'ms/step':>9}" + (f"  {'by formula':>10}" if predicted else "")
     head += "".join(f"  {f'of {name} (quartiles)':>22}" for name in references)
     head += f"  {'cpu ms':>8}" + "".join(f"  {f'cpu of {name}':>16}" for name in references)
     head += f"  {'MB sent':>8}  {'ms waited':>9}  {'copies':>6}"
     lines = [head]
     for name, row in table.items():
         line = f"{name:{width}}  {1e3 * row['seconds']:9.2f}"
+        if predicted:
+            seconds = row["predicted_seconds"]
+            line += f"  {'-' if seconds is None else f'{1e3 * seconds:.2f}':>10}"
         for reference in references:
             ratio = row["ratios"][reference]
             line += f"  {ratio['median']:6.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})"

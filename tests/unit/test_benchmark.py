@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.measurement import Measured, Turns, quartiles, summarise
 from benchmarks.memory import all_storages, extra_copies
 from benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
 from benchmarks.names import VariantName
+from benchmarks.predictions import predicted_seconds
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore, port_in, replaced
 from benchmarks.report import report
@@ -25,6 +27,7 @@ from benchmarks.targets import Target
 
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.config import parse_config
+from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
 
 CPU = torch.device("cpu")
 
@@ -239,6 +242,28 @@ def test_the_report_says_what_was_measured_what_was_left_out_and_what_became_of_
     assert json.loads(file.read_text()) == json.loads(json.dumps(result))
     assert [target["met"] for target in result["targets"]] == [False, None]
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_scaling_model_says_is_held_against_what_was_measured():
+    network = NetworkConfig(rate_mbit=100, delay_ms=10)
+    names = ("local", "ddp", "ddp+bf16", "gossip", "gossip+no_overlap", "gossip:complete", "gossip+int8", "gossip:ring")
+    config = BenchmarkConfig(model="sleeping-1000000", variants=names, network=network)
+    table = {name: {"seconds": 0.2, "bytes_sent": 1_031_250} for name in names}
+    found = predicted_seconds(config, table, 1_000_000, workers=4)
+    settings = {"parameters": 1e6, "compute_seconds": 0.2, "bandwidth": 12.5e6, "latency": 0.01}
+    plain, exposed = Cluster(**settings), Cluster(**settings, overlap=False)
+    assert found == pytest.approx(
+        {
+            "ddp": ring_ddp(plain, 4).seconds,
+            "ddp+bf16": ring_ddp(Cluster(**settings, gradient_bits=16), 4).seconds,
+            "gossip": one_peer_gossip(plain, 4).seconds,
+            "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
+            "gossip:complete": complete_gossip(plain, 4).seconds,
+            "gossip+int8": one_peer_gossip(Cluster(**settings, bits=8.25), 4).seconds,
+        }
+    )
+    assert predicted_seconds(replace(config, network=None), table, 1_000_000, 4) == {}
+    assert predicted_seconds(replace(config, stalls=StallConfig(probability=0.1)), table, 1_000_000, 4) == {}
 
 
 def test_without_decent_dp_it_is_left_out_with_the_way_to_get_it(monkeypatch):

@@ -1,0 +1,62 @@
+"""What the scaling model says of the variants that it knows, to be held against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.names import VariantName
+from dsgdac_accel.scaling import Cluster, Step, complete_gossip, one_peer_gossip, ring_ddp
+
+_OF_TOPOLOGY = {
+    "one_peer_ring": one_peer_gossip,
+    "one_peer_exponential": one_peer_gossip,
+    "complete": complete_gossip,
+}
+
+
+def predicted_seconds(
+    config: BenchmarkConfig, table: Mapping[str, Mapping[str, Any]], parameters: int, workers: int
+) -> dict[str, float]:
+    """Seconds per step by `dsgdac_accel.scaling`, of the variants that it has a formula for.
+
+    Computation is what the local step took, so that only the communication is predicted. Empty without an emulated
+    network, a local step or a sleeping model (whose share of forward is known), and with stalls, which it knows not.
+    """
+    stalls = config.stalls.probability and config.stalls.milliseconds
+    if config.network is None or stalls or "local" not in table or not config.model.startswith("sleeping"):
+        return {}
+    found = {}
+    for text in table:
+        name = VariantName.parse(text)
+        scheme = _scheme(name, config)
+        if scheme is None:
+            continue
+        compressed = {"bf16": 16.0}
+        if name.kind == "gossip" and scheme is one_peer_gossip and workers > 1:
+            sent = table[text]["bytes_sent"] * 8 / parameters * workers / (workers - workers % 2)
+            compressed["int8"] = sent  # with the scales of its blocks
+        bits = next((compressed[option] for option in name.options if option in compressed), 32.0)
+        cluster = Cluster(
+            parameters=parameters,
+            compute_seconds=table["local"]["seconds"],
+            bandwidth=config.network.bytes_per_second,
+            latency=config.network.delay_ms / 1e3,
+            bits=bits,
+            gradient_bits=bits,
+            overlap="no_overlap" not in name.options,
+        )
+        found[text] = scheme(cluster, workers).seconds
+    return found
+
+
+def _scheme(name: VariantName, config: BenchmarkConfig) -> Callable[[Cluster, int], Step] | None:
+    if name.kind == "ddp":
+        return ring_ddp
+    settings = name.settings(config.gossip)
+    if name.kind != "gossip" or getattr(settings, "mix_every", 1) != 1:
+        return None
+    scheme = _OF_TOPOLOGY.get(settings.topology) if isinstance(settings.topology, str) else None
+    compressed = getattr(settings, "comm_dtype", "full") != "full"
+    return None if compressed and scheme is complete_gossip else scheme
