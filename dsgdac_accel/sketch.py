@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.consensus import Consensus
 from dsgdac_accel.flat import FlatParameters
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.mixing import Consensus
 
 logger = logging.getLogger(__name__)
 

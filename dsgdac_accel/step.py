@@ -14,10 +14,11 @@ from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.consensus import Consensus
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.gradients import nonfinite_workers
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.mixing import Consensus, Mixer, NonFiniteError
+from dsgdac_accel.mixing import Mixer, NonFiniteError
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.sketch import RadiusEstimate
