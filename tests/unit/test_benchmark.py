@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from benchmarks.memory import all_storages, extra_copies
 from benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
 from benchmarks.names import VariantName
 from benchmarks.predictions import predicted_seconds
+from benchmarks.relay import Direction
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore, port_in, replaced
 from benchmarks.report import report
@@ -307,21 +310,17 @@ def test_the_relay_hands_on_every_byte_both_ways_and_counts_them():
         socket.create_server(("127.0.0.1", 0)) as peer,
     ):
         client = RelayClient(control)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         port = peer.getsockname()[1]
         assert client.ask(f"owner 1 {port}") == "ok"
         route = int(client.ask(f"route 0 {port}"))
         with socket.create_connection(("127.0.0.1", route)) as near, peer.accept()[0] as far:
-            near.settimeout(20)
-            far.settimeout(20)
+            near.settimeout(60)
+            far.settimeout(60)
             far.sendall(back)
             assert receive(near, len(back)) == back
-            near.setblocking(False)
-            sent, received = 0, b""
-            while len(received) < len(there):  # neither side waits for the other
-                with contextlib.suppress(BlockingIOError):
-                    sent += near.send(there[sent:]) if sent < len(there) else 0
-                received += far.recv(2**16)
-            assert received == there
+            near.sendall(there)  # nobody reads yet: the relay has to keep what the receiver cannot take
+            assert receive(far, len(there)) == there
             near.close()
             assert far.recv(1) == b""
         counters = client.counters()
@@ -334,11 +333,55 @@ def test_the_relay_hands_on_every_byte_both_ways_and_counts_them():
         RelayClient(control)
 
 
+@pytest.mark.parametrize("takes", [1, 7, 1000])
+def test_the_relay_goes_on_where_a_receiver_took_a_part(takes):
+    class Line:
+        def __init__(self, data=b""):
+            self.data, self.written = data, bytearray()
+
+        def recv(self, size):
+            piece, self.data = self.data[:size], self.data[size:]
+            return piece
+
+        def send(self, piece):
+            self.written += piece[:takes]
+            return min(takes, len(piece))
+
+    def end(line):
+        wanted = []
+        return SimpleNamespace(socket=line, open=True, want=lambda *change: wanted.append(change), wanted=wanted)
+
+    data, counted, timers = os.urandom(250), [], []
+    source, target = end(Line(data)), end(Line())
+    relay = SimpleNamespace(
+        network=Network(1e6, 1.0, 1e6),
+        piece=100,
+        at=lambda *timer: timers.append(timer),
+        count=lambda *c: counted.append(c),
+    )
+    direction = Direction(relay, source, target, 0, 1)
+    for _ in range(3):
+        direction.read()
+    first = timers[0][0]
+    direction.deliver(first - 1e-6)
+    assert not target.socket.written  # nothing arrives early
+    for _ in range(300):
+        direction.deliver(timers[-1][0])
+    assert target.socket.written == data
+    assert target.wanted[-1] == (select.EPOLLOUT, False)
+    assert ((select.EPOLLOUT, True) in target.wanted) == (takes < 100)
+    assert len(counted) == 3
+    source.socket.data = b""
+    source.close = target.close = lambda: counted.append("closed")
+    direction.read()
+    assert counted[3:] == ["closed", "closed"]
+
+
 def receive(connection, size):
-    found = b""
+    found = bytearray()
     while len(found) < size:
         found += connection.recv(size - len(found))
-    return found
+    return bytes(found)
 
 
 def announcement(port, host=(127, 0, 0, 1)):
