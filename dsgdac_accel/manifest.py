@@ -92,10 +92,17 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 def is_complete(folder: Path | str) -> bool:
     """Whether the manifest and every file it names are there, in full size; contents are checked by loading."""
+    return _manifest_if_complete(folder) is not None
+
+
+def _manifest_if_complete(folder: Path | str) -> Manifest | None:
+    """Read once: a run that is under way may delete the checkpoint at any moment."""
     try:
-        return all((Path(folder) / file.name).stat().st_size == file.size for file in read_manifest(folder).files)
+        manifest = read_manifest(folder)
+        sizes = [(Path(folder) / file.name).stat().st_size for file in manifest.files]
     except (CheckpointError, OSError):
-        return False
+        return None
+    return manifest if sizes == [file.size for file in manifest.files] else None
 
 
 def newest_checkpoint(parent: Path | str, pattern: str = "*") -> Path | None:
@@ -170,8 +177,8 @@ def _folders(parent: Path | str, pattern: str) -> list[Path]:
 
 def complete_checkpoints(parent: Path | str, pattern: str) -> list[tuple[int, Path]]:
     """Steps and folders of the complete checkpoints, the oldest first."""
-    found = [folder for folder in _folders(parent, pattern) if is_complete(folder)]
-    return sorted((read_manifest(folder).step, folder) for folder in found)
+    found = [(_manifest_if_complete(folder), folder) for folder in _folders(parent, pattern)]
+    return sorted((manifest.step, folder) for manifest, folder in found if manifest is not None)
 
 
 def is_leftover(folder: Path) -> bool:
