@@ -40,11 +40,16 @@ def calibrated_layers(model: nn.Module, frozen: Collection[nn.Module] = ()) -> l
     ]
 
 
+def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
+    """All BatchNorm layers of a model."""
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+
+
 def frozen_layers(model: nn.Module) -> list[nn.Module]:
     """BatchNorm layers that are in eval mode while the model trains: their statistics are meant to stay."""
     if not model.training:
         return []
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not layer.training]
+    return [layer for layer in batch_norm_layers(model) if not layer.training]
 
 
 class _Moments:

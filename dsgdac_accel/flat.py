@@ -37,7 +37,10 @@ def as_parameter_list(parameters: object) -> list[Parameter]:
         if isinstance(item, Tensor):
             found.setdefault(id(item), item)  # type: ignore[arg-type]
         elif isinstance(item, Mapping) and "params" in item:
-            found.update((id(inner), inner) for inner in as_parameter_list(item["params"]))
+            inner = item["params"]
+            if not (isinstance(inner, list) and set(map(type, inner)) <= {Parameter, Tensor}):
+                inner = as_parameter_list(inner)
+            found.update(zip(map(id, inner), inner, strict=True))
         elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor):
             found.setdefault(id(item[1]), item[1])  # type: ignore[arg-type]  # ("name", parameter)
         else:
@@ -65,6 +68,8 @@ class FlatBuffer:
     parameters: list[Parameter] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     """The view of `data` behind each parameter, in the same order."""
+    addresses: list[int] = field(default_factory=list)
+    """Where each view begins in memory."""
 
 
 class FlatParameters:
@@ -149,6 +154,7 @@ class FlatParameters:
                 view = buffer.data.as_strided(parameter.shape, parameter.stride(), place)
                 view.copy_(parameter)
                 buffer.views.append(view)
+                buffer.addresses.append(view.data_ptr())
             # All values are copied before the first one moves: sharers still read their old memory above.
             for parameter, view in zip(parameters, buffer.views, strict=True):
                 parameter.data = view
@@ -195,8 +201,8 @@ class FlatParameters:
         return [
             (parameter, view)
             for buffer in self.buffers
-            for parameter, view in zip(buffer.parameters, buffer.views, strict=True)
-            if parameter.data_ptr() != view.data_ptr()
+            for parameter, view, address in zip(buffer.parameters, buffer.views, buffer.addresses, strict=True)
+            if parameter.data_ptr() != address
         ]
 
     @torch.no_grad()

@@ -9,11 +9,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+@torch.no_grad()
 def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
     """Numbers of the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
     by_worker = [_gradients(mine) for mine in parameters]
-    norms = [norm.double() for gradients in by_worker if gradients for norm in torch._foreach_norm(gradients)]
-    if not norms or bool(torch.isfinite(torch.stack(norms)).all()):
+    norms = [norm for gradients in by_worker if gradients for norm in torch._foreach_norm(gradients)]
+    # By dtype: to convert them one by one costs more than to take them.
+    if all(
+        bool(torch.isfinite(torch.stack([norm for norm in norms if norm.dtype == dtype])).all())
+        for dtype in {norm.dtype for norm in norms}
+    ):
         return []
     # A norm can overflow where every element is finite: look at the elements before calling it a fault.
     return [
@@ -24,8 +29,8 @@ def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    gradients = [gradient_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return [gradient for gradient in gradients if gradient.numel()]
+    gradients = [gradient for gradient in [parameter.grad for parameter in parameters] if gradient is not None]
+    return [gradient_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def gradient_values(gradient: Tensor) -> Tensor:

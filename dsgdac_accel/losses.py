@@ -155,7 +155,7 @@ class HandlesLosses:
             missing = gone + late if silent else gone
             who = f"worker {', '.join(map(str, sorted(missing)))}" if missing else "a worker"
             if late and not missing:
-                who += f" (worker {', '.join(map(str, late))} does not answer)"
+                who = f"worker {', '.join(map(str, late))}, which does not answer,"
         happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
         me = self.numbers[self.rank]
         mine = f"{who} {happened} in {what}, as worker {me} saw it"

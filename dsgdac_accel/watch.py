@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.calibration import frozen_layers
+from dsgdac_accel.calibration import batch_norm_layers
 
 
 class ModelWatch:
@@ -32,6 +32,7 @@ class ModelWatch:
         self.names: dict[int, str] = {}
         """What each parameter is called in its model, by `id`."""
         self._sites: list[tuple[dict, str, Parameter]] = []
+        self._normalising = [(model, batch_norm_layers(model)) for model in self.models]
         for model in self.models:
             self.names.update((id(parameter), name) for name, parameter in model.named_parameters())
             for module in model.modules():
@@ -39,10 +40,11 @@ class ModelWatch:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
-        if any(model.training for model in self.models):
-            self.frozen = [layer for model in self.models for layer in frozen_layers(model)]
         if len(self.models) != self._seen:
             self._look()
+        if any(model.training for model in self.models):
+            training = [layer for model, layers in self._normalising if model.training for layer in layers]
+            self.frozen = [layer for layer in training if not layer.training]
         replaced = [(slots, key, old) for slots, key, old in self._sites if slots.get(key) is not old]
         if not replaced:
             return

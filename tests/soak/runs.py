@@ -93,7 +93,7 @@ SETUPS = (
     Setup("cifar", "dadam_ac", 5),
     Setup("wmt14", "dadam", 4, "one_peer_ring"),
     Setup("cifar", "sgd", 2),
-    Setup("wmt14", "adam", 3),
+    Setup("wmt14", "adam", 2),  # of three, DDP adds up in another order after resuming
 )
 
 
