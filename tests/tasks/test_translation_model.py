@@ -206,7 +206,7 @@ def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_pa
 def test_a_model_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
     last = LastModels(tmp_path, count=2)
     (tmp_path / "deployed-000000007.safetensors").mkdir()  # in the way of the file
-    with pytest.raises(OSError, match="cannot write .*deployed-000000007.safetensors: .* Free space, or choose another"):
+    with pytest.raises(OSError, match=r"cannot write .*deployed-000000007\.safetensors: .* Free space"):
         last.add(7, {"weight": torch.ones(2)})
     assert not list(tmp_path.glob("*.partial"))
 
