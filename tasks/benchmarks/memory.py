@@ -13,6 +13,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each memory block that the tensors lie in, by its address."""
     found = {}
     for tensor in tensors:
+        if tensor.layout != torch.strided:
+            continue  # sparse ones have no block of their own
         storage = tensor.untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
