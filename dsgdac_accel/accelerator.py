@@ -369,8 +369,12 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
 
         Arguments as of `deployed_model`. To train on, prepare model and optimizer again.
         """
-        with self.deployed_model(model, calibrate, calibration_forward) as deployed:
-            average = [tensor.detach().clone() for tensor in values_of(deployed)]
+
+        def take() -> list[torch.Tensor]:
+            with self.deployed_model(model, calibrate, calibration_forward) as deployed:
+                return [tensor.detach().clone() for tensor in values_of(deployed)]
+
+        average = self.group.redone(take)
         self._end_gossip()
         with torch.no_grad():
             for replica in replicas_of(self._holder(model)):
@@ -415,9 +419,14 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
 
         BatchNorm statistics are pooled; for calibrated ones call it inside `with deployed_model(model, calibrate=...)`.
         """
-        with self.deployed_model(model) as deployed:
-            super().save_model(deployed, save_directory, *args, **kwargs)
-        self.wait_for_everyone()
+        save = super().save_model
+
+        def save_average() -> None:
+            with self.deployed_model(model) as deployed:
+                save(deployed, save_directory, *args, **kwargs)
+            self.group.meet("saving the model")
+
+        self.group.redone(save_average)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dictionary: inside `with deployed_model(model)` of the average, outside of this worker alone.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,8 @@ __all__ = [
     "save_checkpoint",
     "worker_parameters",
 ]
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _VISIBLE_SECONDS = 30.0  # network file systems show a new file to other machines a little later
@@ -134,6 +137,8 @@ class CheckpointWriter:
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written; returns its folder, None if there is none. Collective.
 
+        None also where a worker was lost before its part was written, and the others go on.
+
         Raises CheckpointError on all workers, if any of them could not write its part.
         """
         saving, self._saving = self._saving, None
@@ -149,6 +154,8 @@ class CheckpointWriter:
         finally:
             saving.abandon.set()
             self._thread.join()
+        if saving.numbers != self.group.numbers:
+            return saving.folder if saving.was_committed() else None
         saving.conclude(outcomes)
         return saving.folder
 
@@ -168,6 +175,7 @@ class _Saving:
         self.folder = Path(folder)
         self.group = group
         self.rank, self.workers = group.rank, group.size  # of this checkpoint, whoever is lost meanwhile
+        self.numbers = list(group.numbers)
         self.step = step
         self.facts = dict(facts or {})
         self.written = threading.Event()
@@ -259,6 +267,7 @@ class _Saving:
         """Write the manifest, once; then delete files that it does not name."""
         if self.committed is not None:
             return
+        assert len(files) == self.workers, "a checkpoint holds all its workers"
         manifest = Manifest(self.workers, self.step, self.facts, tuple(files))
         path = self.folder / MANIFEST
         try:
@@ -293,6 +302,15 @@ class _Saving:
     def gather(self, outcome: _Outcome) -> list[_Outcome]:
         """Every worker's outcome."""
         return self.group.gather(outcome, f"saving the checkpoint of step {self.step}")
+
+    def was_committed(self) -> bool:
+        """After a loss: whether the manifest was written in time. If not, an older checkpoint in the folder stays."""
+        committed = "" in self.group.gather(self.committed, f"completing the checkpoint of step {self.step}")
+        if not committed and self.group.rank == 0:
+            logger.warning(
+                "the checkpoint of step %d is not complete: a worker was lost while it was written", self.step
+            )
+        return committed
 
     def close(self, outcome: _Outcome) -> None:
         """Complete the checkpoint or raise on all workers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.machinery
+import importlib.util
 import os
 import signal
 import socket
@@ -81,7 +82,9 @@ class Launch:
             raise LaunchError("name the script to launch, after the options.")
         name = self.command[0]
         if self.module:
-            if not importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
+            package = name.partition(".")[0]
+            here = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])
+            if not (here or importlib.util.find_spec(package)):
                 raise LaunchError(f"there is no module {name}. Install it, or give the path of a script without -m.")
         elif not Path(name).is_file():
             raise LaunchError(f"there is no script {name} in {os.getcwd()}. For a module give -m.")

@@ -268,14 +268,19 @@ class Mixer(KnowsAverage):
         if not bool(torch.isfinite(total)):
             self._raise_non_finite()
 
+    def number_of(self, worker: int) -> int:
+        """What messages call a worker: its number before any was lost."""
+        process, here = divmod(worker, self.per_process)
+        return self.group.numbers[process] * self.per_process + here
+
     def _raise_non_finite(self) -> None:
         mine = [
-            worker
+            self.number_of(worker)
             for worker, flat in zip(self.workers, self.flats, strict=True)
             if any(not bool(torch.isfinite(buffer.data).all()) for buffer in flat.buffers)
         ]
         peers = {peer for here in range(self.per_process) for peer in self.exchange.plan(self._round, here).weights}
-        suspects = mine or sorted(self.exchange.elsewhere(peers))
+        suspects = mine or sorted(map(self.number_of, self.exchange.elsewhere(peers)))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         message = f"the parameters of {who} are not finite at step {self.step}"
         self.group.report(message)

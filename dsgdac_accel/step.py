@@ -186,7 +186,7 @@ class GossipStep:
                 continue
             self.nonfinite_steps += 1
             self._consecutive_nonfinite[here] += 1
-            where = f"worker {worker}, step {self.mixer.step}"
+            where = f"worker {self.mixer.number_of(worker)}, step {self.mixer.step}"
             logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self._consecutive_nonfinite[here] >= self.config.max_consecutive_nonfinite:
                 message = (

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from run_folder import AnyAccelerator, flat_config
 
 from dsgdac_accel import StoppedBySignal
-from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpoint, prune_checkpoints, read_manifest
+from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, prune_checkpoints, read_manifest
 from dsgdac_accel.config import ConfigError, config_to_dict
 
 PATTERN = "step-*"
@@ -154,14 +154,14 @@ class Checkpoints:
         self.accelerator.group.meet("stopping the run")  # launchers end the others when the first one is gone
         reason = self.accelerator.stop_reason
         self.accelerator.end_training()
+        others = " and on_other_worker_count: deployed, for workers were lost" if self.accelerator.group.lost else ""
         raise StoppedBySignal(
             f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
-            f"{_way_on(self.config.resume)}"
+            f"{_way_on(self.config.resume)}{others}"
         )
 
     def finish(self) -> None:
         """Wait for what is being written, then delete what is too old. Collective."""
         saved = self.accelerator.finish_saving()
         if saved is not None and self.accelerator.is_main_process:
-            assert is_complete(saved)
             prune_checkpoints(self.folder, self.config.keep_checkpoints, PATTERN, saved=saved)

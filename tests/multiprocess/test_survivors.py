@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
-from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, read_manifest
+from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpoint, read_manifest
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import build_topology
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
@@ -290,3 +291,44 @@ def test_the_trainer_refuses_to_go_on(tmp_path):
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="is not for the Trainer"):
         Trainer(nn.Linear(1, 1), arguments, callbacks=[GossipCallback(config)])
+
+
+def lost_while_writing(rank, victim, folder):
+    accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=15, log_every=0))
+    model = make_model(0)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def steps(count):
+        for step in range(count):
+            if rank == victim and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            x, y = make_batch(rank, step)
+            accelerator.backward(((model(x) - y) ** 2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(3)
+    accelerator.save_state(folder)
+    if rank == victim:
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr("dsgdac_accel.checkpoint._Saving.write_encoded", lambda self, state: time.sleep(60))
+    steps(2)
+    accelerator.save_state(folder, wait=False)
+    steps(8)
+    finished = accelerator.finish_saving()
+    again = accelerator.save_state(folder.with_name("next"))
+    with accelerator.deployed_model(model) as deployed:
+        average = next(deployed.parameters()).detach().clone()
+    accelerator.save_model(model, folder.with_name("model"))
+    accelerator.deploy(model)
+    assert torch.equal(next(model.parameters()), average)
+    return finished, is_complete(folder) and read_manifest(folder).step, is_complete(again)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_loss_while_a_checkpoint_is_written_keeps_the_older_one(tmp_path, victim):
+    outcomes = try_workers(lost_while_writing, 3, victim, tmp_path / "checkpoint", timeout=60)
+    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
+    assert [outcome.exit_code for outcome in survivors] == [0, 0], [outcome.error for outcome in outcomes]
+    assert [outcome.value for outcome in survivors] == [(None, 3, True)] * 2
+    assert (tmp_path / "model" / "model.safetensors").exists()
