@@ -79,11 +79,11 @@ class HandlesLosses:
                 self._collectives += 1
                 return results[0]
             except WorkersChangedError as change:
-                if self._collectives < self._furthest.collectives:  # some have passed the barrier, so all were in it
-                    self._collectives += 1
-                    self.raise_inside_section(change)
-                    return results[0]
+                done = self._collectives < self._furthest.collectives  # some have passed the barrier, so all were in it
+                self._collectives += done
                 self.raise_inside_section(change)
+                if done:
+                    return results[0]
         return communicate()
 
     @contextlib.contextmanager
