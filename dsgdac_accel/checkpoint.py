@@ -44,6 +44,7 @@ from dsgdac_accel.state_files import (
     sync_folder,
     write_whole,
 )
+from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.worker_state import by_replica, load_model_state, model_state
 
 __all__ = [
@@ -141,9 +142,19 @@ class CheckpointWriter:
 
         Raises CheckpointError on all workers, if any of them could not write its part.
         """
-        saving, self._saving = self._saving, None
-        if saving is None:
+        if self._saving is None:
             return None
+        try:
+            finished = self._finish(self._saving)
+        except WorkersChangedError:
+            raise  # to be begun anew, by all survivors: others may not have come here yet
+        except BaseException:
+            self._saving = None
+            raise
+        self._saving = None
+        return finished
+
+    def _finish(self, saving: _Saving) -> Path | None:
         assert self._thread is not None
         saving.written.wait()
         outcome = self._outcome

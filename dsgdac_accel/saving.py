@@ -122,7 +122,7 @@ class KeepsEveryWorker:
         deletions, self._deletions = self._deletions, None
         if self._writer is None:
             return None
-        finished = self.group.redone(self._writer.finish)  # begun anew, it finds that there is none any more
+        finished = self.group.redone(self._writer.finish)
         if finished is not None and deletions is not None:
             deletions()
         return finished

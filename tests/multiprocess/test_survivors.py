@@ -293,14 +293,14 @@ def test_the_trainer_refuses_to_go_on(tmp_path):
         Trainer(nn.Linear(1, 1), arguments, callbacks=[GossipCallback(config)])
 
 
-def lost_while_writing(rank, victim, folder):
+def lost_while_writing(rank, victim, dies_at, folder):
     accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=15, log_every=0))
     model = make_model(0)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
 
     def steps(count):
         for step in range(count):
-            if rank == victim and step == 5:
+            if rank == victim and step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             x, y = make_batch(rank, step)
             accelerator.backward(((model(x) - y) ** 2).mean())
@@ -325,9 +325,10 @@ def lost_while_writing(rank, victim, folder):
     return finished, is_complete(folder) and read_manifest(folder).step, is_complete(again)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_loss_while_a_checkpoint_is_written_keeps_the_older_one(tmp_path, victim):
-    outcomes = try_workers(lost_while_writing, 3, victim, tmp_path / "checkpoint", timeout=60)
+# In the last steps, one survivor waits for the victim while the other is already finishing the checkpoint.
+@pytest.mark.parametrize(("victim", "dies_at"), [(0, 5), (0, 7), (1, 6), (1, 7)])
+def test_a_loss_while_a_checkpoint_is_written_keeps_the_older_one(tmp_path, victim, dies_at):
+    outcomes = try_workers(lost_while_writing, 3, victim, dies_at, tmp_path / "checkpoint", timeout=60)
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
     assert [outcome.exit_code for outcome in survivors] == [0, 0], [outcome.error for outcome in outcomes]
     assert [outcome.value for outcome in survivors] == [(None, 3, True)] * 2
