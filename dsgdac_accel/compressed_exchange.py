@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsgdac_accel.compression import Codec, advance, difference
+from dsgdac_accel.compression import Codec, Edge, Rounding
 from dsgdac_accel.exchange import Exchange, RoundPlan
 from dsgdac_accel.flat import FlatParameters
 from dsgdac_accel.group import WorkerGroup
@@ -22,7 +22,7 @@ class CompressedExchange(Exchange):
 
     Whole groups are averaged by messages between their pairs, too. Memory, in copies of float32 parameters: half a copy
     for each neighbour that a worker ever has in another process, and for each of a single round twice that of a
-    message. With a one-peer ring and bf16 that is 2 copies, with int8 1.5.
+    message. With a one-peer ring and bf16 that is 2 copies, with int8 1.5; and 2 MiB of working space, or less.
 
     Args:
         codec: how values are rounded.
@@ -55,6 +55,7 @@ class CompressedExchange(Exchange):
             peers = {peer for plans in self.plans for peer in self.elsewhere(plans[here].weights)}
             for peer in sorted(peers):
                 references[peer] = [torch.zeros_like(buffer, dtype=torch.bfloat16) for buffer in self.sent[here]]
+        self.rounding = [Rounding(codec, buffer) for buffer in self.sent[0]]
 
     def _plan(self, step: int, worker: int) -> RoundPlan:
         return replace(super()._plan(step, worker), averaging_group=None)
@@ -71,8 +72,9 @@ class CompressedExchange(Exchange):
     def _post(self) -> list[tuple[Any, int | None]]:
         for here in range(self.per_process):
             for peer, messages in zip(self._peers(self._step, here), self.outgoing[here], strict=False):
-                for x, reference, message in zip(self.sent[here], self.references[here][peer], messages, strict=True):
-                    self.codec.encode(x, reference, message)
+                references = self.references[here][peer]
+                for number, rounding in enumerate(self.rounding):
+                    rounding.encode(self.sent[here][number], references[number], messages[number])
         return super()._post()
 
     @property
@@ -99,28 +101,33 @@ class CompressedExchange(Exchange):
     def release(self) -> None:
         """Free all buffers; nothing can be posted afterwards."""
         super().release()
-        self.outgoing, self.references = [], []
+        self.outgoing, self.references, self.rounding = [], [], []
 
     # ---- what arrived
 
     def updates(self, flats: Sequence[FlatParameters], step: int) -> list[Update]:
         """As of `Exchange`; then the references of the pairs that met move on."""
         formed: list[Update] = []
-        for here, worker in enumerate(self.workers):
-            plan, peers = self.plan(step, here), self._peers(step, here)
-            if not plan.weights:
-                continue
-            edges = [
-                Edge(plan.weights[peer] / plan.total_weight, self.outgoing[here][k], self.slots[here][k])
-                for k, peer in enumerate(peers)
-            ]
-            near = self._near(flats, here, plan) if len(peers) < len(plan.weights) else []
-            formed.append(CompressedUpdate(here, near, plan.total_weight, edges, self.codec, self.sent[here]))
-            for peer, edge in zip(peers, edges, strict=True):
-                lower, higher = (edge.mine, edge.theirs) if worker < peer else (edge.theirs, edge.mine)
-                for reference, first, second in zip(self.references[here][peer], lower, higher, strict=True):
-                    advance(self.codec, reference, first, second)
+        for here in range(self.per_process):
+            plan = self.plan(step, here)
+            if plan.weights:
+                edges = [self._edges(step, here, number) for number in range(len(self.sent[here]))]
+                near = self._near(flats, here, plan) if len(self._peers(step, here)) < len(plan.weights) else []
+                formed.append(CompressedUpdate(here, near, plan.total_weight, edges, self.rounding))
         return formed
+
+    def _edges(self, step: int, here: int, number: int) -> list[Edge]:
+        """What the worker here has exchanged with its neighbours elsewhere about one of its buffers."""
+        plan = self.plan(step, here)
+        return [
+            Edge(
+                plan.weights[peer] / plan.total_weight,
+                self.references[here][peer][number],
+                self.outgoing[here][k][number],
+                self.slots[here][k][number],
+            )
+            for k, peer in enumerate(self._peers(step, here))
+        ]
 
     def _near(self, flats: Sequence[FlatParameters], here: int, plan: RoundPlan) -> list[Tensor]:
         """sum_j W_ij (x_j - x_i) / (1 - W_ii) over the neighbours in this process, which nobody rounds."""
@@ -135,59 +142,49 @@ class CompressedExchange(Exchange):
         return sums
 
 
-@dataclass
-class Edge:
-    """The two messages of a pair, by buffer, and the neighbour's share of the round's weight."""
-
-    weight: float
-    mine: list[Tensor]
-    theirs: list[Tensor]
-
-
-@dataclass
 class CompressedUpdate(Update):
-    """An update whose difference is still in the messages; `difference` is that to neighbours in this process."""
+    """An update whose difference is in the messages; `difference` is only that to neighbours in this process.
 
-    edges: list[Edge]
-    codec: Codec
-    sent: list[Tensor]
+    To form it is to move the references of its pairs on.
+    """
+
+    def __init__(
+        self, worker: int, near: list[Tensor], scale: float, edges: list[list[Edge]], rounding: list[Rounding]
+    ) -> None:
+        super().__init__(worker, near, scale)
+        self.edges = edges
+        """By buffer."""
+        self.rounding = rounding
+        squares = [self._square_of(number) for number in range(len(edges))]
+        self._norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+    def _square_of(self, number: int) -> Tensor:
+        near = self.difference[number] if self.difference else None
+        if self.edges[number]:
+            return self.rounding[number].meet(self.edges[number], near)
+        assert near is not None, "whoever does not sit the round out has a neighbour"
+        return torch.linalg.vector_norm(near).double().square()
 
     def __bool__(self) -> bool:
-        return bool(self.sent)
+        return bool(self.edges)
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole difference, shape (); not finite where a message is not."""
-        squares = [
-            torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            for number in range(len(self.sent))
-            for part in self._parts(number)
-        ]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        return self._norm
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the flat buffer with this number."""
         if self.difference:
             x.add_(self.difference[number], alpha=self.scale)
-        for edge in self.edges:
-            self.codec.add(x, edge.theirs[number], self.scale * edge.weight)
-            self.codec.add(x, edge.mine[number], -self.scale * edge.weight)
+        for edge in self.edges[number]:
+            self.rounding[number].add_difference(x, edge, self.scale * edge.weight)
 
     def dense(self, number: int) -> Tensor:
         """The difference as one tensor."""
-        parts = list(self._parts(number))
-        return torch.cat(parts).to(self.sent[number].dtype) if parts else torch.zeros_like(self.sent[number])
-
-    def _parts(self, number: int) -> list[Tensor]:
-        size = len(self.sent[number])
-        streams = [(e.weight, difference(self.codec, e.mine[number], e.theirs[number], size)) for e in self.edges]
-        if not streams:
-            return [self.difference[number]]
-        parts = []
-        begin = 0
-        for several in zip(*(stream for _, stream in streams), strict=True):
-            total = sum(weight * part for (weight, _), part in zip(streams, several, strict=True))
-            if self.difference:
-                total = total + self.difference[number][begin : begin + len(several[0])]
-            begin += len(several[0])
-            parts.append(total)
-        return parts
+        rounding = self.rounding[number]
+        total = rounding.space.new_zeros(rounding.size)
+        if self.difference:
+            total.add_(self.difference[number])
+        for edge in self.edges[number]:
+            rounding.add_difference(total, edge, edge.weight)
+        return total

@@ -13,15 +13,17 @@ is kept in bf16, for it need only be near.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 2**20  # elements at a time: bounds temporaries to a few MiB, and they stay in the cache
 _BLOCK = 256  # elements that share a scale: 1.6 % more bytes
 _LARGEST = 127
+_PIECE = 2**17  # elements worked on at a time: working space stays in the cache, and is bounded elsewhere
+_PIECE_ELSEWHERE = 2**22
 
 
 class Bf16:
@@ -33,17 +35,13 @@ class Bf16:
         """An empty message for a flat buffer."""
         return torch.zeros(like.shape, dtype=torch.bfloat16, device=like.device)
 
-    def encode(self, x: Tensor, reference: Tensor, payload: Tensor) -> None:
-        """payload <- Q(x - reference)."""
-        torch.sub(x, reference, out=payload)
+    def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
+        """payload <- Q(values), from element `begin` on, a multiple of 256; destroys `values` and `spare`."""
+        payload[begin : begin + len(values)].copy_(values)
 
-    def chunks(self, payload: Tensor, size: int) -> Iterator[Tensor]:
-        """The values of a message, `_CHUNK` at a time; `size` is that of the flat buffer."""
-        yield from payload.split(_CHUNK)
-
-    def add(self, x: Tensor, payload: Tensor, alpha: float) -> None:
-        """x += alpha q."""
-        x.add_(payload, alpha=alpha)
+    def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
+        """out <- q, from element `begin` on."""
+        out.copy_(payload[begin : begin + len(out)])
 
 
 class Int8:
@@ -56,37 +54,33 @@ class Int8:
         blocks = -(-like.numel() // _BLOCK)
         return torch.zeros(blocks * (_BLOCK + 4), dtype=torch.uint8, device=like.device)
 
-    def encode(self, x: Tensor, reference: Tensor, payload: Tensor) -> None:
-        """payload <- Q(x - reference)."""
-        values, scales = self._parts(payload)
-        for number, (mine, near) in enumerate(zip(x.split(_CHUNK), reference.split(_CHUNK), strict=True)):
-            difference = torch.sub(mine, near).float()
-            blocks = F.pad(difference, (0, -len(difference) % _BLOCK)).view(-1, _BLOCK)
-            scale = blocks.abs().amax(dim=1).div_(_LARGEST)
-            first = number * (_CHUNK // _BLOCK)
-            scales[first : first + len(scale)] = scale
-            levels = blocks.div_(torch.where(scale > 0, scale, 1.0)[:, None]).round_()
-            # What is not finite shows in the scale; as a level it must only be a number.
-            values[first : first + len(scale)] = levels.nan_to_num_(0.0, 0.0, 0.0)
-
-    def chunks(self, payload: Tensor, size: int) -> Iterator[Tensor]:
+    def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
         """As of `Bf16`."""
-        values, scales = self._parts(payload)
-        for begin in range(0, size, _CHUNK):
-            rows = slice(begin // _BLOCK, (begin + _CHUNK) // _BLOCK)
-            yield values[rows].float().mul_(scales[rows, None]).view(-1)[: size - begin]
+        levels, scales = self._parts(payload, begin, len(values))
+        if len(values) % _BLOCK:
+            values = F.pad(values, (0, -len(values) % _BLOCK))
+            spare = torch.empty_like(values)
+        blocks = values.view(-1, _BLOCK)
+        # What is not finite shows in the scale; as a level it is some number.
+        scales.copy_(torch.amax(torch.abs(values, out=spare).view(-1, _BLOCK), dim=1).div_(_LARGEST))
+        steps = scales.to(values.dtype).reciprocal()
+        steps.masked_fill_(torch.isinf(steps), 0.0)  # all of the block is 0, or too near to it
+        levels.copy_(blocks.mul_(steps[:, None]).round_())
 
-    def add(self, x: Tensor, payload: Tensor, alpha: float) -> None:
-        """x += alpha q."""
-        for part, values in zip(x.split(_CHUNK), self.chunks(payload, len(x)), strict=True):
-            part.add_(values, alpha=alpha)
+    def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
+        """As of `Bf16`."""
+        levels, scales = self._parts(payload, begin, len(out))
+        whole = out if len(out) == levels.numel() else out.new_empty(levels.numel())
+        whole.view(-1, _BLOCK).copy_(levels).mul_(scales[:, None])
+        if whole is not out:
+            out.copy_(whole[: len(out)])
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (blocks, 256) and scales (blocks,) in a message."""
-        blocks = len(payload) // (_BLOCK + 4)
-        return payload[: blocks * _BLOCK].view(torch.int8).view(blocks, _BLOCK), payload[blocks * _BLOCK :].view(
-            torch.float32
-        )
+    def _parts(self, payload: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor]:
+        """Levels (blocks, 256) and scales (blocks,) of `count` elements in a message."""
+        total = len(payload) // (_BLOCK + 4)
+        rows = slice(begin // _BLOCK, -(-(begin + count) // _BLOCK))
+        levels = payload[: total * _BLOCK].view(torch.int8).view(total, _BLOCK)
+        return levels[rows], payload[total * _BLOCK :].view(torch.float32)[rows]
 
 
 Codec = Bf16 | Int8
@@ -94,18 +88,83 @@ Codec = Bf16 | Int8
 CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
-def advance(codec: Codec, reference: Tensor, lower: Tensor, higher: Tensor) -> None:
-    """r <- r + q_i / 2 + q_j / 2 from the messages of the worker with the lower number and of the other.
+@dataclass
+class Edge:
+    """What passes between a worker and one neighbour, for one flat buffer (D,)."""
 
-    The order is the same on both sides, and halves are exact, so the bits are the same whatever fuses operations.
+    weight: float
+    """The neighbour's share of the round's weight."""
+    reference: Tensor
+    """(D,) in bf16, bit for bit the same on both sides."""
+    mine: Tensor
+    """The message sent: q_i."""
+    theirs: Tensor
+    """The message received: q_j."""
+
+
+class Rounding:
+    """Forms and reads the messages about one flat buffer, a piece at a time, in working space that is kept.
+
+    New memory for each temporary would cost more than the arithmetic: fresh pages are filled by the kernel.
+
+    Args:
+        codec: how values are rounded.
+        like: the flat buffer (D,).
     """
-    sizes = len(reference)
-    parts = zip(reference.split(_CHUNK), codec.chunks(lower, sizes), codec.chunks(higher, sizes), strict=True)
-    for part, first, second in parts:
-        part.add_(first.to(part.dtype), alpha=0.5).add_(second.to(part.dtype), alpha=0.5)
 
+    def __init__(self, codec: Codec, like: Tensor) -> None:
+        self.codec = codec
+        self.size = len(like)
+        piece = min(self.size, _PIECE if like.device.type == "cpu" else _PIECE_ELSEWHERE)
+        self.space = torch.empty((4, piece), dtype=like.dtype, device=like.device)
 
-def difference(codec: Codec, mine: Tensor, theirs: Tensor, size: int) -> Iterator[Tensor]:
-    """q_j - q_i in float32, `_CHUNK` elements at a time."""
-    for own, other in zip(codec.chunks(mine, size), codec.chunks(theirs, size), strict=True):
-        yield other.float() - own.float()
+    def _pieces(self) -> Iterator[tuple[int, slice, list[Tensor]]]:
+        """Where a piece begins, its elements, and working space as long as it."""
+        length = max(1, self.space.shape[1])
+        for begin in range(0, self.size, length):
+            end = min(self.size, begin + length)
+            yield begin, slice(begin, end), [row[: end - begin] for row in self.space]
+
+    def encode(self, x: Tensor, reference: Tensor, message: Tensor) -> None:
+        """message <- Q(x - reference)."""
+        for begin, part, (values, spare, _, _) in self._pieces():
+            values.copy_(reference[part])
+            torch.sub(x[part], values, out=values)
+            self.codec.write(message, begin, values, spare)
+
+    def meet(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
+        """Move the references on, r <- r + (q_i + q_j) / 2, and measure the difference; both in one pass.
+
+        Sums commute and halves are exact, so both sides get the same bits, whatever fuses operations.
+
+        Args:
+            edges: to the neighbours that were met.
+            near: (D,) of other neighbours, added to the difference.
+
+        Returns:
+            |sum_j w_j (q_j - q_i) + near|^2, shape (), in float64; not finite where a message is not.
+        """
+        squares = []
+        for begin, part, (own, other, total, spare) in self._pieces():
+            for number, edge in enumerate(edges):
+                self.codec.read(edge.mine, begin, own)
+                self.codec.read(edge.theirs, begin, other)
+                difference = torch.sub(other, own, out=spare)
+                total = (
+                    total.add_(difference, alpha=edge.weight)
+                    if number
+                    else torch.mul(difference, edge.weight, out=total)
+                )
+                reference = edge.reference[part]
+                reference.copy_(spare.copy_(reference).add_(other.add_(own), alpha=0.5))
+            if near is not None:
+                total.add_(near[part])
+            squares.append(torch.dot(total, total))
+        return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def add_difference(self, x: Tensor, edge: Edge, alpha: float) -> None:
+        """x += alpha (q_j - q_i)."""
+        for begin, part, (own, other, _, _) in self._pieces():
+            self.codec.read(edge.mine, begin, own)
+            self.codec.read(edge.theirs, begin, other)
+            x[part].add_(other.sub_(own), alpha=alpha)

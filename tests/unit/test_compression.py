@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 
 from dsgdac_accel import Mixer, WorkerGroup
 from dsgdac_accel.compressed_exchange import CompressedExchange
-from dsgdac_accel.compression import CODECS, advance, difference
+from dsgdac_accel.compression import CODECS, Edge, Rounding
 from dsgdac_accel.topology import Topology, build_topology
 
 SIZES = (1, 255, 256, 257, 3000, 2**20 - 1, 2**20, 2**20 + 300)
 
 
 def values_of(codec, payload, size):
-    return torch.cat(list(codec.chunks(payload, size))).double()
+    values = torch.empty(size, dtype=torch.float64)
+    codec.read(payload, 0, values)
+    return values
 
 
 def sent(codec, x, reference):
     payload = codec.payload(x)
-    codec.encode(x, reference, payload)
+    Rounding(codec, x).encode(x, reference, payload)
     return payload
 
 
@@ -49,13 +51,28 @@ def test_bytes_are_a_half_and_about_a_quarter():
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_adding_a_message_adds_its_values(name):
-    codec = CODECS[name]()
+@pytest.mark.parametrize("edges", [1, 3])
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_difference_of_the_messages_is_measured_and_added(name, edges, apart):
+    codec, alpha = CODECS[name](), 0.375
     for size in SIZES:
-        payload = sent(codec, torch.randn(size), torch.zeros(size, dtype=torch.bfloat16))
+        rounding = Rounding(codec, torch.empty(size))
+        near = torch.randn(size) if apart else None
+        zero = torch.zeros(size, dtype=torch.bfloat16)
+        met = [
+            Edge(0.25 + k, zero.clone(), sent(codec, torch.randn(size), zero), sent(codec, torch.randn(size), zero))
+            for k in range(edges)
+        ]
+        wanted = sum(
+            e.weight * (values_of(codec, e.theirs, size) - values_of(codec, e.mine, size)) for e in met
+        ) + (0 if near is None else near.double())  # fmt: skip
+        assert float(rounding.meet(met, near)) == pytest.approx(float(wanted.square().sum()), rel=1e-4)
+        for edge in met:
+            middle = (values_of(codec, edge.mine, size) + values_of(codec, edge.theirs, size)) / 2
+            torch.testing.assert_close(edge.reference.double(), middle, rtol=2**-8, atol=1e-6)
         x = torch.randn(size)
-        expected = x.double() + 0.375 * values_of(codec, payload, size)
-        codec.add(x, payload, 0.375)
+        expected = x.double() + alpha * (values_of(codec, met[0].theirs, size) - values_of(codec, met[0].mine, size))
+        rounding.add_difference(x, met[0], alpha)
         torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -67,22 +84,37 @@ def test_what_is_not_finite_shows(name, broken):
     x[500] = broken
     reference = torch.zeros(1000, dtype=torch.bfloat16)
     theirs, mine = sent(codec, x, reference), sent(codec, torch.randn(1000), reference)
-    assert not torch.isfinite(torch.cat(list(difference(codec, mine, theirs, 1000)))).all()
+    assert not torch.isfinite(Rounding(codec, x).meet([Edge(1.0, reference, mine, theirs)]))
+    assert not torch.isfinite(Rounding(codec, x).meet([Edge(1.0, reference, theirs, mine)]))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-44])
+def test_blocks_of_next_to_nothing_arrive_as_such(name, value):
+    codec = CODECS[name]()
+    x = torch.full((300,), value)
+    arrived = values_of(codec, sent(codec, x, torch.zeros(300, dtype=torch.bfloat16)), 300)
+    assert (arrived.abs() <= 2 * value).all()
 
 
 @given(st.sampled_from(sorted(CODECS)), st.integers(1, 600), st.integers(0, 2**31), st.floats(1e-6, 1e3))
 @settings(max_examples=60, deadline=None)
-def test_both_sides_hold_the_same_reference_and_it_follows_them(name, size, seed, apart):
+def test_both_sides_hold_the_same_reference_and_take_opposite_steps(name, size, seed, apart):
     codec = CODECS[name]()
     generator = torch.Generator().manual_seed(seed)
     middle = torch.randn(size, generator=generator)
     a, b = (middle + apart * torch.randn(size, generator=generator) for _ in range(2))
     mine, theirs = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
+    rounding = Rounding(codec, a)
     for _ in range(4):
         from_a, from_b = sent(codec, a, mine), sent(codec, b, theirs)
-        advance(codec, mine, from_a, from_b)
-        advance(codec, theirs, from_a, from_b)
+        here, there = Edge(1.0, mine, from_a, from_b), Edge(1.0, theirs, from_b, from_a)
+        assert torch.equal(rounding.meet([here]), rounding.meet([there]))
         assert torch.equal(mine, theirs)
+        steps = torch.zeros(2, size)
+        rounding.add_difference(steps[0], here, 0.3)
+        rounding.add_difference(steps[1], there, 0.3)
+        assert torch.equal(steps[0], -steps[1])
     off = (mine.double() - (a.double() + b.double()) / 2).abs().max()
     largest = max(float(a.abs().max()), float(b.abs().max()))
     assert off <= largest * 2**-6
