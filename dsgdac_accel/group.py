@@ -60,6 +60,7 @@ class WorkerGroup(HandlesLosses):
         """Of the workers that are left, by rank: their ranks before any was lost, which is what messages call them."""
         self.lost: list[int] = []
         """Numbers of the workers that were lost so far."""
+        self._connect_patience: float | None = None
         self._begin_without_losses()
         self._world: Any = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
@@ -101,17 +102,22 @@ class WorkerGroup(HandlesLosses):
         self._subgroups = {}
         if dist.is_initialized():
             dist.destroy_process_group()
+        # torch counts a default group that failed to connect, too, and would look for the others under another name.
+        dist.distributed_c10d._world.group_count = 0
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         options: dict[str, Any] = (
             {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
         )
         members = list(range(self.size)) if ranks is None else list(ranks)
-        handle = dist.new_group(members, backend=backend, timeout=timedelta(seconds=self.timeout), **options)
+        handle = dist.new_group(members, backend=backend, timeout=self._connect_timeout(), **options)
         if backend == "nccl" and self.rank in members:
             # Point-to-point as a communicator's very first call is undefined where some rank has nothing to send.
             dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
         return handle
+
+    def _connect_timeout(self) -> timedelta:
+        return timedelta(seconds=min(self.timeout, self._connect_patience or self.timeout))
 
     def new_channel(self) -> int:
         """A number that tells the messages of one user of the group from those of another, alike on all workers."""
@@ -145,7 +151,17 @@ class WorkerGroup(HandlesLosses):
     def limit_default_group(self) -> None:
         """Let collectives of others, on the default group, give up on a silent worker after `timeout`, too."""
         if self.size > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), dist.group.WORLD)
+            self._limit(dist.group.WORLD)
+
+    def limit_groups(self) -> None:
+        """Let all groups give up on a silent worker after `timeout`, which were less patient while they connected."""
+        if self.size > 1:
+            mine = [handle for members, handle in self._subgroups.items() if self.rank in members]
+            for handle in (dist.group.WORLD, self._control, self.exchange_group, *mine):
+                self._limit(handle)
+
+    def _limit(self, handle: Any) -> None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), handle)
 
     def close(self) -> None:
         """Refuse further use: the process group is about to end."""

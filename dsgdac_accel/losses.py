@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from dsgdac_accel.failures import FailureReports
-from dsgdac_accel.survivors import Agreement, Standing, WorkersChangedError, agree
+from dsgdac_accel.survivors import Agreement, SignsOfLife, Standing, WatchedStore, WorkersChangedError, agree
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,12 @@ _TRANSPORT_ERRORS = re.compile(
     re.IGNORECASE,
 )
 _SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
-_REJOIN_SECONDS = 30.0  # for survivors that have just agreed in the store to connect to each other
+_CONNECT_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""For survivors that have found each other in the store to connect, try by try while no other is lost.
+
+gloo takes five times as long where a worker dies in the milliseconds that connecting takes; on a very busy machine it
+may need longer than the first of these.
+"""
 
 
 class WorkerLostError(RuntimeError):
@@ -59,7 +65,9 @@ class HandlesLosses:
     _living_owners: Callable[[], dict[int, Any]]
     _connect: Callable[[], None]
     _disconnect: Callable[[], None]
-    limit_default_group: Callable[[], None]
+    _connect_patience: float | None
+    _connect_timeout: Callable[[], timedelta]
+    limit_groups: Callable[[], None]
     require_open: Callable[[], None]
 
     def _begin_without_losses(self) -> None:
@@ -198,18 +206,27 @@ class HandlesLosses:
         before = list(self.numbers)
         self._apart = True
         try:
-            while True:
-                self._generation += 1
-                for owner in owners.values():
-                    owner.abandon()
-                self._disconnect()
-                standing = Standing(
-                    {key: owner.step for key, owner in owners.items()}, self._collectives, self._sections
-                )
-                agreed = self._agree(me, standing, accused, f"{what}: {cause}")
-                if self._reconnected(agreed, owners):
-                    break
-                accused = []
+            with SignsOfLife(self._reports.store, me) as signs:
+                tries = 0
+                while True:
+                    self._generation += 1
+                    for owner in owners.values():
+                        owner.abandon()
+                    self._disconnect()
+                    standing = Standing(
+                        {key: owner.step for key, owner in owners.items()}, self._collectives, self._sections
+                    )
+                    agreed = self._agree(me, standing, accused, f"{what}: {cause}", signs)
+                    tries = tries if len(agreed.members) == self.size else 0
+                    trouble = self._trouble_reconnecting(agreed, owners, signs, _CONNECT_SECONDS[tries])
+                    if not trouble:
+                        break
+                    accused, tries = [], tries + 1
+                    if tries == len(_CONNECT_SECONDS):
+                        raise WorkerLostError(
+                            f"worker {me}: a worker was lost in {what}, and the {self.size} survivors are there, but "
+                            f"could not connect to each other in {tries} tries ({trouble})."
+                        )
         finally:
             self._apart = False
         lost = [number for number in before if number not in self.numbers]
@@ -224,12 +241,12 @@ class HandlesLosses:
             callback()
         return WorkersChangedError(f"{message}. Do the same again.")
 
-    def _agree(self, me: int, standing: Standing, accused: Sequence[int], what: str) -> Agreement:
+    def _agree(self, me: int, standing: Standing, accused: Sequence[int], what: str, signs: SignsOfLife) -> Agreement:
         reports = self._reports
         prefix = f"dsgdac_accel/survivors/{self._generation}"
         try:
             agreed = agree(
-                reports.store, prefix, me, self.numbers, standing, reports.lives, self.timeout, accused=accused
+                reports.store, prefix, me, self.numbers, standing, reports.lives, self.timeout, accused, signs.shown_by
             )
         except (RuntimeError, OSError) as error:
             raise WorkerLostError(
@@ -244,26 +261,47 @@ class HandlesLosses:
             )
         return agreed
 
-    def _reconnected(self, agreed: Agreement, owners: dict[int, Any]) -> bool:
-        """Whether all survivors met; if not, another one was lost meanwhile."""
+    def _trouble_reconnecting(
+        self, agreed: Agreement, owners: dict[int, Any], signs: SignsOfLife, patience: float
+    ) -> str:
+        """Why not all survivors are connected now; empty if they are. Mostly, another one was lost meanwhile."""
         self.numbers = list(agreed.members)
         self.rank, self.size = self.numbers.index(self._reports.number), len(self.numbers)
         self._furthest = agreed.furthest
-        store = dist.PrefixStore(f"dsgdac_accel/generation/{self._generation}", self._reports.store)
-        patience = timedelta(seconds=min(self.timeout, _REJOIN_SECONDS))
+        store, prefix = self._reports.store, f"dsgdac_accel/generation/{self._generation}"
+        members, began, failed = agreed.members, time.monotonic(), f"{prefix}/failed"
+
+        def in_vain() -> str:
+            gone = [number for number in members if self._reports.lives(number) is False]
+            if gone or not self._apart:  # connected, nobody shows signs any more
+                return f"worker {gone[0]} was lost" if gone else ""
+            if store.check([failed]):
+                return "another worker could not connect"
+            silent = [number for number in members if signs.missed_since(began, number)]
+            return f"worker {silent[0]} does not answer" if silent else ""
+
+        self._connect_patience = patience
         try:
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=patience)
-            self.limit_default_group()
+            watched = WatchedStore(store, prefix, in_vain, self.timeout)
+            dist.init_process_group(
+                "gloo", store=watched, rank=self.rank, world_size=self.size, timeout=self._connect_timeout()
+            )
             if self.size > 1:
                 self._connect()
             for key, owner in owners.items():
                 owner.regroup(agreed.furthest.steps.get(key, owner.step))
+            self.limit_groups()
             if self.size > 1:
                 dist.barrier(group=self._control)
         except RuntimeError as error:
+            trouble = _short_cause(error) or type(error).__name__
             _forget_frames(error)
-            return False
-        return True
+            with contextlib.suppress(RuntimeError, OSError):
+                store.set(failed, "")
+            return trouble
+        finally:
+            self._connect_patience = None
+        return ""
 
 
 def _means_silence(cause: str) -> bool:

@@ -1,0 +1,102 @@
+"""Survivors of a loss that meet: a second one lost meanwhile is noticed at once, and a slow one is not given up."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.survivors import WatchedStore
+from tests.workers import Launch, try_workers
+
+STEPS = 6
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def after_agreeing(monkey, accelerator):
+    monkey.setattr(accelerator.group, "_trouble_reconnecting", die)
+
+
+def with_its_address_there(monkey, accelerator):
+    """The others then wait in gloo, for as long as they give it to connect."""
+    get = WatchedStore.get
+    monkey.setattr(WatchedStore, "get", lambda self, key: die() if key.endswith("2") else get(self, key))
+
+
+def between_groups(monkey, accelerator):
+    monkey.setattr(accelerator.group, "_connect", die)
+
+
+def before_the_last_barrier(monkey, accelerator):
+    monkey.setattr(accelerator.gossip_steps[0].mixer, "regroup", die)
+
+
+def hanging(monkey, accelerator):
+    monkey.setattr(accelerator.group, "_connect", stop)
+
+
+def slow(monkey, accelerator):
+    connect = accelerator.group._connect
+    waits = iter([4.0])
+
+    def connect_late():
+        time.sleep(next(waits, 0.0))
+        connect()
+
+    monkey.setattr(accelerator.group, "_connect", connect_late)
+
+
+def train(rank, first, second, disturb, timeout=30.0):
+    """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
+    torch.manual_seed(0)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("dsgdac_accel.survivors._SILENCE_SECONDS", 2.0)
+    accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=timeout, log_every=0))
+    model = nn.Linear(6, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank == second:
+        disturb(monkey, accelerator)
+    longest = 0.0
+    for step in range(STEPS):
+        if (rank, step) == (first, 2):
+            die()
+        began = time.monotonic()
+        accelerator.backward(model(torch.randn(4, 6)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        longest = max(longest, time.monotonic() - began)
+    radius = accelerator.measure_consensus()["gossip/radius"]
+    assert radius > 0
+    return (accelerator.group.numbers, accelerator.group.lost, radius), longest
+
+
+@pytest.mark.parametrize("dies", [after_agreeing, with_its_address_there, between_groups, before_the_last_barrier])
+def test_a_second_loss_while_the_survivors_meet_is_noticed_soon(dies):
+    outcomes = try_workers(train, 4, 1, 3, dies)
+    left = [outcomes[0], outcomes[2]]
+    assert [outcome.exit_code for outcome in left] == [0, 0], [outcome.error for outcome in outcomes]
+    found, seconds = zip(*(outcome.value for outcome in left), strict=True)
+    assert found[0] == found[1] == ([0, 2], [1, 3], found[0][2])
+    assert max(seconds) < 15  # 31 to 150 where it is gloo's timeouts that end the waits
+
+
+def test_a_worker_that_is_slow_to_connect_is_not_given_up_although_it_takes_longer_than_the_timeout():
+    outcomes = try_workers(train, 3, 0, 2, slow, 2.0)
+    assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
+    assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
+
+
+def test_a_worker_that_hangs_while_the_survivors_meet_is_given_up():
+    outcomes = Launch(train, 4, 1, 3, hanging, 3.0, timeout=60).outcomes(hanging=3)
+    assert [outcomes[rank].exit_code for rank in (0, 2, 3)] == [0, 0, None], [outcome.error for outcome in outcomes]
+    assert outcomes[0].value[0] == outcomes[2].value[0] == ([0, 2], [1, 3], outcomes[0].value[0][2])
