@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
 MIXED_DTYPES = (torch.float32, torch.float64)
+_VERSION = operator.attrgetter("_version")
 
 
 def as_parameter_list(parameters: object) -> list[Parameter]:
@@ -201,6 +202,7 @@ class FlatParameters:
         return [
             (parameter, view)
             for buffer in self.buffers
+            if list(map(Tensor.data_ptr, buffer.parameters)) != buffer.addresses  # a look at all of them at once
             for parameter, view, address in zip(buffer.parameters, buffer.views, buffer.addresses, strict=True)
             if parameter.data_ptr() != address
         ]
@@ -238,15 +240,15 @@ class FlatParameters:
 
     def remember_versions(self) -> None:
         """Note the state from which `edited` counts."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_VERSION, self.parameters))
 
     def edited(self) -> list[Parameter]:
         """Parameters written in place since `remember_versions` (writes through `.data` leave no trace)."""
-        return [
-            parameter
-            for parameter, version in zip(self.parameters, self._versions, strict=False)
-            if parameter._version != version
-        ]
+        versions = list(map(_VERSION, self.parameters))
+        if versions == self._versions:
+            return []
+        pairs = zip(self.parameters, versions, self._versions, strict=False)
+        return [parameter for parameter, now, before in pairs if now != before]
 
 
 def _kind(tensor: Tensor) -> tuple:

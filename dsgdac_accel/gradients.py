@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
+
+_SMALL = 2**12  # elements
+_IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 @torch.no_grad()
 def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
     """Numbers of the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
     by_worker = [_gradients(mine) for mine in parameters]
-    norms = [norm for gradients in by_worker if gradients for norm in torch._foreach_norm(gradients)]
-    # By dtype: to convert them one by one costs more than to take them.
-    if all(
-        bool(torch.isfinite(torch.stack([norm for norm in norms if norm.dtype == dtype])).all())
-        for dtype in {norm.dtype for norm in norms}
-    ):
+    norms = _norms([gradient for gradients in by_worker for gradient in gradients])
+    if all(bool(torch.isfinite(norm)) for norm in norms):
         return []
     # A norm can overflow where every element is finite: look at the elements before calling it a fault.
     return [
@@ -28,8 +29,29 @@ def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
     ]
 
 
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of groups of gradients, shape () each, that are all finite only where every element is.
+
+    Small gradients are gathered first: a call for each of them would take longer than the arithmetic.
+    """
+    norms = []
+    devices = set(map(Tensor.get_device, gradients))
+    for device in devices:
+        here = gradients if len(devices) == 1 else [g for g in gradients if g.get_device() == device]
+        sizes = list(map(Tensor.numel, here))
+        small = [gradient for gradient, size in zip(here, sizes, strict=True) if size <= _SMALL]
+        large = [gradient for gradient, size in zip(here, sizes, strict=True) if size > _SMALL]
+        if small:
+            norms.append(torch.linalg.vector_norm(_flatten_dense_tensors(small)))
+        if large:
+            norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(large))))
+    return norms
+
+
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     gradients = [gradient for gradient in [parameter.grad for parameter in parameters] if gradient is not None]
+    if not any(map(_IS_SPARSE, gradients)):
+        return gradients
     return [gradient_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
 
 

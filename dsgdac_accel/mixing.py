@@ -7,6 +7,7 @@ posts the exchange of the new x. Together this is Algorithm 1 to the letter, for
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,9 +22,12 @@ from dsgdac_accel.consensus import Consensus, KnowsAverage
 from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.parameter_list import ParameterList
 from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class NonFiniteError(RuntimeError):
@@ -79,9 +83,9 @@ class Mixer(KnowsAverage):
             )
         if not callable(parameters):
             listed = as_parameter_list(parameters)  # a generator can be read only once
-            self._find = lambda: listed
+            self.find: Callable[[], list[Parameter]] = lambda: listed
         else:
-            self._find = lambda: as_parameter_list(parameters())
+            self.find = ParameterList(parameters)
         self.topology = self._whole_topology = topology
         self.group = group
         self._numbers = list(group.numbers)
@@ -100,7 +104,10 @@ class Mixer(KnowsAverage):
         several workers in this process their mean."""
         self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if self.num_workers == 1 else None
         self._once_mixed: set[int] = set()
-        self._known = {id(parameter) for parameter in self._find()}
+        self._laid_out: list[Parameter] | None = None
+        self._trained: list[bool] = []
+        self._known = {id(parameter) for parameter in self.find()}
+        self._equalised = self.find()
         self._arrived = False
         self._borrowed = False
         self._released = False
@@ -120,7 +127,19 @@ class Mixer(KnowsAverage):
 
         Parameters that were frozen from the start are equal on all workers and stay so; those frozen later are not.
         """
-        return [p for p in self._find() if p.requires_grad or id(p) in self._once_mixed]
+        return [p for p in self.find() if p.requires_grad or id(p) in self._once_mixed]
+
+    def _selects_others(self) -> bool:
+        """Whether parameters were added, replaced, frozen or unfrozen; costs little where they were not."""
+        listed = self.find()
+        trained = list(map(_REQUIRES_GRAD, listed))
+        if listed is self._laid_out and trained == self._trained:
+            return False
+        split = self.by_worker(self._selected())
+        if not all(flat.holds(mine) for flat, mine in zip(self.flats, split, strict=True)):
+            return True
+        self._laid_out, self._trained = listed, trained
+        return False
 
     def by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
         """Parameters of each worker of this process."""
@@ -165,17 +184,20 @@ class Mixer(KnowsAverage):
     def _follow_changes(self) -> None:
         """Adopt again what was added, replaced, frozen, unfrozen or re-pointed; in an undisturbed step, only looks."""
         misfits = [parameter for flat in self.flats for parameter in flat.bring_back()]
-        split = self.by_worker(self._selected())
-        if misfits or not all(flat.holds(mine) for flat, mine in zip(self.flats, split, strict=True)):
+        if self._selects_others() or misfits:
             self._lay_out()
 
     def _equalise_newcomers(self) -> None:
         """Parameters that joined the optimizer during training start from worker 0's values, as all others did."""
-        for parameter in self._find():
+        listed = self.find()
+        if listed is self._equalised:
+            return
+        for parameter in listed:
             if id(parameter) not in self._known:
                 self._known.add(id(parameter))
                 self.group.require_equal(tuple(parameter.shape), "shape of the parameter added to the optimizer")
                 self.group.broadcast_(parameter, f"starting from equal values of {self.flat.name_of(parameter)}")
+        self._equalised = listed
 
     @property
     def parameter_bytes(self) -> int:

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.consensus import Consensus
-from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.gradients import nonfinite_workers
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.mixing import Mixer, NonFiniteError
@@ -120,7 +119,7 @@ class GossipStep:
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
         everybody = range(self.mixer.per_process)
         if scaler is None:
-            parameters = self.mixer.by_worker(as_parameter_list(self.optimizer.param_groups))
+            parameters = self.mixer.by_worker(self.mixer.find())
             left_out = nonfinite_workers(parameters)
             self._count_nonfinite(left_out)
             if 0 < len(left_out) < len(everybody):
