@@ -18,6 +18,7 @@ from torch import nn
 
 from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
+from dsgdac_accel.collectives import RepeatsCollectives
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.flat import as_parameter_list
@@ -32,6 +33,7 @@ from dsgdac_accel.loaders import (
     preserved_loaders,
     share_own_samplers,
     share_sampler_seed,
+    survive_losses,
     warn_of_own_shards,
 )
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
@@ -84,7 +86,7 @@ class GossipOptimizer(AcceleratedOptimizer):
         return False
 
 
-class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelerator):
+class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsCollectives, Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
 
     Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;
@@ -243,6 +245,7 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, Accelera
         prepared = self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), self._is_training)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
+        survive_losses(prepared, self.group)
         count_passes(prepared, self._is_training)
         if isinstance(prepared, DataLoaderDispatcher):
             return prepared  # worker 0 reads for all, so all get equally many

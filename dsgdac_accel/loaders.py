@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+from accelerate.utils import synchronize_rng_states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -100,6 +101,32 @@ def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
     # Accelerate's seedable sampler is a RandomSampler, too.
     if type(inner) is not BatchSampler or not isinstance(inner.sampler, _ORDERED_BY_TORCH):
         shard.batch_sampler = SharedStream(inner, shared_seed(group))
+
+
+class RepeatedSharing:
+    """In place of a loader's `rng_types`: going through it shares the random states, again where a worker is lost.
+
+    Accelerate goes through them at the start of each pass, also of what `skip_first_batches` makes of a loader, and
+    itself would broadcast the states in a way that ends the survivors of a loss.
+    """
+
+    def __init__(self, kinds: Sequence[Any], generator: torch.Generator | None, group: WorkerGroup) -> None:
+        self.kinds = list(kinds)
+        self.generator = generator
+        self.group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.group.size > 1:
+            self.group.together(
+                lambda: synchronize_rng_states(self.kinds, self.generator), "sharing the order of a loader", strict=True
+            )
+        return iter(())
+
+
+def survive_losses(prepared: Any, group: WorkerGroup) -> None:
+    """Let a prepared loader share its random states so that the survivors of a loss go on, where they are to go on."""
+    if group.on_loss == "continue" and getattr(prepared, "rng_types", None):
+        prepared.rng_types = RepeatedSharing(prepared.rng_types, prepared.synchronized_generator, group)
 
 
 def set_shared_epoch(loader: Any, epoch: int) -> None:

@@ -66,6 +66,7 @@ class HandlesLosses:
     _connect: Callable[[], None]
     _disconnect: Callable[[], None]
     _connect_patience: float | None
+    _meeting: Any
     _connect_timeout: Callable[[], timedelta]
     limit_groups: Callable[[], None]
     require_open: Callable[[], None]
@@ -75,14 +76,17 @@ class HandlesLosses:
         self._furthest = Standing({})
         self._apart = False
 
-    def together(self, communicate: Callable[[], T], what: str) -> T:
-        """A collective of all workers; where the run is to go on, done again by the survivors if one was lost."""
+    def together(self, communicate: Callable[[], T], what: str, strict: bool = False) -> T:
+        """A collective of all workers; where the run is to go on, done again by the survivors if one was lost.
+
+        With `strict`, others' code runs in it, whose errors may sound like the transport's.
+        """
         if self.on_loss == "stop" or self._apart:
-            return self.guarded(communicate, what)
+            return self.guarded(communicate, what, strict=strict)
         while self.size > 1:
             results: list[T] = []
             try:
-                results.append(self.guarded(communicate, what))
+                results.append(self.guarded(communicate, what, strict=strict))
                 self.guarded(lambda: dist.barrier(group=self._control), what)
                 self._collectives += 1
                 return results[0]
@@ -282,9 +286,10 @@ class HandlesLosses:
 
         self._connect_patience = patience
         try:
-            watched = WatchedStore(store, prefix, in_vain, self.timeout)
+            # Kept, for torch holds on to its C++ part only, and later groups meet in it, too.
+            self._meeting = WatchedStore(store, prefix, in_vain, self.timeout)
             dist.init_process_group(
-                "gloo", store=watched, rank=self.rank, world_size=self.size, timeout=self._connect_timeout()
+                "gloo", store=self._meeting, rank=self.rank, world_size=self.size, timeout=self._connect_timeout()
             )
             if self.size > 1:
                 self._connect()

@@ -1,11 +1,13 @@
 """Survivors of a loss that meet: a second one lost meanwhile is noticed at once, and a slow one is not given up."""
 
+import gc
 import os
 import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
@@ -77,6 +79,8 @@ def train(rank, first, second, disturb, timeout=30.0):
         longest = max(longest, time.monotonic() - began)
     radius = accelerator.measure_consensus()["gossip/radius"]
     assert radius > 0
+    gc.collect()
+    dist.barrier(dist.new_group())  # one's own groups can be made anew
     return (accelerator.group.numbers, accelerator.group.lost, radius), longest
 
 
