@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ class SleepingModel(nn.Module):
     """`parameters` numbers in up to 12 layers of about one size, whose forward and backward take no processor time.
 
     Forward sleeps a third of `seconds`, backward the rest, each spread over the layers, so that gradients become ready
-    one after the other as in a real network. They are constant, and the loss is the sum of the input.
+    one after the other as in a real network. They are constant, and the loss is the sum of the input. What one sleep
+    takes too long, because the timer is coarse or the processor busy with another worker, the next one makes up for.
 
     Args:
         parameters: how many, at least 1.
@@ -29,22 +32,43 @@ class SleepingModel(nn.Module):
         sizes = [parameters // layers + (layer < parameters % layers) for layer in range(layers)]
         self.layers = nn.ParameterList(nn.Parameter(0.02 * torch.randn(size)) for size in sizes)
         self.forward_seconds, self.backward_seconds = seconds / 3 / layers, 2 * seconds / 3 / layers
+        self.clock = _Clock()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape () from x of any shape, which needs to require a gradient."""
         for layer in self.layers:
-            x = _Sleep.apply(x, layer, self.forward_seconds, self.backward_seconds)
+            x = _Sleep.apply(x, layer, self.clock, self.forward_seconds, self.backward_seconds)
         return x.sum()
+
+
+class _Clock:
+    """Lets computations take the time that they should on the whole."""
+
+    def __init__(self) -> None:
+        self.late = 0.0
+        """Seconds that computations took too long so far."""
+
+    @contextlib.contextmanager
+    def computing(self, seconds: float) -> Iterator[None]:
+        """What is done inside, and a sleep, take `seconds` together, less what earlier ones took too long."""
+        began = time.perf_counter()
+        yield
+        due = seconds - self.late
+        time.sleep(max(0.0, began + due - time.perf_counter()))
+        self.late = time.perf_counter() - began - due
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.size, ctx.seconds = layer.shape, backward_seconds
-        time.sleep(forward_seconds)
-        return x.clone()
+    def forward(
+        ctx: Any, x: Tensor, layer: Tensor, clock: _Clock, forward_seconds: float, backward_seconds: float
+    ) -> Tensor:
+        ctx.size, ctx.clock, ctx.seconds = layer.shape, clock, backward_seconds
+        with clock.computing(forward_seconds):
+            return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], gradients[0].new_full(ctx.size, _GRADIENT), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        with ctx.clock.computing(ctx.seconds):
+            gradient = gradients[0].new_full(ctx.size, _GRADIENT)
+        return gradients[0], gradient, None, None, None

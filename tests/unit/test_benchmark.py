@@ -148,14 +148,22 @@ def test_the_larger_transformer_has_40_million_parameters():
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(40e6, rel=0.05)
 
 
-def test_a_sleeping_model_sleeps_a_third_forward_and_the_rest_backward(monkeypatch):
-    work, slept = workload("sleeping-100", seconds=0.9), []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    loss = work.loss(work.model)
-    assert sum(slept) == pytest.approx(0.3)
-    loss.backward()
-    assert sum(slept) == pytest.approx(0.9)
-    assert len(slept) == 24  # gradients come one layer after the other
+@pytest.mark.parametrize("too_long", [0.0, 0.01])
+def test_a_sleeping_model_takes_a_third_forward_and_the_rest_backward(monkeypatch, too_long):
+    work, slept, now = workload("sleeping-100", seconds=0.9), [], [0.0]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds + too_long * (len(slept) % 2)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for step in range(3):
+        loss = work.loss(work.model)
+        assert now[0] == pytest.approx(0.9 * step + 0.3), "a sleep makes up for one that was too long"
+        loss.backward()
+        assert now[0] == pytest.approx(0.9 * step + 0.9)
+    assert len(slept) == 3 * 24  # gradients come one layer after the other
 
 
 def test_each_worker_stalls_at_steps_of_its_own_as_often_as_asked(monkeypatch):
