@@ -21,6 +21,7 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.collectives import RepeatsCollectives
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.doctor import quick_check
+from dsgdac_accel.failures import announce
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.holding import HoldsWorkers
@@ -117,6 +118,7 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsC
         if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
             timeout = timedelta(seconds=config.timeout)
             handlers.append(InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timeout))
+        announce()
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self._begin_gossip(config)
 

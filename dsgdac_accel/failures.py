@@ -9,17 +9,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dsgdac_accel.launch import DROPPED
+from dsgdac_accel.launch import DROPPED, MEETING, MET, RUN_ID
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # keys in the store
 _REPORT_OF = "dsgdac_accel/report_of"
 _ROLL_CALL = "dsgdac_accel/roll_call"  # one for all: survivors may notice the loss in different places
 _STORE_PATIENCE = 3.0  # seconds: the store may live in the very process that was lost
+_ANNOUNCE_SECONDS = 10.0
 _CHAIN_SECONDS = 2.5  # two waits that began in one step run out about as far apart
 _ROLL_CALL_SECONDS = 4.0  # survivors notice a loss at different moments; longer than they are apart
 
@@ -96,12 +98,18 @@ class FailureReports:
 
     def dismiss(self, numbers: Sequence[int]) -> None:
         """Tell the launcher which workers the others go on without: one that hangs it need not wait for."""
+        self._tell_launcher(*(f"{DROPPED}/{number}" for number in numbers))
 
+    def all_met(self) -> None:
+        """Tell the launcher that from now on the workers notice by themselves if one is lost."""
+        self._tell_launcher(MET)
+
+    def _tell_launcher(self, *keys: str) -> None:
         def write(store: Any) -> None:
             while isinstance(store, dist.PrefixStore):
                 store = store.underlying_store
-            for number in numbers:
-                store.set(f"{DROPPED}/{number}", "")
+            for key in keys:
+                store.set(key, "")
 
         self._ask(write, _STORE_PATIENCE)
 
@@ -128,6 +136,19 @@ class FailureReports:
         thread = threading.Thread(target=attempt, daemon=True)
         thread.start()
         thread.join(patience)
+
+
+def announce() -> None:
+    """Tell `dsgdac launch`, if it started this process, that this worker is about to wait for all others."""
+    variables = os.environ
+    if variables.get("TORCHELASTIC_RUN_ID") != RUN_ID or int(variables.get("WORLD_SIZE", "1")) == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # whoever needs the store says that it is gone
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        store = dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANNOUNCE_SECONDS)
+        )
+        store.set(f"{MEETING}/{variables['RANK']}", "")
 
 
 def this_machine() -> str:

@@ -87,6 +87,7 @@ class WorkerGroup(HandlesLosses):
         processes = self.gather((this_machine(), os.getpid()), "meeting the workers")
         self._apart = False
         self._reports = FailureReports(self.rank, dict(enumerate(processes)))
+        self._reports.all_met()
 
     def _connect(self) -> None:
         # Every rank creates every group, in the same order: new_group is itself collective.

@@ -32,12 +32,37 @@ MISTAKE = 2
 DROPPED = "dsgdac_accel/dropped"
 """Key in the rendezvous store; with `/RANK`, of a worker that the others go on without. It is ended if it hangs."""
 
+RUN_ID = "dsgdac"
+"""Of torch's variables of the environment: tells workers that this launcher started them."""
+
+MEETING = "dsgdac_accel/meeting"
+"""Key in the rendezvous store, with `/RANK`: this worker waits for the others, or is about to."""
+
+MET = "dsgdac_accel/met"
+"""Key in the rendezvous store: all workers have met, and can go on by themselves when one of them is lost."""
+
+STOP_SECONDS = 300.0
+"""From the first SIGTERM to the launcher, in which workers can save and end; those that have not are then killed."""
+
+_LOST_EARLY = "dsgdac_launch/lost_early"  # a worker that ended before all had met, on whichever machine
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0  # for the launcher of machine 0 to be there
 _SILENCE_SECONDS = 30.0  # after which a machine without a sign of life counts as lost
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
+_GUARD = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    groups ^= {int(line)}
+for leader in groups:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""Told of each group of processes that begins, and again when it has ended; kills the rest without the launcher."""
 
 
 class LaunchError(ValueError):
@@ -111,11 +136,14 @@ class _Worker:
 def launch(plan: Launch) -> int:
     """Start the workers, wait for all of them, and return the exit status of the whole.
 
-    SIGTERM, SIGINT and SIGUSR1 go on to the workers, whose end is then waited for, without a restart; a second SIGINT
-    ends them at once. Whatever happens, no process of theirs stays behind, also where the launcher itself is killed.
+    SIGTERM, SIGINT and SIGUSR1 go on to the workers, whose end is then waited for, without a restart: for at most
+    `STOP_SECONDS` after SIGTERM, and a second SIGINT ends them at once. Whatever happens, no process of theirs stays
+    behind, also where the launcher itself is killed, except for one that left its worker's process group.
 
-    Returns 0 where the workers that ended last finished well, even if others were lost before; else the status of the
-    first that failed, 128 + n for signal n.
+    A worker that ends before all have met ends the others, which would wait for it until their `timeout`.
+
+    Returns 0 where the workers that ended last finished well, even if others were lost before, and 75 where they were
+    stopped by a signal; else the status of the first that failed, 128 + n for signal n.
 
     Raises LaunchError before anything starts: the port is taken, machine 0 does not answer, more workers than GPUs.
     """
@@ -137,7 +165,10 @@ class _Run:
         self.received: list[int] = []
         self.workers: list[_Worker] = []
         self._pending: list[int] = []  # signals that the workers have not been told of
-        self._ending = False  # whether the others were told to end because one failed
+        self._ending = False  # whether the others are told to end because one failed
+        self._in_vain = 0  # looks at which workers were found to wait for one that has ended
+        self._stop_until = float("inf")  # when those that were told to stop are killed
+        self._guard: Any = None
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -155,9 +186,10 @@ class _Run:
     def once(self, attempt: int) -> int:
         """Start all workers and wait for their end."""
         plan = self.plan
-        self.workers, self._ending = [], False
+        self.workers, self._ending, self._in_vain = [], False, 0
         with contextlib.ExitStack() as ended:
             store, port = self._open_store()
+            self._guard = ended.enter_context(_guard())
             ended.callback(self._end_all)
             first = plan.machine_index * plan.workers
             common = _environment(plan, port, attempt)
@@ -171,6 +203,7 @@ class _Run:
                         echo = ended.enter_context(open(log.name, "rb"))
                         echo.seek(0, os.SEEK_END)
                 self.workers.append(_Worker(first + local, _start(plan, common | own, log)))
+                self._tell_guard(self.workers[-1])
             status = self._wait(store, echo)
             if plan.machines > 1:
                 self._leave_store(store)
@@ -189,11 +222,12 @@ class _Run:
             for status in ends:
                 first_failure = first_failure or status
             if ends:
-                last = min(ends, key=abs)  # of those that end at the same time, one that finishes counts
+                # Of those that end at the same time, one that finishes counts, and then one that was stopped.
+                last = min(ends, key=lambda status: (status != 0, status != STOPPED))
             if self._ending and deadline is None:
                 deadline = time.monotonic() + self.plan.grace
                 self._signal_all(signal.SIGTERM)
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > min(self._stop_until, float("inf") if deadline is None else deadline):
                 self._kill_all()
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + _BEAT_SECONDS
@@ -203,6 +237,8 @@ class _Run:
             plural = "s" if len(lost) > 1 else ""
             _say(f"finished without worker{plural} {', '.join(lost)}")
             return 0
+        if last == STOPPED and deadline is None:
+            return STOPPED
         return first_failure if first_failure >= 0 else 128 - first_failure
 
     def _has_ended(self, worker: _Worker) -> bool:
@@ -214,6 +250,7 @@ class _Run:
         if not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return False
         _kill_group(process.pid)
+        self._tell_guard(worker)
         worker.status = process.wait()
         by_us = self._ending and worker.status in (-signal.SIGTERM, -signal.SIGKILL)
         self._ending |= worker.status == MISTAKE or (self.plan.stop_on_failure and worker.status not in (0, STOPPED))
@@ -232,17 +269,40 @@ class _Run:
             number = self._pending.pop(0)
             _say(f"{signal.Signals(number).name} goes to all workers")
             self._signal_all(number)
+            if number == signal.SIGTERM:
+                self._stop_until = min(self._stop_until, time.monotonic() + STOP_SECONDS)
             if number == signal.SIGINT and self.received.count(signal.SIGINT) > 1:
                 self._kill_all()
 
     def _ask_store(self, store: Any) -> None:
-        """Tell machine 0 that this one is there, and end workers that hang and were dropped by the others."""
+        """Tell machine 0 that this one is there, and end workers that were dropped or that wait in vain."""
         with contextlib.suppress(RuntimeError):  # the store is gone with machine 0
             if self.plan.machines > 1:
                 store.add(f"dsgdac_launch/beats/{self.plan.machine_index}", 1)
             for worker in self.workers:
                 if worker.status is None and store.check([f"{DROPPED}/{worker.rank}"]):
                     _kill_group(worker.process.pid)
+            if not self._ending and self._wait_in_vain(store):
+                _say("a worker ended before all had met: the others wait in vain and are ended")
+                self._ending = True
+
+    def _wait_in_vain(self, store: Any) -> bool:
+        """Whether a worker has ended before all have met, and others wait for it."""
+        living = [worker.rank for worker in self.workers if worker.status is None]
+        early = len(living) < len(self.workers) or store.check([_LOST_EARLY])
+        if not (early and any(store.check([f"{MEETING}/{rank}"]) for rank in living)) or store.check([MET]):
+            self._in_vain = 0
+            return False
+        self._in_vain += 1
+        if self._in_vain < 2:  # they may just be meeting
+            return False
+        store.set(_LOST_EARLY, "")
+        return True
+
+    def _tell_guard(self, worker: _Worker) -> None:
+        with contextlib.suppress(OSError):  # somebody ended it
+            self._guard.stdin.write(f"{worker.process.pid}\n".encode())
+            self._guard.stdin.flush()
 
     def _signal_all(self, number: int) -> None:
         for worker in self.workers:
@@ -259,6 +319,8 @@ class _Run:
         self._kill_all()
         for worker in self.workers:
             worker.process.wait()
+            if worker.status is None:
+                self._tell_guard(worker)
 
     def _open_store(self) -> tuple[Any, int]:
         """The rendezvous store, kept by the launcher of machine 0, and its port."""
@@ -342,7 +404,7 @@ def _environment(plan: Launch, port: int, attempt: int) -> dict[str, str]:
         "WORLD_SIZE": str(plan.workers * plan.machines), "LOCAL_WORLD_SIZE": str(plan.workers),
         "MASTER_ADDR": host, "MASTER_PORT": str(port),
         # torch's workers are then clients of a store that whoever launched them keeps.
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "dsgdac",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
     }  # fmt: skip
 
@@ -365,6 +427,18 @@ def _die_with(launcher: int) -> Callable[[], None]:
             os._exit(1)
 
     return bind
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that outlives the launcher for as long as it takes to kill what its workers started.
+
+    The workers themselves end with the launcher, but not their own processes. Its input ends with the launcher.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
+    ) as process:
+        yield process
 
 
 def _log_file(plan: Launch, rank: int) -> Any:

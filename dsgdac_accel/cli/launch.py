@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dsgdac_accel.launch import STOP_SECONDS
+
 
 def add_commands(commands: Any) -> None:
     """Add the parser of the command."""
@@ -15,8 +17,9 @@ def add_commands(commands: Any) -> None:
         usage="dsgdac launch [OPTIONS] SCRIPT ... | -m MODULE ...",
         description="Start N processes of `python SCRIPT ...` that meet as with torchrun, on GPUs if there are any. "
         "When one fails, the others go on; the store they meet in is kept by this command, so that any worker can be "
-        "lost. Exit status: 0 where those that ended last finished well, else that of the first that failed "
-        "(75: stopped by a signal, with a checkpoint). SIGTERM, SIGINT and SIGUSR1 go to all workers.",
+        "lost, once all have met. Exit status: 0 where those that ended last finished well, 75 where a signal stopped "
+        "them, with a checkpoint, else that of the first that failed. SIGTERM, SIGINT and SIGUSR1 go to all workers, "
+        f"and {STOP_SECONDS:g} s after SIGTERM those that are left are killed.",
         epilog="examples:\n  dsgdac launch -n 4 tasks/cifar.py --config configs/digits.yaml\n"
         "  dsgdac launch -n 8 --machines 2 --machine-index 0 --address node0:29500 train.py\n"
         "  dsgdac launch -n 4 --max-restarts 3 --log-dir logs -m package.train --epochs 10",

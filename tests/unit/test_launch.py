@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from dsgdac_accel import launch as launcher
 from dsgdac_accel.cli import main
-from dsgdac_accel.launch import DROPPED, STOPPED
+from dsgdac_accel.launch import DROPPED, MEETING, MET, STOPPED
 from dsgdac_accel.stopping import EXIT_STOPPED
 from tests.workers import fork
 
@@ -53,6 +54,7 @@ def _launch(words, folder, output, variables):
     os.dup2(descriptor, 2)
     for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         os.environ.pop(name, None)
+    launcher.STOP_SECONDS = float(variables.pop("STOP_SECONDS", launcher.STOP_SECONDS))
     os.environ.update(variables)
     try:
         status = main(words)
@@ -161,6 +163,16 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
     assert run(tmp_path, "-n", 2, "script.py", script=script)[0] == status
 
 
+def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
+    script = f"""
+        if rank == 1:
+            {KILLED}
+        time.sleep(0.5)
+        sys.exit({STOPPED})
+        """
+    assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == STOPPED
+
+
 def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
     status, out = run(tmp_path, "-n", 2, "script.py", script="time.sleep(rank / 2); sys.exit(3 * rank)")
     assert (status, "worker 1 ended with status 3" in out) == (3, True)
@@ -210,6 +222,42 @@ def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
     assert (status, "worker 1 was ended by SIGKILL" in out, "finished without worker 1" in out) == (0, True, True)
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_a_worker_that_ends_before_all_have_met_ends_those_that_wait_for_it(tmp_path, met):
+    script = """
+        if rank == 0:
+            open("port", "w").write(os.environ["MASTER_PORT"])
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        if rank == 1:
+            sys.exit(3)
+        time.sleep(60 if sys.argv[1] == "False" else 3)
+        """
+    command = Command(tmp_path, "-n", 3, "script.py", met, script=script)
+    store = TCPStore("127.0.0.1", int(appeared(tmp_path / "port")), is_master=False)
+    store.set(f"{MEETING}/2", "")
+    if met:
+        store.set(MET, "")
+    (tmp_path / "go").write_text("")
+    status, out = command.end()
+    assert (status, "ended before all had met" in out, "finished without worker 1" in out) == (
+        0 if met else 3,
+        not met,
+        met,
+    )
+
+
+def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
+    script = """
+        if rank == 1:
+            sys.exit(3)
+        from dsgdac_accel import GossipAccelerator
+        GossipAccelerator()
+        """
+    status, out = run(tmp_path, "-n", 2, "script.py", script=script)
+    assert (status, "worker 1 ended with status 3" in out, "ended before all had met" in out) == (3, True, True)
+
+
 # ---- signals, and what stays behind
 
 
@@ -242,9 +290,23 @@ def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
     assert all(is_gone(process) for process in processes)
 
 
-def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
-    command = Command(tmp_path, "-n", 2, "script.py", script=HANG)
+def test_workers_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
+    command = Command(tmp_path, "-n", 2, "script.py", script=HANG, STOP_SECONDS="1")
     processes = command.await_workers(0, 1)
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.end()[0] == 128 + 9
+    assert all(is_gone(process) for process in processes)
+
+
+def test_workers_and_their_processes_end_with_a_launcher_that_is_killed(tmp_path):
+    script = f"""
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open(f"here{{2 + rank}}", "w").write(str(child.pid))
+        {HANG}
+        """
+    command = Command(tmp_path, "-n", 2, "script.py", script=script)
+    processes = command.await_workers(0, 1, 2, 3)
     os.kill(command.process.pid, signal.SIGKILL)
     assert all(is_gone(process) for process in processes)
 
