@@ -149,12 +149,11 @@ class Rounding:
             for number, edge in enumerate(edges):
                 self.codec.read(edge.mine, begin, own)
                 self.codec.read(edge.theirs, begin, other)
-                difference = torch.sub(other, own, out=spare)
-                total = (
+                difference = torch.sub(other, own, out=spare if number else total)
+                if number:
                     total.add_(difference, alpha=edge.weight)
-                    if number
-                    else torch.mul(difference, edge.weight, out=total)
-                )
+                elif edge.weight != 1.0:
+                    total.mul_(edge.weight)
                 reference = edge.reference[part]
                 reference.copy_(spare.copy_(reference).add_(other.add_(own), alpha=0.5))
             if near is not None:
