@@ -60,7 +60,8 @@ class WorkerGroup(HandlesLosses):
         """Of the workers that are left, by rank: their ranks before any was lost, which is what messages call them."""
         self.lost: list[int] = []
         """Numbers of the workers that were lost so far."""
-        self._connect_patience: float | None = None
+        self._connect_patience: float | None = None  # in seconds, where another than `timeout`
+        self._impatient: list[Any] = []
         self._begin_without_losses()
         self._world: Any = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
@@ -91,9 +92,9 @@ class WorkerGroup(HandlesLosses):
 
     def _connect(self) -> None:
         # Every rank creates every group, in the same order: new_group is itself collective.
-        self._control = self._new_group("gloo")
-        self.exchange_group = self._new_group(self.backend)
-        self._reduction = self._control if self.backend == "gloo" else self._new_group(self.backend)
+        self._control = self.new_group("gloo")
+        self.exchange_group = self.new_group(self.backend)
+        self._reduction = self._control if self.backend == "gloo" else self.new_group(self.backend)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._world = dist.group.WORLD
 
@@ -101,12 +102,14 @@ class WorkerGroup(HandlesLosses):
         """Let go of every connection, so that whoever waits for this worker is woken up by an error."""
         self._control = self.exchange_group = self._reduction = self._world = None
         self._subgroups = {}
+        self._impatient.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
         # torch counts a default group that failed to connect, too, and would look for the others under another name.
         dist.distributed_c10d._world.group_count = 0
 
-    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """A process group of these ranks, by default of all, that ends with a loss. Collective over ALL workers."""
         options: dict[str, Any] = (
             {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
         )
@@ -115,6 +118,8 @@ class WorkerGroup(HandlesLosses):
         if backend == "nccl" and self.rank in members:
             # Point-to-point as a communicator's very first call is undefined where some rank has nothing to send.
             dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
+        if self._connect_patience is not None and self.rank in members:
+            self._impatient.append(handle)
         return handle
 
     def _connect_timeout(self) -> timedelta:
@@ -129,7 +134,7 @@ class WorkerGroup(HandlesLosses):
         if len(members) == self.size:
             return self.exchange_group
         if members not in self._subgroups:
-            self._subgroups[members] = self._new_group(self.backend, members)
+            self._subgroups[members] = self.new_group(self.backend, members)
         return self._subgroups[members]
 
     def register(self, owner: Any) -> None:
@@ -155,11 +160,11 @@ class WorkerGroup(HandlesLosses):
             self._limit(dist.group.WORLD)
 
     def limit_groups(self) -> None:
-        """Let all groups give up on a silent worker after `timeout`, which were less patient while they connected."""
-        if self.size > 1:
-            mine = [handle for members, handle in self._subgroups.items() if self.rank in members]
-            for handle in (dist.group.WORLD, self._control, self.exchange_group, *mine):
-                self._limit(handle)
+        """Let groups that were made with the patience of connecting give up on a silent worker after `timeout`, too."""
+        self.limit_default_group()
+        for handle in self._impatient:
+            self._limit(handle)
+        self._impatient.clear()
 
     def _limit(self, handle: Any) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), handle)

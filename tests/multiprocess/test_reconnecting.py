@@ -58,6 +58,11 @@ def slow(monkey, accelerator):
     monkey.setattr(accelerator.group, "_connect", connect_late)
 
 
+def slow_afterwards(monkey, accelerator):
+    measure = accelerator.measure_consensus
+    monkey.setattr(accelerator, "measure_consensus", lambda: time.sleep(2.0) or measure())
+
+
 def train(rank, first, second, disturb, timeout=30.0):
     """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
     torch.manual_seed(0)
@@ -81,7 +86,7 @@ def train(rank, first, second, disturb, timeout=30.0):
     assert radius > 0
     gc.collect()
     dist.barrier(dist.new_group())  # one's own groups can be made anew
-    return (accelerator.group.numbers, accelerator.group.lost, radius), longest
+    return (accelerator.group.numbers, accelerator.group.lost, radius), longest, accelerator.group._generation
 
 
 @pytest.mark.parametrize("dies", [after_agreeing, with_its_address_there, between_groups, before_the_last_barrier])
@@ -89,7 +94,7 @@ def test_a_second_loss_while_the_survivors_meet_is_noticed_soon(dies):
     outcomes = try_workers(train, 4, 1, 3, dies)
     left = [outcomes[0], outcomes[2]]
     assert [outcome.exit_code for outcome in left] == [0, 0], [outcome.error for outcome in outcomes]
-    found, seconds = zip(*(outcome.value for outcome in left), strict=True)
+    found, seconds, _ = zip(*(outcome.value for outcome in left), strict=True)
     assert found[0] == found[1] == ([0, 2], [1, 3], found[0][2])
     assert max(seconds) < 15  # 31 to 150 where it is gloo's timeouts that end the waits
 
@@ -98,6 +103,13 @@ def test_a_worker_that_is_slow_to_connect_is_not_given_up_although_it_takes_long
     outcomes = try_workers(train, 3, 0, 2, slow, 2.0)
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
     assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
+
+
+def test_patience_with_a_slow_worker_is_that_of_collectives_again_once_all_are_connected():
+    outcomes = try_workers(train, 3, 0, 2, slow_afterwards)
+    assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
+    assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
+    assert outcomes[1].value[2] == 1  # how often survivors have met
 
 
 def test_a_worker_that_hangs_while_the_survivors_meet_is_given_up():
