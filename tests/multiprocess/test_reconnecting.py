@@ -2,8 +2,11 @@
 
 import gc
 import os
+import random
 import signal
+import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -63,6 +66,21 @@ def slow_afterwards(monkey, accelerator):
     monkey.setattr(accelerator, "measure_consensus", lambda: time.sleep(2.0) or measure())
 
 
+@dataclass
+class AtSomeMoment:
+    seconds: float
+    """After it has noticed the first loss."""
+
+    def __call__(self, monkey, accelerator):
+        go_on = accelerator.group._go_on
+
+        def go_on_for_a_while(*args):
+            threading.Timer(self.seconds, die).start()
+            return go_on(*args)
+
+        monkey.setattr(accelerator.group, "_go_on", go_on_for_a_while)
+
+
 def train(rank, first, second, disturb, timeout=30.0):
     """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
     torch.manual_seed(0)
@@ -83,7 +101,7 @@ def train(rank, first, second, disturb, timeout=30.0):
         optimizer.zero_grad()
         longest = max(longest, time.monotonic() - began)
     radius = accelerator.measure_consensus()["gossip/radius"]
-    assert radius > 0
+    assert (radius > 0) == (accelerator.group.size > 1)
     gc.collect()
     dist.barrier(dist.new_group())  # one's own groups can be made anew
     return (accelerator.group.numbers, accelerator.group.lost, radius), longest, accelerator.group._generation
@@ -116,3 +134,18 @@ def test_a_worker_that_hangs_while_the_survivors_meet_is_given_up():
     outcomes = Launch(train, 4, 1, 3, hanging, 3.0, timeout=60).outcomes(hanging=3)
     assert [outcomes[rank].exit_code for rank in (0, 2, 3)] == [0, 0, None], [outcome.error for outcome in outcomes]
     assert outcomes[0].value[0] == outcomes[2].value[0] == ([0, 2], [1, 3], outcomes[0].value[0][2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_a_second_loss_at_any_moment(seed):
+    chance = random.Random(seed)
+    workers = chance.choice([3, 4, 6])
+    first, second = chance.sample(range(workers), 2)
+    outcomes = try_workers(train, workers, first, second, AtSomeMoment(chance.uniform(0, 0.08)))
+    left = [outcome for outcome in outcomes if outcome.rank not in (first, second)]
+    assert {outcome.exit_code for outcome in left} == {0}, [outcome.error for outcome in outcomes]
+    found = [outcome.value[0] for outcome in left]
+    assert found == [found[0]] * len(left)
+    assert (found[0][0], sorted(found[0][1])) == ([outcome.rank for outcome in left], sorted([first, second]))
+    assert max(outcome.value[1] for outcome in left) < 15

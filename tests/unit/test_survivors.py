@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.failures import FailureReports
 from dsgdac_accel.launch import DROPPED
-from dsgdac_accel.survivors import Standing, agree
+from dsgdac_accel.survivors import SignsOfLife, Standing, WatchedStore, agree
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
 
@@ -62,6 +62,48 @@ def test_one_that_kept_another_waiting_has_a_few_seconds_to_say_that_it_is_there
     found = meet(standings, [0, 1, 2], accused=[1], delays=[(1, 1.5)])
     assert found[0].members == found[2].members == (0, 2)
     assert found[1] is None  # it comes when the others have given it up
+
+
+def test_a_worker_that_shows_life_is_waited_for_beyond_the_timeout():
+    store, found = dist.HashStore(), []
+
+    def come_late():
+        with SignsOfLife(store, 1):
+            time.sleep(1.5)
+            found.append(agree(store, "here", 1, [0, 1], Standing({}), lambda number: True, 0.3))
+
+    late = threading.Thread(target=come_late)
+    late.start()
+    with SignsOfLife(store, 0) as signs:
+        # Not even one that others have waited for in vain is given up then.
+        found.append(agree(store, "here", 0, [0, 1], Standing({}), lambda number: True, 0.3, [1], signs.shown_by))
+    late.join(20)
+    assert [agreement.members for agreement in found] == [(0, 1)] * 2
+
+
+def test_signs_of_an_earlier_meeting_are_none_of_life(monkeypatch):
+    monkeypatch.setattr("dsgdac_accel.survivors._SILENCE_SECONDS", 0.2)
+    store, began = dist.HashStore(), time.monotonic()
+    with SignsOfLife(store, 1):
+        while not store.check(["dsgdac_accel/life/1"]):
+            time.sleep(0.01)
+    signs = SignsOfLife(store, 0)
+    assert not signs.shown_by(1)
+    assert not signs.missed_since(time.monotonic(), 1)
+    time.sleep(0.3)
+    assert signs.missed_since(began, 1)
+
+
+def test_a_wait_in_the_store_ends_when_it_is_in_vain_or_takes_too_long():
+    reasons = ["", "", "worker 3 was lost"]
+    watched = WatchedStore(dist.HashStore(), "here", lambda: reasons.pop(0), patience=60)
+    watched.set("there", b"value")
+    assert watched.get("there") == b"value"
+    with pytest.raises(dist.DistStoreError, match="worker 3 was lost"):
+        watched.wait(["not there"], timedelta(seconds=0.01))
+    assert not reasons
+    with pytest.raises(dist.DistStoreError, match="timed out"):
+        WatchedStore(dist.HashStore(), "here", lambda: "", patience=0.1).get("not there")
 
 
 def test_going_on_is_for_cpu_workers(monkeypatch):
