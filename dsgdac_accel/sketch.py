@@ -176,8 +176,7 @@ class RadiusEstimate:
     def _connect(self) -> None:
         self._handle: Any = None
         if self.group.size > 1:
-            members, patience = list(range(self.group.size)), timedelta(seconds=self.group.timeout)
-            self._handle = dist.new_group(members, backend="gloo", timeout=patience)
+            self._handle = self.group.new_group("gloo")
 
     @property
     def latest(self) -> Consensus | None:
