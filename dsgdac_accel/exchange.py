@@ -25,6 +25,7 @@ from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update, form_updates
 
 CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
+_FEW_BYTES = 2**19
 _CHANNELS, _STEPS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
 
 
@@ -152,11 +153,19 @@ class Exchange:
         self._step = step
         self._name = name or f"the exchange of step {step}"
         self.bytes_sent = self._bytes_to_send()
-        if self.group.poster is not None:
-            self._in_flight = self.group.poster.submit(self._post)
+        if self.group.poster is not None and not self._may_post_here():
+            self._in_flight = self.group.last_posted = self.group.poster.submit(self._post)
         else:
             self._in_flight = Future()
-            self._in_flight.set_result(self._post())
+            try:
+                self._in_flight.set_result(self._post())
+            except RuntimeError as error:  # comes to light in `wait`, as one of the other thread does
+                self._in_flight.set_exception(error)
+
+    def _may_post_here(self) -> bool:
+        """Whether to hand it to another thread takes longer, and everything before it is on its way."""
+        last = self.group.last_posted
+        return self.bytes_sent <= _FEW_BYTES and (last is None or last.done())
 
     def _post(self) -> list[tuple[Any, int | None]]:
         return [*self._average(), *self._send_and_receive()]

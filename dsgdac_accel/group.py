@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -65,6 +65,8 @@ class WorkerGroup(HandlesLosses):
         self._begin_without_losses()
         self._world: Any = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
+        self.last_posted: Future[Any] | None = None
+        """What was last given to the poster, by whichever exchange."""
         self._reports = FailureReports(0, {0: ("", 0)})
         if self.size == 1:
             return
@@ -103,6 +105,7 @@ class WorkerGroup(HandlesLosses):
         self._control = self.exchange_group = self._reduction = self._world = None
         self._subgroups = {}
         self._impatient.clear()
+        self.last_posted = None
         if dist.is_initialized():
             dist.destroy_process_group()
         # torch counts a default group that failed to connect, too, and would look for the others under another name.
