@@ -21,16 +21,15 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.collectives import RepeatsCollectives
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.doctor import quick_check
+from dsgdac_accel.equal_steps import EqualSteps, known_length
 from dsgdac_accel.failures import announce
 from dsgdac_accel.flat import as_parameter_list
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.holding import HoldsWorkers
 from dsgdac_accel.loaders import (
-    EqualSteps,
     count_passes,
     differ_per_worker,
     epoch_of,
-    known_length,
     preserved_loaders,
     share_own_samplers,
     share_sampler_seed,

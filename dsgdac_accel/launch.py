@@ -7,21 +7,18 @@ rendezvous store lives in the launcher, so that no worker is a single point of f
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.machinery
-import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
+
+from dsgdac_accel.launch_plan import Launch, LaunchError
+from dsgdac_accel.launched_processes import Worker, copy_to_console, guard, kill_group, log_file, start_worker
 
 STOPPED = 75
 """Exit status of a worker that a signal stopped, with a complete checkpoint (EX_TEMPFAIL: try again later)."""
@@ -50,87 +47,6 @@ _BEAT_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0  # for the launcher of machine 0 to be there
 _SILENCE_SECONDS = 30.0  # after which a machine without a sign of life counts as lost
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_PR_SET_PDEATHSIG = 1
-_GUARD = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    groups ^= {int(line)}
-for leader in groups:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except OSError:
-        pass
-"""
-"""Told of each group of processes that begins, and again when it has ended; kills the rest without the launcher."""
-
-
-class LaunchError(ValueError):
-    """What was asked for cannot be launched."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What to start, and what to do when a worker fails. Raises LaunchError where it makes no sense."""
-
-    command: Sequence[str]
-    """Script and its arguments, or those of `python -m`."""
-    module: bool = False
-    workers: int
-    """On each machine."""
-    machines: int = 1
-    machine_index: int = 0
-    address: str | None = None
-    """HOST:PORT of machine 0, where its launcher keeps the store; a free port of 127.0.0.1 on a single machine."""
-    stop_on_failure: bool = False
-    """Whether the others are ended when one fails."""
-    grace: float = 30.0
-    """Seconds between SIGTERM and SIGKILL, where workers are ended."""
-    max_restarts: int = 0
-    log_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if sys.platform != "linux":
-            raise LaunchError("dsgdac launch needs Linux. Use torchrun or accelerate launch here.")
-        for name, least in (("workers", 1), ("machines", 1), ("max_restarts", 0), ("grace", 0)):
-            value = getattr(self, name)
-            if not least <= value < float("inf"):
-                raise LaunchError(f"{name} must be at least {least}; got {value:g}.")
-        if not 0 <= self.machine_index < self.machines:
-            raise LaunchError(f"the machine index must be in 0..{self.machines - 1}; got {self.machine_index}.")
-        if self.machines > 1 and self.address is None:
-            raise LaunchError(f"{self.machines} machines need the address HOST:PORT of machine 0, the same on all.")
-        if self.machines > 1 and self.max_restarts:
-            raise LaunchError("max_restarts needs a single machine. Let the batch system start all of them anew.")
-        _ = self.host_and_port
-        if not self.command:
-            raise LaunchError("name the script to launch, after the options.")
-        name = self.command[0]
-        if self.module:
-            package = name.partition(".")[0]
-            here = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])
-            if not (here or importlib.util.find_spec(package)):
-                raise LaunchError(f"there is no module {name}. Install it, or give the path of a script without -m.")
-        elif not Path(name).is_file():
-            raise LaunchError(f"there is no script {name} in {os.getcwd()}. For a module give -m.")
-
-    @property
-    def host_and_port(self) -> tuple[str, int]:
-        """Where the store is; port 0 is any free one."""
-        host, colon, port = ("127.0.0.1:0" if self.address is None else self.address).rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) < 2**16 and (int(port) or self.machines == 1)):
-            raise LaunchError(f"the address must be HOST:PORT, such as node0:29500; got {self.address!r}.")
-        return host, int(port)
-
-
-@dataclass
-class _Worker:
-    """A process under way, or how it ended."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    status: int | None = None
-    """As of `subprocess`: a signal's is negative."""
 
 
 def launch(plan: Launch) -> int:
@@ -163,7 +79,7 @@ class _Run:
     def __init__(self, plan: Launch) -> None:
         self.plan = plan
         self.received: list[int] = []
-        self.workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         self._pending: list[int] = []  # signals that the workers have not been told of
         self._ending = False  # whether the others are told to end because one failed
         self._in_vain = 0  # looks at which workers were found to wait for one that has ended
@@ -189,20 +105,20 @@ class _Run:
         self.workers, self._ending, self._in_vain = [], False, 0
         with contextlib.ExitStack() as ended:
             store, port = self._open_store()
-            self._guard = ended.enter_context(_guard())
+            self._guard = ended.enter_context(guard())
             ended.callback(self._end_all)
             first = plan.machine_index * plan.workers
             common = _environment(plan, port, attempt)
             echo = None
             for local in range(plan.workers):
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
-                log = _log_file(plan, first + local)
+                log = log_file(plan, first + local)
                 if log is not None:
                     ended.callback(log.close)
                     if first + local == 0:
                         echo = ended.enter_context(open(log.name, "rb"))
                         echo.seek(0, os.SEEK_END)
-                self.workers.append(_Worker(first + local, _start(plan, common | own, log)))
+                self.workers.append(Worker(first + local, start_worker(plan, common | own, log)))
                 self._tell_guard(self.workers[-1])
             status = self._wait(store, echo)
             if plan.machines > 1:
@@ -218,7 +134,7 @@ class _Run:
             self._forward()
             ends = [worker.status or 0 for worker in self.workers if self._has_ended(worker)]
             if echo is not None:
-                _copy(echo)
+                copy_to_console(echo)
             for status in ends:
                 first_failure = first_failure or status
             if ends:
@@ -241,7 +157,7 @@ class _Run:
             return STOPPED
         return first_failure if first_failure >= 0 else 128 - first_failure
 
-    def _has_ended(self, worker: _Worker) -> bool:
+    def _has_ended(self, worker: Worker) -> bool:
         """Whether this worker has ended since the last look."""
         if worker.status is not None:
             return False
@@ -249,7 +165,7 @@ class _Run:
         # Not reaped yet, its number is still its own, so that its children can be ended by it.
         if not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return False
-        _kill_group(process.pid)
+        kill_group(process.pid)
         self._tell_guard(worker)
         worker.status = process.wait()
         by_us = self._ending and worker.status in (-signal.SIGTERM, -signal.SIGKILL)
@@ -281,7 +197,7 @@ class _Run:
                 store.add(f"dsgdac_launch/beats/{self.plan.machine_index}", 1)
             for worker in self.workers:
                 if worker.status is None and store.check([f"{DROPPED}/{worker.rank}"]):
-                    _kill_group(worker.process.pid)
+                    kill_group(worker.process.pid)
             if not self._ending and self._wait_in_vain(store):
                 _say("a worker ended before all had met: the others wait in vain and are ended")
                 self._ending = True
@@ -299,7 +215,7 @@ class _Run:
         store.set(_LOST_EARLY, "")
         return True
 
-    def _tell_guard(self, worker: _Worker) -> None:
+    def _tell_guard(self, worker: Worker) -> None:
         with contextlib.suppress(OSError):  # somebody ended it
             self._guard.stdin.write(f"{worker.process.pid}\n".encode())
             self._guard.stdin.flush()
@@ -313,7 +229,7 @@ class _Run:
     def _kill_all(self) -> None:
         for worker in self.workers:
             if worker.status is None:
-                _kill_group(worker.process.pid)
+                kill_group(worker.process.pid)
 
     def _end_all(self) -> None:
         self._kill_all()
@@ -407,57 +323,6 @@ def _environment(plan: Launch, port: int, attempt: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
     }  # fmt: skip
-
-
-def _start(plan: Launch, variables: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-u", *(["-m"] if plan.module else []), *plan.command], env=variables,
-        stdin=subprocess.DEVNULL, stdout=log, stderr=None if log is None else subprocess.STDOUT,
-        process_group=0, preexec_fn=_die_with(os.getpid()),
-    )  # fmt: skip
-
-
-def _die_with(launcher: int) -> Callable[[], None]:
-    """Called in the new process: the kernel kills it when the launcher ends, however that happens."""
-    control = ctypes.CDLL(None).prctl  # looked up here: a forked process should do as little as possible
-
-    def bind() -> None:
-        control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it ended before the kernel knew
-            os._exit(1)
-
-    return bind
-
-
-@contextlib.contextmanager
-def _guard() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that outlives the launcher for as long as it takes to kill what its workers started.
-
-    The workers themselves end with the launcher, but not their own processes. Its input ends with the launcher.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
-    ) as process:
-        yield process
-
-
-def _log_file(plan: Launch, rank: int) -> Any:
-    if plan.log_dir is None:
-        return None
-    plan.log_dir.mkdir(parents=True, exist_ok=True)
-    return open(plan.log_dir / f"worker-{rank}.log", "ab", buffering=0)
-
-
-def _copy(file: Any) -> None:
-    """To the console, what came to this file since the last look."""
-    if text := file.read():
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _say(line: str) -> None:

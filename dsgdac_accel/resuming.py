@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import IterableDataset
 
 from dsgdac_accel.data_order import order_state, set_order_state
-from dsgdac_accel.loaders import EqualSteps
+from dsgdac_accel.equal_steps import EqualSteps
 from dsgdac_accel.randomness import random_state, set_random_state
 
 _NOTHING = object()

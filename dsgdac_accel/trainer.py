@@ -28,8 +28,8 @@ from dsgdac_accel.averaging import separate_state
 from dsgdac_accel.batch_parts import batch_size, cut, even_sizes
 from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.equal_steps import EqualSteps, known_length
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.loaders import EqualSteps, known_length
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_rates

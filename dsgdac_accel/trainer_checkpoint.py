@@ -16,7 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
 from dsgdac_accel.data_order import order_state, set_order_state
-from dsgdac_accel.loaders import EqualSteps, set_shared_epoch
+from dsgdac_accel.equal_steps import EqualSteps
+from dsgdac_accel.loaders import set_shared_epoch
 from dsgdac_accel.manifest import MANIFEST
 from dsgdac_accel.randomness import random_state
 from dsgdac_accel.resuming import inner_loader

@@ -57,7 +57,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from dsgdac_accel.launch import Launch, launch
+    from dsgdac_accel.launch import launch
+    from dsgdac_accel.launch_plan import Launch
 
     return launch(
         Launch(
