@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.config.checks import check_integer, check_number
+from dsgdac_accel.config.checks import check_integer, check_number, check_writable
 
 MOST_WORKERS = 10_000_000
+MOST_PARAMETERS = 1e13
+FEWEST_BITS, MOST_BITS = 0.001, 10_000
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes; torch's DistributedDataParallel
 _MESSAGE = 64 * 2**20  # bytes; `exchange.CHUNK_BYTES`
 
@@ -78,12 +80,12 @@ class Cluster:
     """Whether gossip is hidden behind the next forward and backward."""
 
     def __post_init__(self) -> None:
-        check_number("parameters", self.parameters, minimum=1)
+        check_number("parameters", self.parameters, minimum=1, maximum=MOST_PARAMETERS)
         check_number("compute_seconds", self.compute_seconds, minimum=0)
         check_number("bandwidth", self.bandwidth, above=0, advice="It is in bytes per second.")
         check_number("latency", self.latency, minimum=0, advice="It is in seconds.")
         for name in ("bits", "gradient_bits"):
-            check_number(name, getattr(self, name), above=0)
+            check_number(name, getattr(self, name), minimum=FEWEST_BITS, maximum=MOST_BITS)
         check_number("forward_share", self.forward_share, minimum=0, maximum=1)
         if self.buckets is not None:
             check_integer("buckets", self.buckets, minimum=1)
@@ -98,15 +100,15 @@ class Cluster:
         """Of one gradient."""
         return self.parameters * self.gradient_bits / 8
 
-    def gradient_buckets(self) -> tuple[float, ...]:
-        """Bytes of the parts that gradients are reduced in, in order of becoming ready."""
+    def gradient_buckets(self) -> tuple[tuple[int, float], ...]:
+        """The parts that gradients are reduced in, in order of becoming ready: how many of how many bytes each."""
         size = self.gradient_bytes
         if self.buckets is not None:
-            return (size / self.buckets,) * self.buckets
+            return ((self.buckets, size / self.buckets),)
         if size <= _FIRST_BUCKET:
-            return (size,)
+            return ((1, size),)
         others = math.ceil((size - _FIRST_BUCKET) / _BUCKET)
-        return (float(_FIRST_BUCKET), *((size - _FIRST_BUCKET) / others for _ in range(others)))
+        return (1, float(_FIRST_BUCKET)), (others, (size - _FIRST_BUCKET) / others)
 
 
 # ---- traffic
@@ -199,20 +201,22 @@ SCHEMES: dict[str, Callable[[Cluster, int], Step]] = {
 
 
 def _ddp(cluster: Cluster, workers: int, all_reduce: Callable[[int, float, float, float], Traffic]) -> Step:
-    sizes = cluster.gradient_buckets()
-    parts = [all_reduce(workers, size, cluster.bandwidth, cluster.latency) for size in sizes]
     forward = cluster.forward_share * cluster.compute_seconds
     backward = cluster.compute_seconds - forward
-    ready = ended = 0.0
-    for size, part in zip(sizes, parts, strict=True):
-        ready += size
-        ended = max(ended, forward + backward * ready / cluster.gradient_bytes) + part.seconds
-    return Step(
-        sum(part.bytes_sent for part in parts),
-        sum(part.messages for part in parts),
-        sum(part.seconds for part in parts),
-        max(ended, cluster.compute_seconds),
-    )
+    bytes_sent, messages, exchange, ready, ended = 0.0, 0, 0.0, 0.0, 0.0
+    for count, size in cluster.gradient_buckets():
+        part = all_reduce(workers, size, cluster.bandwidth, cluster.latency)
+        # Among equal buckets c_k + T_k + .. is linear in k: the first or the last one decides.
+        first, last = (
+            forward + backward * min(1.0, done / cluster.gradient_bytes)
+            for done in (ready + size, ready + count * size)
+        )
+        ended = max(max(ended, first) + count * part.seconds, last + part.seconds)
+        ready += count * size
+        bytes_sent += count * part.bytes_sent
+        messages += count * part.messages
+        exchange += count * part.seconds
+    return Step(bytes_sent, messages, exchange, max(ended, cluster.compute_seconds))
 
 
 def _gossip(cluster: Cluster, traffic: Traffic) -> Step:
@@ -270,15 +274,13 @@ def table_lines(cluster: Cluster, counts: Sequence[int]) -> list[str]:
 def plot(cluster: Cluster, largest: int, path: Path | str) -> Path:
     """Seconds per step, and bytes per step, against the number of workers up to `largest`, as a PNG file.
 
-    Raises ImportError without matplotlib.
+    Raises the errors of `check_plot`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
     from dsgdac_accel.plotting import BLUE, DPI, GREEN, ORANGE, VERMILION
 
-    path = Path(path)
+    path = check_plot(Path(path))
+    from matplotlib.figure import Figure
+
     counts = _spread(largest)
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     panels: Sequence[Any] = figure.subplots(1, 2)
@@ -299,8 +301,19 @@ def plot(cluster: Cluster, largest: int, path: Path | str) -> Path:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize="small")
     figure.suptitle(described(cluster), fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
+    return path
+
+
+def check_plot(path: Path, name: str = "path") -> Path:
+    """Raises ValueError, which calls it by `name`, where no PNG file can be written, ImportError without matplotlib."""
+    if path.suffix != ".png":
+        raise ValueError(f"{name} must be a file that ends in .png; got {path}.")
+    check_writable(name, path)
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
     return path
 
 

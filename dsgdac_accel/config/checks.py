@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import tempfile
 from collections.abc import Collection
+from pathlib import Path
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -96,6 +98,27 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False; got {value!r}.")
     return value
+
+
+def check_writable(name: str, path: Path) -> Path:
+    """A file that can be written, in a folder that is made if need be; what is in the file stays.
+
+    >>> check_writable("output", Path("/"))
+    Traceback (most recent call last):
+    ValueError: output must be a file that can be written; / is not (Is a directory). Choose another one.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            open(path, "ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"{name} must be a file that can be written; {path} is not ({reason}). Choose another one."
+        ) from None
+    return path
 
 
 def _range_text(minimum: float, maximum: float, above: float) -> str:

@@ -1,6 +1,7 @@
 """The scaling model: against all-reduces and training steps played through on an emulated network, event by event."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ from benchmarks.link import Network
 
 from dsgdac_accel.cli import main
 from dsgdac_accel.scaling import (
+    MOST_BITS,
+    MOST_PARAMETERS,
     SCHEMES,
     Cluster,
     complete_gossip,
@@ -16,6 +19,7 @@ from dsgdac_accel.scaling import (
     ring_all_reduce,
     ring_ddp,
     synchronous_stall,
+    table_lines,
     tree_all_reduce,
     tree_ddp,
     worker_counts,
@@ -88,25 +92,38 @@ def test_steps_of_one_peer_gossip_settle_at_the_formula_whatever_the_number_of_w
 
 @pytest.mark.parametrize("n", [2, 4, 9])
 @pytest.mark.parametrize(("rate", "delay"), NETWORKS)
-@pytest.mark.parametrize(("compute", "buckets"), [(0.18, None), (0.18, 1), (0.18, 5), (3.0, 4), (0.0, 3)])
-def test_a_step_of_ddp_takes_the_seconds_of_the_formula(n, rate, delay, compute, buckets):
-    cluster = Cluster(parameters=1e6, compute_seconds=compute, bandwidth=rate, latency=delay, buckets=buckets)
+@pytest.mark.parametrize(
+    ("parameters", "compute", "buckets"),
+    [(1e6, 0.18, None), (25e6, 0.18, None), (25e6, 100.0, None), (1e6, 0.18, 1), (1e6, 0.18, 5), (1e6, 3.0, 4),
+     (1e6, 0.0, 3)],
+)  # fmt: skip
+def test_a_step_of_ddp_takes_the_seconds_of_the_formula(n, rate, delay, parameters, compute, buckets):
+    cluster = Cluster(parameters=parameters, compute_seconds=compute, bandwidth=rate, latency=delay, buckets=buckets)
+    sizes = [size for count, size in cluster.gradient_buckets() for _ in range(count)]
     network, times, ready = Network(rate, delay, ENDLESS), [0.0] * n, 0.0
-    for size in cluster.gradient_buckets():
+    for size in sizes:
         ready += size
         computed = compute / 3 + 2 / 3 * compute * ready / cluster.gradient_bytes
         times = play_ring(network, [max(time, computed) for time in times], size)
     step = ring_ddp(cluster, n)
     assert times == pytest.approx([step.seconds] * n, rel=1e-9)
-    assert sum(cluster.gradient_buckets()) == pytest.approx(4e6)
-    assert step.bytes_sent == pytest.approx(2 * (n - 1) / n * 4e6)
+    assert sum(sizes) == pytest.approx(4 * parameters)
+    assert step.bytes_sent == pytest.approx(2 * (n - 1) / n * 4 * parameters)
+    assert step.messages == 2 * (n - 1) * len(sizes)
 
 
 def test_ddp_reduces_the_first_mebibyte_by_itself_and_then_25_at_a_time():
-    sizes = Cluster(parameters=25e6, compute_seconds=0.1, bandwidth=1e9).gradient_buckets()
-    assert sizes[0] == 2**20
-    assert len(sizes) == 1 + math.ceil((100e6 - 2**20) / (25 * 2**20))
-    assert Cluster(parameters=1000, compute_seconds=0.1, bandwidth=1e9).gradient_buckets() == (4000.0,)
+    first, (count, size) = Cluster(parameters=25e6, compute_seconds=0.1, bandwidth=1e9).gradient_buckets()
+    assert first == (1, 2**20)
+    assert count == math.ceil((100e6 - 2**20) / (25 * 2**20))
+    assert 2**20 + count * size == pytest.approx(100e6)
+    assert Cluster(parameters=1000, compute_seconds=0.1, bandwidth=1e9).gradient_buckets() == ((1, 4000.0),)
+
+
+@pytest.mark.timeout(20)
+def test_the_largest_model_takes_no_longer_than_a_small_one():
+    cluster = Cluster(parameters=MOST_PARAMETERS, compute_seconds=0.1, bandwidth=1e9, gradient_bits=MOST_BITS)
+    assert len(table_lines(cluster, worker_counts(10_000))) == 17
 
 
 @pytest.mark.parametrize("n", [3, 4, 100, 10_000])
@@ -151,8 +168,8 @@ def test_synchronous_stalls_are_those_of_a_draw(n, probability):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"parameters": 0}, {"bandwidth": 0}, {"latency": -1}, {"bits": 0}, {"compute_seconds": math.nan},
-     {"forward_share": 2}, {"buckets": 0}],
+    [{"parameters": 0}, {"parameters": 1e14}, {"bandwidth": 0}, {"latency": -1}, {"bits": 0}, {"gradient_bits": 1e300},
+     {"compute_seconds": math.nan}, {"forward_share": 2}, {"buckets": 0}],
 )  # fmt: skip
 def test_impossible_clusters_are_refused_by_name(wrong):
     settings = {"parameters": 1e6, "compute_seconds": 0.1, "bandwidth": 1e6} | wrong
@@ -187,14 +204,48 @@ def test_the_command_prints_what_the_library_says_and_draws_it(capsys, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--workers", "0"], ["--parameters", "many"], ["--bandwidth", "0"], ["--compute", "-1"], ["--plot", "."],
-     ["--bits", "0"], ["--latency", "nan"]],
-)  # fmt: skip
-def test_the_command_refuses_what_cannot_be(words, capsys):
+    ("words", "message"),
+    [
+        (["--workers", "0"], "--workers must be an integer >= 1; got 0"),
+        (["--workers", "100000000"], "--workers must be at most 10,000,000"),
+        (["--parameters", "many"], "--parameters: must be a number such as 25M or 1e6; got 'many'"),
+        (["--parameters", "999999999999999999G"], "--parameters must be a number in [1, 1e+13]; got 1e+27"),
+        (["--bandwidth", "0"], "--bandwidth must be a finite number > 0; got 0.0. It is in bits per second."),
+        (["--compute", "-1"], "--compute must be a finite number >= 0; got -1.0. It is in milliseconds."),
+        (["--compute", "inf"], "--compute must be a finite number >= 0; got inf"),
+        (["--latency", "nan"], "--latency must be a finite number >= 0; got nan"),
+        (["--latency", "-1"], "--latency must be a finite number >= 0; got -1.0. It is in milliseconds."),
+        (["--bits", "0"], "--bits must be a number in [0.001, 10000]; got 0.0"),
+        (["--gradient-bits", "1e9"], "--gradient-bits must be"),
+        (["--plot", "."], "--plot must be a file that ends in .png; got ."),
+        (["--plot", "noext"], "--plot must be a file that ends in .png; got noext"),
+        (["--plot", "x.svg"], "--plot must be a file that ends in .png; got x.svg"),
+        (["--plot", "/proc/nope/x.png"], "--plot must be a file that can be written; /proc/nope/x.png is not"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_refuses_what_cannot_be_by_its_own_names_and_units(words, message, capsys):
     try:
         status = main(["scaling", *words])
     except SystemExit as end:
         status = end.code
     assert status == 2
-    assert "error: " in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err.splitlines()[-1]
+    assert out == "", "a table before the error"
+
+
+def test_amounts_may_have_an_exponent_or_a_unit_up_to_tera(capsys):
+    shown = []
+    for parameters, bandwidth in (("1e6", "0.1T"), ("1M", "1e11"), ("1.0E3k", "100G")):
+        assert main(["scaling", "--parameters", parameters, "--bandwidth", bandwidth, "--workers", "2"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert len(set(shown)) == 1
+
+
+def test_without_matplotlib_a_plot_is_refused_before_the_table(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["scaling", "--plot", str(tmp_path / "x.png")]) == 2
+    out, err = capsys.readouterr()
+    assert "pip install dsgdac-accel[tasks]" in err
+    assert out == ""
