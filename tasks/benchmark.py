@@ -9,13 +9,22 @@ the script starts them itself; `network` puts them on a slower network than this
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
+from benchmarks.launching import (
+    check_workers,
+    joined,
+    launch_command,
+    launch_workers,
+    leave_interrupts_to_launcher,
+    must_launch,
+)
 from benchmarks.measurement import measure
-from benchmarks.report import report
-from endings import starting_up
+from benchmarks.report import check_output, report
+from endings import quiet_ends, starting_up, training
 
 from dsgdac_accel.config import config_from_command_line
 
@@ -23,15 +32,21 @@ from dsgdac_accel.config import config_from_command_line
 def main() -> None:
     """Start the workers, or be one: measure, print the table, write the files."""
     config = config_from_command_line(BenchmarkConfig, description=__doc__)
-    with starting_up():
+    with starting_up(), quiet_ends():
         check_workers(config)
+        if config.output is not None and os.environ.get("RANK", "0") == "0":
+            check_output(config.output)
         if must_launch(config):
             sys.exit(launch_workers(config, launch_command()))
-    with joined(config) as here:
-        measured = measure(config, here.group, here.carried)
-        if here.group.rank == 0:
-            report(config, measured, here.group.size, here.lines())
-        here.group.meet("ending the benchmark")
+    leave_interrupts_to_launcher()
+    with contextlib.ExitStack() as ended:
+        with starting_up():
+            here = ended.enter_context(joined(config))
+        with training(here.group.report), here.relay_is_blamed():
+            measured = measure(config, here.group, here.carried)
+            if here.group.rank == 0:
+                report(config, measured, here.group.size, here.lines())
+            here.group.meet("ending the benchmark")
 
 
 if __name__ == "__main__":

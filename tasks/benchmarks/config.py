@@ -115,13 +115,16 @@ class BenchmarkConfig:
     """Topology, timeout and everything else of the gossip variants that their names do not say."""
 
     output: Path | None = None
-    """JSON file for the result, with a plot beside it (PNG); null only prints."""
+    """JSON file for the result (.json), with a plot beside it (.png); null only prints."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "batch_size", "rounds", "steps"):
             check_integer(name, getattr(self, name), minimum=1)
         check_number("compute_ms", self.compute_ms, minimum=0)
+        object.__setattr__(self, "model", self.model.strip().lower())  # others compare it
         check_model_name(self.model, self.image_size)
+        if self.output is not None and self.output.suffix != ".json":
+            raise ValueError(f"output must be a file that ends in .json; got {self.output}. The plot is put beside it.")
         if self.workers is not None:
             check_integer("workers", self.workers, minimum=1)
             launched = os.environ.get("WORLD_SIZE")

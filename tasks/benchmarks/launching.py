@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,15 +19,15 @@ from benchmarks.config import BenchmarkConfig, NetworkConfig
 from benchmarks.names import VariantName
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore
-from dsgdac_accel import WorkerGroup
-from dsgdac_accel.launch import Launch, launch
+from dsgdac_accel import WorkerGroup, WorkerLostError
+from dsgdac_accel.launch import RUN_ID, launch
+from dsgdac_accel.launch_plan import Launch
 from dsgdac_accel.topology import Topology, build_topology
 
-_RELAY = "BENCHMARK_RELAY"  # variables from the launcher to its workers: the relay's port,
-_NAMESPACES = "BENCHMARK_NAMESPACES"  # names of namespaces, by rank,
-_STORE = (
-    "BENCHMARK_STORE"  # and a file for the rendezvous, since namespaces have no network in common with the launcher
-)
+# Variables of the environment from the launcher to its workers:
+_RELAY = "BENCHMARK_RELAY"  # port of the relay
+_NAMESPACES = "BENCHMARK_NAMESPACES"  # names of the namespaces, by rank
+_STORE = "BENCHMARK_STORE"  # file of the rendezvous: namespaces have no network in common with the launcher
 _LATE_SECONDS = 0.002
 """From so much on average the relay has not kept up."""
 
@@ -56,14 +57,33 @@ class Joined:
             late += ": this machine is too busy or the network too fast for the relay, do not trust these figures"
         return [*self.notes, late]
 
+    @contextlib.contextmanager
+    def relay_is_blamed(self) -> Iterator[None]:
+        """Without the relay the workers have only lost each other: then inside, ConnectionError is raised instead."""
+        try:
+            yield
+        except WorkerLostError:
+            if self.relay is not None:
+                self.relay.counters()
+            raise
+
 
 def must_launch(config: BenchmarkConfig) -> bool:
     """Whether this process is to start the workers, rather than one of them."""
     return "RANK" not in os.environ and (config.workers or 1) > 1
 
 
+def leave_interrupts_to_launcher() -> None:
+    """End at once by SIGINT where `launch` has started this worker: the launcher says so, once for all of them."""
+    if os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
-    """Start `command` for each worker on the network of the configuration; the exit status of the whole."""
+    """Start `command` for each worker on the network of the configuration; the exit status of the whole.
+
+    Raises KeyboardInterrupt where it was interrupted, when no worker is left.
+    """
     assert config.workers is not None
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     with contextlib.ExitStack() as ended:
@@ -78,7 +98,10 @@ def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
                 os.environ |= {_NAMESPACES: " ".join(names), _STORE: os.path.join(folder, "store")}
             else:
                 os.environ[_RELAY] = str(ended.enter_context(_relay_for(config.network)))
-        return launch(Launch(command=command, workers=config.workers, stop_on_failure=True))
+        status = launch(Launch(command=command, workers=config.workers, stop_on_failure=True))
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    return status
 
 
 def choose(network: NetworkConfig) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.config import BenchmarkConfig
@@ -54,6 +55,8 @@ def measure(
         config: of the benchmark.
         group: the workers.
         carried: asks the relay for the bytes that each worker has sent so far.
+
+    Raises WorkerLostError, whatever the variant communicates by.
     """
     variants: dict[str, Variant] = {}
     turns: dict[str, Turns] = {}
@@ -61,26 +64,31 @@ def measure(
     for name in config.variants:
         before = all_storages()
         try:
-            variant = build_variant(name, config, group)
+            variant = group.guarded(partial(build_variant, name, config, group), f"building {name}", strict=True)
         except LeftOut as reason:
             left_out[name] = str(reason)
             continue
         variants[name], turns[name] = variant, Turns()
-        for _ in range(_WARM_UP):
-            variant.step()
-        variant.settle()
-        variant.fill_gradients()
+        group.guarded(partial(_warm_up, variant), f"the first steps of {name}", strict=True)
         workload = variant.workload
         copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
         workload.model.zero_grad()
         turns[name].extra_copies = max(group.gather(copies, "comparing memory"))
     names = list(variants)
-    for round_ in range(config.rounds):
+    for round_ in range(config.rounds if names else 0):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            _take_turn(variants[name], turns[name], config.steps, group, carried)
+            turn = partial(_take_turn, variants[name], turns[name], config.steps, group, carried)
+            group.guarded(turn, f"a turn of {name}", strict=True)
     first = next(iter(variants.values()), None)
     parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
     return Measured(turns, left_out, parameters)
+
+
+def _warm_up(variant: Variant) -> None:
+    for _ in range(_WARM_UP):
+        variant.step()
+    variant.settle()
+    variant.fill_gradients()
 
 
 def _take_turn(
@@ -145,8 +153,16 @@ def quartiles(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float
     """Of the ratios of two variants in the same rounds.
 
     >>> quartiles([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
-    {'q1': 1.0, 'median': 2.0, 'q3': 4.0}
+    {'q1': 1.5, 'median': 2.0, 'q3': 3.0}
     """
     ratios = [one / other if other else float("nan") for one, other in zip(mine, theirs, strict=True)]
-    q1, _, q3 = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return {"q1": q1, "median": statistics.median(ratios), "q3": q3}
+    return dict(zip(("q1", "median", "q3"), quartiles_of(ratios), strict=True))
+
+
+def quartiles_of(values: Sequence[float]) -> list[float]:
+    """First quartile, median and third quartile, by linear interpolation between the values, so never beyond them.
+
+    >>> quartiles_of([1.0, 2.0, 3.0, 10.0]), quartiles_of([7.0])
+    ([1.75, 2.5, 4.75], [7.0, 7.0, 7.0])
+    """
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,15 +54,10 @@ class VariantName:
             if option not in known and not ("every_<k>" in known and _EVERY.fullmatch(option)):
                 listed = ", ".join(known) or "none"
                 raise ValueError(f"options of a variant of kind {kind} are: {listed}; got {option!r} in {text!r}.")
-        if len(set(options)) < len(options) or len(set(options) & set(_COMM_DTYPES)) > 1:
+        decided = [_decides(option) for option in options]
+        if len(set(decided)) < len(decided):
             raise ValueError(f"options of a variant must not repeat or contradict each other; got {text!r}.")
         return cls(kind, topology if colon else None, tuple(options))
-
-    def missing(self) -> str | None:
-        """Why this version of the library cannot do what the name asks for, or None."""
-        known = {field.name for field in dataclasses.fields(GossipConfig)}
-        wanted = set(self.changes()) - known
-        return f"GossipConfig has no {', '.join(sorted(wanted))}" if wanted else None
 
     def changes(self) -> dict[str, Any]:
         """The settings of `GossipConfig` that the name says."""
@@ -84,5 +78,12 @@ class VariantName:
         return found
 
     def settings(self, config: GossipConfig) -> GossipConfig:
-        """`config` with what the name says; as it is where that is missing in this version."""
-        return config if self.missing() else replace(config, **self.changes())
+        """`config` with what the name says."""
+        return replace(config, **self.changes())
+
+
+def _decides(option: str) -> str:
+    """What the option is about: a name has one option for it at most."""
+    if option in _COMM_DTYPES:
+        return "comm_dtype"
+    return "mix_every" if _EVERY.fullmatch(option) else option

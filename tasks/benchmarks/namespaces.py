@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.config import NetworkConfig
 
 DEVICE = "e0"
 """Of a worker, in its namespace."""
+_NAMED = Path("/run/netns")
+_OURS = re.compile(r"bench-(?:probe-(\d+)|(\d+)-(?:switch|\d+))")
 _BURST = 32 * 1024
 _CLONE_NEWNET = 0x40000000
 _FRAME = 1500
@@ -51,7 +55,11 @@ def reason_against(network: NetworkConfig) -> str | None:
 
 @contextlib.contextmanager
 def joined_namespaces(workers: int, network: NetworkConfig) -> Iterator[list[str]]:
-    """Names of the namespaces of the workers, removed at the end. Raises RuntimeError where the kernel refuses."""
+    """Names of the namespaces of the workers, removed at the end. Raises RuntimeError where the kernel refuses.
+
+    Those that a killed benchmark has left behind are removed as well.
+    """
+    _remove_abandoned()
     prefix = f"bench-{os.getpid()}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{rank}" for rank in range(workers)]
     try:
@@ -79,9 +87,18 @@ def joined_namespaces(workers: int, network: NetworkConfig) -> Iterator[list[str
 def enter(name: str) -> None:
     """Move this process into a namespace; threads started later follow."""
     library = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{name}", "rb") as file:
+    with open(_NAMED / name, "rb") as file:
         if library.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"entering the network namespace {name}")
+
+
+def _remove_abandoned() -> None:
+    """Delete namespaces of benchmarks whose process is gone."""
+    for file in sorted(_NAMED.glob("bench-*")):
+        found = _OURS.fullmatch(file.name)
+        if found and not Path("/proc", found[1] or found[2]).exists():
+            with contextlib.suppress(RuntimeError):  # another benchmark may have been quicker
+                _run("ip", "netns", "delete", file.name)
 
 
 def _bucket(network: NetworkConfig) -> list[str]:

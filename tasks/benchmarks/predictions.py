@@ -33,19 +33,18 @@ def predicted_seconds(
         scheme = _scheme(name, config)
         if scheme is None:
             continue
-        compressed = {"bf16": 16.0}
-        if name.kind == "gossip" and scheme is one_peer_gossip and workers > 1:
-            sent = table[text]["bytes_sent"] * 8 / parameters * workers / (workers - workers % 2)
-            compressed["int8"] = sent  # with the scales of its blocks
-        bits = next((compressed[option] for option in name.options if option in compressed), 32.0)
+        settings = name.settings(config.gossip)
+        bits = {"full": 32.0, "bf16": 16.0}.get(settings.comm_dtype)
+        if bits is None:  # int8, with the scales of its blocks: what was sent, of which an odd worker has no part
+            bits = table[text]["bytes_sent"] * 8 / parameters * workers / (workers - workers % 2)
         cluster = Cluster(
             parameters=parameters,
             compute_seconds=table["local"]["seconds"],
             bandwidth=config.network.bytes_per_second,
             latency=config.network.delay_ms / 1e3,
             bits=bits,
-            gradient_bits=bits,
-            overlap="no_overlap" not in name.options,
+            gradient_bits=16.0 if "bf16" in name.options else 32.0,
+            overlap=settings.overlap,
         )
         found[text] = scheme(cluster, workers).seconds
     return found
@@ -55,8 +54,7 @@ def _scheme(name: VariantName, config: BenchmarkConfig) -> Callable[[Cluster, in
     if name.kind == "ddp":
         return ring_ddp
     settings = name.settings(config.gossip)
-    if name.kind != "gossip" or getattr(settings, "mix_every", 1) != 1:
+    if name.kind != "gossip" or settings.mix_every != 1:
         return None
     scheme = _OF_TOPOLOGY.get(settings.topology) if isinstance(settings.topology, str) else None
-    compressed = getattr(settings, "comm_dtype", "full") != "full"
-    return None if compressed and scheme is complete_gossip else scheme
+    return None if scheme is complete_gossip and settings.comm_dtype != "full" else scheme

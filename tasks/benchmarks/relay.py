@@ -8,9 +8,9 @@ It prints the port of its control connection, on which workers ask, one line eac
     route RANK PORT      where worker RANK is to connect to reach the owner of PORT   -> a port
     counters             bytes sent by each worker so far, and how late they were     -> JSON
 
-It ends when its standard input does, so that it does not outlive the process that started it, as soon as workers have
-hung up. It needs no privileges and
-no compiler: `relayed_store` lets gloo connect here instead of to its peers.
+Its standard input ends with the process that started it, at the latest. The relay then waits until all workers have
+hung up, for 10 seconds at most, and ends as well. It needs neither privileges nor a compiler: `relayed_store` lets gloo
+connect here instead of to its peers.
 """
 
 from __future__ import annotations

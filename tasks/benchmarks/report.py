@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.measurement import Measured, summarise
+from benchmarks.measurement import Measured, quartiles_of, summarise
 from benchmarks.predictions import predicted_seconds
 from benchmarks.targets import Target, Verdict
 from dsgdac_accel.config import config_to_dict
+from dsgdac_accel.config.checks import check_writable
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE
 
 REFERENCES = ("local", "ddp", "decent_dp")
@@ -57,6 +58,19 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         plot(table, verdicts, config.output.with_suffix(".png"), headline(config, measured, workers))
     return result
+
+
+def check_output(output: Path) -> None:
+    """Find out before minutes of measuring whether the files can be written; makes their folder.
+
+    Raises ValueError where they cannot, RuntimeError without matplotlib.
+    """
+    for file in (output, output.with_suffix(".png")):
+        check_writable("output", file)
+    try:
+        _figure_class()
+    except ImportError as error:
+        raise RuntimeError(f"{error}. Or leave out output, then there is no plot.") from None
 
 
 def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
@@ -107,19 +121,16 @@ def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], pa
 
     Raises ImportError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
     names = list(table)
-    figure = Figure(figsize=(8.0, 1.6 + 0.42 * len(names)), layout="constrained")
+    figure = _figure_class()(figsize=(8.0, 1.6 + 0.42 * len(names)), layout="constrained")
     axes = figure.subplots()
-    medians = [1e3 * table[name]["seconds"] for name in names]
+    medians: list[float] = []
     spread: list[list[float]] = [[], []]
-    for name, median in zip(names, medians, strict=True):
-        ordered = sorted(1e3 * seconds for seconds in table[name]["rounds"]["seconds"])
-        spread[0].append(max(0.0, median - ordered[len(ordered) // 4]))
-        spread[1].append(max(0.0, ordered[-1 - len(ordered) // 4] - median))
+    for name in names:
+        q1, median, q3 = (1e3 * seconds for seconds in quartiles_of(table[name]["rounds"]["seconds"]))
+        medians.append(median)
+        spread[0].append(median - q1)
+        spread[1].append(q3 - median)
     colours = [BLUE if name.startswith("gossip") else "0.6" for name in names]
     places = list(range(len(names)))
     axes.barh(places, medians, xerr=spread, color=colours, height=0.65, error_kw={"ecolor": "0.25", "capsize": 2})
@@ -138,6 +149,14 @@ def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], pa
     axes.set_title(f"{head}\n{rest}", fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=DPI)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
+    return Figure
 
 
 def _limits(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict]) -> dict[str, float]:

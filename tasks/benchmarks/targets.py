@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _FORM = re.compile(
-    r"(?:(?P<what>cpu|memory)\s+)?(?P<variant>\S+)\s*<=\s*(?P<limit>[0-9.]+)(?:\s+of\s+(?P<reference>\S+))?"
+    r"(?:(?P<what>cpu|memory)\s+)?(?P<variant>\S+)\s*<=\s*"
+    r"(?P<limit>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:\s+of\s+(?P<reference>\S+))?"
 )
 
 
@@ -32,16 +33,12 @@ class Target:
     def parse(cls, text: str) -> Target:
         """Raises ValueError for anything that is not of the form."""
         found = _FORM.fullmatch(text.strip())
-        try:
-            assert found is not None
-            limit = float(found["limit"])
-            assert (found["reference"] is None) == (found["what"] == "memory")
-        except (AssertionError, ValueError):
+        if found is None or (found["reference"] is None) != (found["what"] == "memory"):
             raise ValueError(
                 f"targets must be of the form 'VARIANT <= RATIO of VARIANT', 'cpu VARIANT <= RATIO of VARIANT' or "
                 f"'memory VARIANT <= COPIES'; got {text!r}."
-            ) from None
-        return cls(found["what"] or "time", found["variant"], limit, found["reference"])
+            )
+        return cls(found["what"] or "time", found["variant"], float(found["limit"]), found["reference"])
 
     @property
     def variants(self) -> tuple[str, ...]:

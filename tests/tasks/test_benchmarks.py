@@ -85,6 +85,57 @@ def test_the_script_starts_its_workers_itself(tmp_path):
     assert "stall for 1 ms in 50 % of their steps" in out
 
 
+BROKEN = f"""
+import os, pathlib, signal, sys
+sys.path.insert(0, {str(ROOT / "tasks")!r})
+from benchmarks import measurement
+
+def of_launcher(word):
+    children = pathlib.Path(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read_text().split()
+    return next(int(child) for child in children if word in pathlib.Path(f"/proc/{{child}}/cmdline").read_text())
+
+really, turns = measurement._take_turn, []
+def take_turn(*arguments):
+    turns.append(1)
+    if os.environ["RANK"] == "1" and len(turns) == 2:
+        exec(os.environ["BREAK"])
+    return really(*arguments)
+measurement._take_turn = take_turn
+import benchmark
+benchmark.main()
+"""
+
+
+@pytest.mark.task
+@pytest.mark.parametrize(
+    ("broken", "status", "said", "blamed"),
+    [
+        ("os.kill(os.getppid(), signal.SIGINT)", 130, "interrupted", "nobody"),
+        (
+            "os.kill(of_launcher('benchmarks.relay'), signal.SIGKILL)",
+            1,
+            "connections was ended by SIGKILL",
+            "the relay",
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker 1 was ended by SIGKILL", "worker 1"),
+        ("raise OSError('no space left')", 1, "error: worker 1: no space left", "worker 1"),
+    ],
+    ids=["interrupt", "relay", "worker", "file"],
+)
+def test_measuring_that_ends_early_says_why_in_few_lines(broken, status, said, blamed, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    words = ["--model", "sleeping-1000", "--workers", "2", "--variants", "[ddp, gossip]", *SMALL]
+    words += ["--network.by", "relay", "--network.delay_ms", "1"]
+    found, _, err = finish(start([*forked(), script, *words], tmp_path, BREAK=broken))
+    assert found == status, err
+    lines = [line for line in err.splitlines() if not line.startswith("[rank")]  # torch's own, of broken connections
+    assert "Traceback" not in err
+    assert said in err
+    assert len(lines) <= 6, err
+    assert all(blamed in line for line in error_lines(err)), err
+
+
 @pytest.mark.task
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -92,8 +143,9 @@ def test_the_script_starts_its_workers_itself(tmp_path):
         (["--variants", "[gossip:one_peer_exponential]"], "got 3. Use 'base_graph'"),
         (["--variants", "[local, gosip]"], "Did you mean 'gossip'?"),
         (["--network.delay_ms", "1", "--workers", "1"], "needs several workers"),
+        (["--output", "/proc/nope/a.json"], "output must be a file that can be written"),
     ],
-    ids=["odd count", "unknown variant", "network of one"],
+    ids=["odd count", "unknown variant", "network of one", "no place for output"],
 )
 def test_mistakes_end_in_one_line_and_status_2(words, message, tmp_path):
     words = ["--model", "tiny-3", *(() if "--workers" in words else ("--workers", "3")), *words]

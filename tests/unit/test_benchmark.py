@@ -6,6 +6,8 @@ import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import launching, namespaces, variants
+from benchmarks import launching, measurement, namespaces, variants
 from benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
 from benchmarks.link import Network
-from benchmarks.measurement import Measured, Turns, quartiles, summarise
+from benchmarks.measurement import Measured, Turns, measure, quartiles, summarise
 from benchmarks.memory import all_storages, extra_copies
 from benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
 from benchmarks.names import VariantName
@@ -25,10 +27,10 @@ from benchmarks.predictions import predicted_seconds
 from benchmarks.relay import Direction
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore, port_in, replaced
-from benchmarks.report import report
+from benchmarks.report import check_output, report
 from benchmarks.targets import Target
 
-from dsgdac_accel import GossipConfig, WorkerGroup
+from dsgdac_accel import GossipConfig, WorkerGroup, WorkerLostError
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
 
@@ -64,6 +66,9 @@ def workload(name, seconds=0.0, seed=0):
         ({"workers": 0}, "workers"),
         ({"compute_ms": -1}, "compute_ms"),
         ({"gossip": GossipConfig(workers_per_process=2)}, "workers_per_process"),
+        ({"variants": ("gossip+every_2+every_3",)}, "contradict"),
+        ({"targets": ("gossip <= 1.2.3 of ddp",)}, "of the form"),
+        ({"output": Path("x.png")}, "ends in .json; got x.png"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_way_out(settings, message):
@@ -113,12 +118,8 @@ def test_a_name_says_which_settings_it_changes(name, changes):
     assert settings.topology == changes.get("topology", "grid")
 
 
-def test_what_the_library_cannot_do_yet_is_left_out(monkeypatch):
-    monkeypatch.setattr(VariantName, "changes", lambda self: {"comm_type": "bf16"})
-    name = VariantName.parse("gossip+bf16")
-    assert name.settings(GossipConfig()) == GossipConfig()
-    with pytest.raises(variants.LeftOut, match="no comm_type"):
-        variants.build_variant("gossip+bf16", BenchmarkConfig(), WorkerGroup(CPU))
+def test_a_model_is_known_by_one_spelling():
+    assert BenchmarkConfig(model=" Sleeping-1000 ").model == "sleeping-1000"
 
 
 # ---- what is measured
@@ -212,6 +213,42 @@ def test_tables_hold_medians_and_ratios_within_rounds():
     assert quartiles([3.0], [2.0]) == {"q1": 1.5, "median": 1.5, "q3": 1.5}
 
 
+@pytest.mark.parametrize("ratios", [[1.0, 5.0], [1.0, 1.1, 9.0]])
+def test_quartiles_are_within_what_was_measured(ratios):
+    found = quartiles(ratios, [1.0] * len(ratios))
+    assert min(ratios) <= found["q1"] <= found["median"] <= found["q3"] <= max(ratios)
+
+
+def test_where_every_variant_is_left_out_the_report_says_why(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "decent_dp", None)
+    config = BenchmarkConfig(model="tiny-4", variants=("decent_dp",), rounds=2, output=tmp_path / "result.json")
+    measured = measure(config, WorkerGroup(CPU))
+    assert measured.turns == {}
+    report(config, measured, 1)
+    assert "decent_dp is left out: it is not installed" in capsys.readouterr().out
+    assert json.loads(config.output.read_text())["variants"] == {}
+
+
+@pytest.mark.parametrize("when", ["building it", "the first steps", "a turn"])
+def test_a_lost_worker_is_named_whatever_the_variant_communicates_by(when, monkeypatch):
+    calls = []
+
+    def broken():
+        calls.append(1)
+        if when != "a turn" or len(calls) > 3:
+            raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    def build(*_):
+        if when == "building it":
+            broken()
+        model = torch.nn.Linear(2, 2)
+        return variants.Variant(SimpleNamespace(model=model, batch=()), broken, lambda: iter(()))
+
+    monkeypatch.setattr(measurement, "build_variant", build)
+    with pytest.raises(WorkerLostError, match=f"was lost in {when.replace('it', 'ddp')}"):
+        measure(BenchmarkConfig(model="tiny-4", variants=("ddp",)), WorkerGroup(CPU))
+
+
 @pytest.mark.parametrize(
     ("text", "measured", "met"),
     [
@@ -255,6 +292,27 @@ def test_the_report_says_what_was_measured_what_was_left_out_and_what_became_of_
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("there", ["result.json", "result.png", None])
+def test_files_that_cannot_be_written_are_noticed_before_anything_is_measured(there, tmp_path):
+    file = tmp_path / "deep" / "result.json"
+    check_output(file)
+    assert [*file.parent.iterdir()] == []
+    file.write_text("kept")
+    check_output(file)
+    assert file.read_text() == "kept"
+    file.unlink()
+    if there is not None:
+        (file.parent / there).mkdir()
+    with pytest.raises(ValueError, match="output must be a file that can be written"):
+        check_output(file if there else Path("/proc/nope/result.json"))
+
+
+def test_a_plot_that_cannot_be_drawn_is_noticed_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError, match=r"pip install dsgdac-accel\[tasks\]\. Or leave out output"):
+        check_output(tmp_path / "result.json")
+
+
 def test_what_the_scaling_model_says_is_held_against_what_was_measured():
     network = NetworkConfig(rate_mbit=100, delay_ms=10)
     names = ("local", "ddp", "ddp+bf16", "gossip", "gossip+no_overlap", "gossip:complete", "gossip+int8", "gossip:ring")
@@ -271,6 +329,18 @@ def test_what_the_scaling_model_says_is_held_against_what_was_measured():
             "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
             "gossip:complete": complete_gossip(plain, 4).seconds,
             "gossip+int8": one_peer_gossip(Cluster(**settings, bits=8.25), 4).seconds,
+        }
+    )
+    short = replace(config, gossip=GossipConfig(comm_dtype="bf16", overlap=False))
+    found = predicted_seconds(short, table, 1_000_000, workers=4)
+    exposed = Cluster(**settings, bits=16, overlap=False)
+    assert found == pytest.approx(
+        {
+            "ddp": ring_ddp(plain, 4).seconds,
+            "ddp+bf16": ring_ddp(Cluster(**settings, gradient_bits=16), 4).seconds,
+            "gossip": one_peer_gossip(exposed, 4).seconds,
+            "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
+            "gossip+int8": one_peer_gossip(replace(exposed, bits=8.25), 4).seconds,
         }
     )
     assert predicted_seconds(replace(config, network=None), table, 1_000_000, 4) == {}
@@ -337,8 +407,27 @@ def test_the_relay_hands_on_every_byte_both_ways_and_counts_them():
         with pytest.raises(RuntimeError, match="did not carry out 'dance'"):
             client.ask("dance")
         client.close()
-    with pytest.raises(OSError, match=r"refused|reset"):
+    with pytest.raises(ConnectionError, match=r"relay that carries .* does not answer .*(refused|reset)"):
         RelayClient(control)
+
+
+def test_a_relay_that_ended_by_itself_is_named_by_whoever_asks_and_in_the_end(monkeypatch, capfd):
+    started, really = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *words, **options: started.append(really(*words, **options)) or started[0]
+    )
+    with running_relay(rate=1e9, delay=0.0, queue=64 * 1024) as control:
+        assert os.getpgid(started[0].pid) == started[0].pid  # the terminal's Ctrl-C is for others
+        client = RelayClient(control)
+        here = launching.Joined(WorkerGroup(CPU), client)
+        with pytest.raises(WorkerLostError, match="it was the worker"), here.relay_is_blamed():
+            raise WorkerLostError("it was the worker")
+        started[0].kill()
+        started[0].wait()
+        with pytest.raises(ConnectionError, match=r"relay that carries .* does not answer"), here.relay_is_blamed():
+            raise WorkerLostError("it was the worker")
+        client.close()
+    assert capfd.readouterr().err == "the relay that carries the workers' connections was ended by SIGKILL\n"
 
 
 @pytest.mark.parametrize("takes", [1, 7, 1000])
@@ -440,6 +529,9 @@ def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert launching.launch_workers(config, [str(Path(__file__)), "--x"]) == 7
     assert launched == [(3, [str(Path(__file__)), "--x"], {})]
+    monkeypatch.setattr(launching, "launch", lambda plan: 130)
+    with pytest.raises(KeyboardInterrupt):
+        launching.launch_workers(config, [str(Path(__file__))])
     monkeypatch.setenv("RANK", "0")
     assert not launching.must_launch(config)
 
@@ -468,9 +560,26 @@ def test_reasons_against_namespaces_are_told_apart(monkeypatch):
     assert namespaces.reason_against(NetworkConfig()) == "they are Linux's"
 
 
-@pytest.mark.parametrize("delay", [0.0, 10.0])
-def test_namespaces_shape_both_directions_and_are_removed_again(delay, monkeypatch):
+def test_namespaces_of_killed_benchmarks_are_removed_and_those_of_living_ones_are_not(monkeypatch, tmp_path):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    gone, lives = process.pid, os.getppid()
+    abandoned = {f"bench-{gone}-0", f"bench-{gone}-12", f"bench-{gone}-switch", f"bench-probe-{gone}"}
+    others = {f"bench-{lives}-0", f"bench-probe-{lives}", f"bench-{gone}", f"bench-{gone}-mine", f"other-{gone}-0"}
+    for name in abandoned | others:
+        (tmp_path / name).touch()
     commands = []
+    monkeypatch.setattr(namespaces, "_NAMED", tmp_path)
+    monkeypatch.setattr(namespaces, "_run", lambda *command: commands.append(" ".join(command)))
+    with namespaces.joined_namespaces(2, NetworkConfig()):
+        removed = {command.split()[-1] for command in commands if command.startswith("ip netns delete")}
+    assert removed == abandoned
+
+
+@pytest.mark.parametrize("delay", [0.0, 10.0])
+def test_namespaces_shape_both_directions_and_are_removed_again(delay, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(namespaces, "_NAMED", tmp_path)
     monkeypatch.setattr(namespaces, "_run", lambda *command: commands.append(" ".join(command)))
     with (
         pytest.raises(KeyError),
