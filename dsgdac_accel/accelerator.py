@@ -154,7 +154,7 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsC
         group.when_workers_change(self._follow_survivors)
         self.gossip_steps: list[GossipStep] = []
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places = {}
         self._seeded = False
         self._deployed = 0  # how many `deployed_model` contexts are open
 
@@ -171,7 +171,7 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsC
         for obj in args:
             if isinstance(obj, nn.Module):
                 refuse_unsupported_model(obj)
-        self._places = {}  # a new parameter may have the `id` of an old one
+        self._places = {}
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         first_virtual = len(self._virtual_models)
         prepared = super().prepare(*args, device_placement=device_placement)

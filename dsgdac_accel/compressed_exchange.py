@@ -16,13 +16,17 @@ from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update
 
+Place = tuple[int, Tensor]
+"""The number of a flat buffer, and a view of it."""
+
 
 class CompressedExchange(Exchange):
     """Sends each neighbour in another process Q(x - r) with the reference r of that pair.
 
     Whole groups are averaged by messages between their pairs, too. Memory, in copies of float32 parameters: half a copy
     for each neighbour that a worker ever has in another process, and for each of a single round twice that of a
-    message. With a one-peer ring and bf16 that is 2 copies, with int8 1.5; and 2 MiB of working space, or less.
+    message. With a one-peer ring and bf16 that is 2 copies, with int8 1.5; and at most 2 MiB of working space for each
+    flat buffer (4 in float64).
 
     Args:
         codec: how values are rounded.
@@ -50,7 +54,11 @@ class CompressedExchange(Exchange):
         self.outgoing = [[self._messages_like(worker) for _ in slots] for worker, slots in enumerate(self.slots)]
         """Messages to the neighbours of a round elsewhere, in order of worker, as `slots` are from them."""
         self.references: list[dict[int, list[Tensor]]] = [{} for _ in self.workers]
-        """Of each worker here, by its neighbour elsewhere. They start from 0, the same on both sides."""
+        """Of each worker here, by its neighbour elsewhere. They start from 0, the same on both sides.
+
+        After a loss they start anew, since the survivors may have left out different rounds: the first message of a
+        pair is then the rounded x itself.
+        """
         for here, references in enumerate(self.references):
             peers = {peer for plans in self.plans for peer in self.elsewhere(plans[here].weights)}
             for peer in sorted(peers):
@@ -91,15 +99,30 @@ class CompressedExchange(Exchange):
         """The references."""
         return {"references": [dict(peers) for peers in self.references]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved references, if they are of the same pairs; others begin anew, on both sides alike."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over saved references if they are of the same pairs and sizes; else begin anew, on both sides alike."""
         saved = state.get("references")
-        if saved is None or [set(peers) for peers in saved] != [set(peers) for peers in self.references]:
-            return
-        for mine, theirs in zip(self.references, saved, strict=True):
-            for peer, buffers in mine.items():
-                for buffer, value in zip(buffers, theirs[peer], strict=True):
-                    buffer.copy_(value)
+        fits = saved is not None and _sizes(saved) == _sizes(self.references)
+        for here, references in enumerate(self.references):
+            for peer, buffers in references.items():
+                for number, buffer in enumerate(buffers):
+                    if saved is not None and fits:
+                        buffer.copy_(saved[here][peer][number])
+                    else:
+                        buffer.zero_()
+        return fits or saved is None
+
+    def continue_from(self, old: CompressedExchange, kept: Sequence[Sequence[tuple[Place, Place]]]) -> None:
+        """Take over the references of parameters that were in the buffers of `old`, too.
+
+        Args:
+            old: the exchange before the layout changed, between the same workers.
+            kept: for each worker here the places of such parameters, old and new, alike on all workers.
+        """
+        for here, places in enumerate(kept):
+            for peer, buffers in self.references[here].items():
+                for (before, old_view), (now, view) in places:
+                    _at(buffers[now], view).copy_(_at(old.references[here][peer][before], old_view))
 
     def release(self) -> None:
         """Free all buffers; nothing can be posted afterwards."""
@@ -143,6 +166,14 @@ class CompressedExchange(Exchange):
                     total.add_(x - buffer.data, alpha=weight / plan.total_weight)
             sums.append(total)
         return sums
+
+
+def _sizes(references: Sequence[Mapping[int, Sequence[Tensor]]]) -> list[dict[int, list[int]]]:
+    return [{peer: [len(buffer) for buffer in buffers] for peer, buffers in peers.items()} for peers in references]
+
+
+def _at(buffer: Tensor, view: Tensor) -> Tensor:
+    return buffer.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 class CompressedUpdate(Update):

@@ -45,8 +45,11 @@ class KnowsAverage:
 
     @torch.no_grad()
     def measure_consensus(self) -> Consensus:
-        """Exact consensus error by a reduction of the size of the model. Collective; uses no memory of its own if
-        called between `apply` and `start`."""
+        """Exact consensus error by a reduction of the size of the model. Collective.
+
+        Uses no memory of its own between `apply` and `start`, where parameters are exchanged as they are; otherwise,
+        for a moment, a copy of them.
+        """
         if self.num_workers == 1:
             return self._consensus_from([0.0])
         self._refuse_while_borrowed()
@@ -69,9 +72,10 @@ class KnowsAverage:
 
     @torch.no_grad()
     def swap_in_average(self) -> None:
-        """Overwrite the parameters by their mean over the workers; the receive buffers keep the workers' own.
+        """Overwrite the parameters by their mean over the workers, and keep the workers' own until `restore`.
 
-        Collective. `restore` must follow, also after an exception.
+        In the receive buffers, where parameters are exchanged as they are; else in a copy. Collective. `restore` must
+        follow, also after an exception.
         """
         if self._borrowed:
             return

@@ -131,8 +131,9 @@ class Exchange:
         """What the next rounds depend on, beside the step: nothing."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on from what `state_dict` gave; whether it is of buffers like these."""
+        return True
 
     def updates(self, flats: Sequence[FlatParameters], step: int) -> list[Update]:
         """What the workers here add, from what arrived in the exchange of `step`; see `form_updates`."""

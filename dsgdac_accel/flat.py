@@ -184,6 +184,15 @@ class FlatParameters:
                     )
                 mine.fill_(number)
 
+    def places(self) -> list[tuple[int, Tensor]]:
+        """Of each parameter, in order: the number of its buffer, and its view there."""
+        place_of = {
+            id(parameter): (number, view)
+            for number, buffer in enumerate(self.buffers)
+            for parameter, view in zip(buffer.parameters, buffer.views, strict=True)
+        }
+        return [place_of[id(parameter)] for parameter in self.parameters]
+
     # ---- keeping watch: all checks are a few attribute reads per parameter
 
     def signature(self) -> list[tuple]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +24,8 @@ class HoldsWorkers:
     """Workers of this process, as of every other."""
     gossip_steps: list[Any]
     _models: list[nn.Module]
-    _places: dict[int, tuple[int, int]]
-    """By `id` of a parameter: which worker of this process it belongs to, and its place among that worker's."""
+    _places: dict[int, tuple[weakref.ref[Parameter], tuple[int, int]]]
+    """By `id` of a parameter: itself, which worker of this process it belongs to, and its place among that worker's."""
 
     @property
     def num_workers(self) -> int:
@@ -39,14 +40,16 @@ class HoldsWorkers:
 
     def _place_of(self, parameter: Parameter) -> tuple[int, int] | None:
         """Which worker of this process a parameter belongs to, and where in its model; None if to none."""
-        if id(parameter) not in self._places:
+        found = self._places.get(id(parameter))
+        if found is None or found[0]() is not parameter:  # a new one may have the `id` of one that is gone
             virtual = self._virtual_models
             self._places = {
-                id(own): (worker, place)
+                id(own): (weakref.ref(own), (worker, place))
                 for worker in range(self.workers_per_process)
                 for place, own in enumerate(p for model in virtual for p in model.replicas[worker].parameters())
             }
-        return self._places.get(id(parameter))
+            found = self._places.get(id(parameter))
+        return None if found is None else found[1]
 
     def _worker_of(self, parameter: Parameter) -> int:
         place = self._place_of(parameter)

@@ -7,39 +7,37 @@ posts the exchange of the new x. Together this is Algorithm 1 to the letter, for
 
 from __future__ import annotations
 
-import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.compressed_exchange import CompressedExchange
-from dsgdac_accel.compression import CODECS
 from dsgdac_accel.consensus import Consensus, KnowsAverage
-from dsgdac_accel.exchange import Exchange
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.layout import KeepsLayout
 from dsgdac_accel.parameter_list import ParameterList
 from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_DIVERGED = "The run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
 
 
 class NonFiniteError(RuntimeError):
     """A worker's parameters or gradients are not finite, so the run cannot go on."""
 
 
-class Mixer(KnowsAverage):
+class Mixer(KeepsLayout, KnowsAverage):
     """Keeps the parameters of one optimizer in flat buffers and mixes them with the neighbours'.
 
     Memory beyond the parameters themselves: one receive buffer per simultaneous neighbour, so one parameter copy for
     the one-peer topologies, the complete one and every other that averages whole groups. A process that holds several
-    workers has these for each of them; what they need of each other is read in place.
+    workers has these for each of them; what they need of each other is read in place. What `comm_dtype` needs instead
+    says `CompressedExchange`.
 
     Args:
         parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these,
@@ -103,11 +101,6 @@ class Mixer(KnowsAverage):
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours; of
         several workers in this process their mean."""
         self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if self.num_workers == 1 else None
-        self._once_mixed: set[int] = set()
-        self._laid_out: list[Parameter] | None = None
-        self._trained: list[bool] = []
-        self._known = {id(parameter) for parameter in self.find()}
-        self._equalised = self.find()
         self._arrived = False
         self._borrowed = False
         self._released = False
@@ -118,101 +111,21 @@ class Mixer(KnowsAverage):
         """Steps in which this process did not mix, because a worker was lost around them."""
         self._mixes_from = 0
         group.register(self)
-        self._lay_out()
-
-    # ---- layout
-
-    def _selected(self) -> list[Parameter]:
-        """What to mix: all that training changes, or once changed.
-
-        Parameters that were frozen from the start are equal on all workers and stay so; those frozen later are not.
-        """
-        return [p for p in self.find() if p.requires_grad or id(p) in self._once_mixed]
-
-    def _selects_others(self) -> bool:
-        """Whether parameters were added, replaced, frozen or unfrozen; costs little where they were not."""
-        listed = self.find()
-        trained = list(map(_REQUIRES_GRAD, listed))
-        if listed is self._laid_out and trained == self._trained:
-            return False
-        split = self.by_worker(self._selected())
-        if not all(flat.holds(mine) for flat, mine in zip(self.flats, split, strict=True)):
-            return True
-        self._laid_out, self._trained = listed, trained
-        return False
-
-    def by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-        """Parameters of each worker of this process."""
-        if self.per_process == 1:
-            return [list(parameters)]
-        split: list[list[Parameter]] = [[] for _ in self.workers]
-        for parameter in parameters:
-            split[self._worker_of(parameter)].append(parameter)
-        return split
-
-    def _lay_out(self) -> None:
-        self.flats = [FlatParameters(mine, self.names) for mine in self.by_worker(self._selected())]
-        for flat in self.flats:
-            for parameter in flat.parameters:
-                if self.num_workers > 1 and parameter.device.type != self.group.device.type:
-                    raise ValueError(
-                        f"{flat.name_of(parameter)} is on {parameter.device}, but this run communicates on "
-                        f"{self.group.device}. Prepare the model before, or together with, its optimizer."
-                    )
-        self._once_mixed = {id(parameter) for flat in self.flats for parameter in flat.parameters}
-        signatures = [flat.signature() for flat in self.flats]
-        if any(signature != signatures[0] for signature in signatures):
-            raise ValueError(
-                "the workers of this process train different parameters. Freeze, unfreeze, add and replace parameters "
-                "in all replicas of the model alike (`model.replicas`)."
-            )
-        self.group.require_equal(signatures[0], "trainable parameters (shape, strides, dtype)")
-        self._make_exchange()
-
-    def _make_exchange(self) -> None:
-        sent = [[buffer.data for buffer in flat.buffers] for flat in self.flats]
-        if self.comm_dtype == "full" or self.group.size == 1:  # in one process nothing is sent
-            self.exchange = Exchange(self.group, self.topology, sent)
-        else:
-            self.exchange = CompressedExchange(self.group, self.topology, sent, CODECS[self.comm_dtype]())
-
-    @property
-    def flat(self) -> FlatParameters:
-        """The parameters of this process's first worker, mostly its only one."""
-        return self.flats[0]
-
-    def _follow_changes(self) -> None:
-        """Adopt again what was added, replaced, frozen, unfrozen or re-pointed; in an undisturbed step, only looks."""
-        misfits = [parameter for flat in self.flats for parameter in flat.bring_back()]
-        if self._selects_others() or misfits:
-            self._lay_out()
-
-    def _equalise_newcomers(self) -> None:
-        """Parameters that joined the optimizer during training start from worker 0's values, as all others did."""
-        listed = self.find()
-        if listed is self._equalised:
-            return
-        for parameter in listed:
-            if id(parameter) not in self._known:
-                self._known.add(id(parameter))
-                self.group.require_equal(tuple(parameter.shape), "shape of the parameter added to the optimizer")
-                self.group.broadcast_(parameter, f"starting from equal values of {self.flat.name_of(parameter)}")
-        self._equalised = listed
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Size of the parameters of one worker, as they are exchanged."""
-        return sum(buffer.data.numel() * buffer.data.element_size() for buffer in self.flat.buffers)
+        self._begin_layout()
 
     # ---- one step
 
     def start(self) -> None:
         """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.group.size == 1 or self.exchange.in_flight or self._arrived or not self._mixes_now:
+        if self.group.size == 1 or self.exchange.in_flight or self._arrived:
             return  # in one process, neighbours are read when the update is formed
+        if not self._mixes_now:
+            self.exchange.bytes_sent = 0
+            return
         self.group.require_open()
         self._refuse_while_borrowed()
         self._follow_changes()
+        self._state_to_come = None  # it did not fit, and from now on the references move
         for flat in self.flats:
             flat.remember_versions()
         self.exchange.post(self._round, f"the exchange of step {self.step}")
@@ -252,6 +165,7 @@ class Mixer(KnowsAverage):
         self._arrived = False
         self._updates = []
         if not self._mixes_now:
+            self.exchange.waited_seconds = 0.0
             if self.step < self._mixes_from:
                 self.left_out.append(self.step)
             return
@@ -296,6 +210,12 @@ class Mixer(KnowsAverage):
         return self.group.numbers[process] * self.per_process + here
 
     def _raise_non_finite(self) -> None:
+        numbers = range(len(self.flat.buffers))
+        if all(bool(torch.isfinite(update.dense(number)).all()) for update in self._updates for number in numbers):
+            me, dtype = self.number_of(self.workers[0]), self.flat.buffers[0].data.dtype
+            message = f"worker {me} and its neighbours are too far apart at step {self.step}"
+            self.group.report(message)
+            raise NonFiniteError(f"{message}: the square of their distance is beyond {dtype}. {_DIVERGED}")
         mine = [
             self.number_of(worker)
             for worker, flat in zip(self.workers, self.flats, strict=True)
@@ -306,9 +226,7 @@ class Mixer(KnowsAverage):
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         message = f"the parameters of {who} are not finite at step {self.step}"
         self.group.report(message)
-        raise NonFiniteError(
-            f"{message}: the run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
-        )
+        raise NonFiniteError(f"{message}. {_DIVERGED}")
 
     def _add_updates(self) -> None:
         for update in self._updates:
@@ -405,4 +323,4 @@ class Mixer(KnowsAverage):
         self._arrived = False
         self._mixes_from = 0
         self.step = state["step"]
-        self.exchange.load_state_dict(state)
+        self._state_to_come = None if self.exchange.load_state_dict(state) else state

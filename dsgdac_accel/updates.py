@@ -17,6 +17,8 @@ from dsgdac_accel.flat import FlatParameters
 if TYPE_CHECKING:
     from dsgdac_accel.exchange import Exchange, RoundPlan
 
+_PIECE = 2**17  # elements
+
 
 @dataclass
 class Update:
@@ -26,6 +28,8 @@ class Update:
     """Its place in the process."""
     difference: list[Tensor]
     scale: float
+    square: Tensor | None = None
+    """Squared norm of the difference, shape (), where it was found while the difference was formed."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to add to: not where everything is frozen."""
@@ -33,6 +37,8 @@ class Update:
 
     def norm(self) -> Tensor:
         """Euclidean norm of the difference over all buffers, shape ()."""
+        if self.square is not None:
+            return self.square.sqrt()
         norms = [torch.linalg.vector_norm(part) for part in self.difference]
         return norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
 
@@ -68,13 +74,13 @@ def form_updates(exchange: Exchange, flats: Sequence[FlatParameters], step: int)
             updates |= {member: Update(member, exchange.slots[member][0], plan.total_weight) for member in members}
             continue
         difference = exchange.slots[here][0]
-        _subtract_from_neighbors(exchange, flats, here, plan)
-        updates[here] = Update(here, difference, plan.total_weight)
+        square = _subtract_from_neighbors(exchange, flats, here, plan)
+        updates[here] = Update(here, difference, plan.total_weight, square)
         partner = next(iter(plan.weights)) - first
         if len(plan.weights) == 1 and partner in range(exchange.per_process):
             back = exchange.plan(step, partner)
             if list(back.weights) == [worker]:  # a pair within this process has one difference, seen from two sides
-                updates[partner] = Update(partner, difference, -back.total_weight)
+                updates[partner] = Update(partner, difference, -back.total_weight, square)
     return [updates[here] for here in sorted(updates)]
 
 
@@ -93,8 +99,14 @@ def _subtract_from_sum(
             torch.sub(total, x, alpha=len(group), out=slot).div_(len(group) - 1)
 
 
-def _subtract_from_neighbors(exchange: Exchange, flats: Sequence[FlatParameters], here: int, plan: RoundPlan) -> None:
-    """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots."""
+def _subtract_from_neighbors(
+    exchange: Exchange, flats: Sequence[FlatParameters], here: int, plan: RoundPlan
+) -> Tensor | None:
+    """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots.
+
+    Of a single neighbour also the squared norm of that, over all slots.
+    """
+    squares = []
     elsewhere, slots, first = exchange.elsewhere(plan.weights), exchange.slots[here], exchange.workers.start
     for number, buffer in enumerate(flats[here].buffers):
         target = slots[0][number]
@@ -106,9 +118,17 @@ def _subtract_from_neighbors(exchange: Exchange, flats: Sequence[FlatParameters]
             if worker in exchange.workers
         ]
         if len(terms) == 1:
-            torch.sub(terms[0][0], buffer.data, out=target)
+            squares += _subtract(terms[0][0], buffer.data, target)
             continue
         torch.mul(terms[0][0], terms[0][1] / plan.total_weight, out=target)
         for x, weight in terms[1:]:
             target.add_(x, alpha=weight / plan.total_weight)
         target.sub_(buffer.data)
+    return torch.stack(squares).sum() if squares else None
+
+
+def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
+    """out <- a - b, all (D,); and the squared norms of its pieces, each taken while the piece is in the cache."""
+    piece = _PIECE if out.device.type == "cpu" else max(1, len(out))
+    pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
+    return [torch.dot(torch.sub(mine, theirs, out=difference), difference) for mine, theirs, difference in pieces]
