@@ -14,14 +14,7 @@ import os
 import sys
 
 from benchmarks.config import BenchmarkConfig
-from benchmarks.launching import (
-    check_workers,
-    joined,
-    launch_command,
-    launch_workers,
-    leave_interrupts_to_launcher,
-    must_launch,
-)
+from benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
 from benchmarks.measurement import measure
 from benchmarks.report import check_output, report
 from endings import quiet_ends, starting_up, training
@@ -38,7 +31,6 @@ def main() -> None:
             check_output(config.output)
         if must_launch(config):
             sys.exit(launch_workers(config, launch_command()))
-    leave_interrupts_to_launcher()
     with contextlib.ExitStack() as ended:
         with starting_up():
             here = ended.enter_context(joined(config))

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from benchmarks import namespaces
+from benchmarks import LAUNCHED, namespaces
 from benchmarks.config import BenchmarkConfig, NetworkConfig
 from benchmarks.names import VariantName
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore
 from dsgdac_accel import WorkerGroup, WorkerLostError
-from dsgdac_accel.launch import RUN_ID, launch
+from dsgdac_accel.launch import launch
 from dsgdac_accel.launch_plan import Launch
 from dsgdac_accel.topology import Topology, build_topology
 
@@ -73,18 +73,13 @@ def must_launch(config: BenchmarkConfig) -> bool:
     return "RANK" not in os.environ and (config.workers or 1) > 1
 
 
-def leave_interrupts_to_launcher() -> None:
-    """End at once by SIGINT where `launch` has started this worker: the launcher says so, once for all of them."""
-    if os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
     """Start `command` for each worker on the network of the configuration; the exit status of the whole.
 
     Raises KeyboardInterrupt where it was interrupted, when no worker is left.
     """
     assert config.workers is not None
+    os.environ[LAUNCHED] = "true"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     with contextlib.ExitStack() as ended:
         if config.network is not None:
