@@ -81,6 +81,7 @@ class _Run:
         self.received: list[int] = []
         self.workers: list[Worker] = []
         self._pending: list[int] = []  # signals that the workers have not been told of
+        self._told_to_end = False
         self._ending = False  # whether the others are told to end because one failed
         self._in_vain = 0  # looks at which workers were found to wait for one that has ended
         self._stop_until = float("inf")  # when those that were told to stop are killed
@@ -102,7 +103,7 @@ class _Run:
     def once(self, attempt: int) -> int:
         """Start all workers and wait for their end."""
         plan = self.plan
-        self.workers, self._ending, self._in_vain = [], False, 0
+        self.workers, self._ending, self._told_to_end, self._in_vain = [], False, False, 0
         with contextlib.ExitStack() as ended:
             store, port = self._open_store()
             self._guard = ended.enter_context(guard())
@@ -135,13 +136,14 @@ class _Run:
             ends = [worker.status or 0 for worker in self.workers if self._has_ended(worker)]
             if echo is not None:
                 copy_to_console(echo)
-            for status in ends:
+            for status in sorted(ends, key=lambda status: status >= 0):  # others may have ended because one was killed
                 first_failure = first_failure or status
             if ends:
                 # Of those that end at the same time, one that finishes counts, and then one that was stopped.
                 last = min(ends, key=lambda status: (status != 0, status != STOPPED))
             if self._ending and deadline is None:
                 deadline = time.monotonic() + self.plan.grace
+                self._told_to_end = True
                 self._signal_all(signal.SIGTERM)
             if time.monotonic() > min(self._stop_until, float("inf") if deadline is None else deadline):
                 self._kill_all()
@@ -168,7 +170,7 @@ class _Run:
         kill_group(process.pid)
         self._tell_guard(worker)
         worker.status = process.wait()
-        by_us = self._ending and worker.status in (-signal.SIGTERM, -signal.SIGKILL)
+        by_us = self._told_to_end and worker.status in (-signal.SIGTERM, -signal.SIGKILL)
         self._ending |= worker.status == MISTAKE or (self.plan.stop_on_failure and worker.status not in (0, STOPPED))
         if worker.status and not by_us:
             left = sum(other.status is None for other in self.workers)

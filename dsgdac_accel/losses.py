@@ -159,15 +159,17 @@ class HandlesLosses:
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", cause)
         silent = _means_silence(cause)
         if named:
-            who = f"worker {', '.join(str(self.numbers[int(rank)]) for rank in re.findall(r'[0-9]+', named[1]))}"
+            blamed = [self.numbers[int(rank)] for rank in re.findall(r"[0-9]+", named[1])]
         elif peer is not None:
-            who = f"worker {self.numbers[peer]}"
+            blamed = [self.numbers[peer]]
         else:
             gone, late = ([], []) if self._reports.first() else self._reports.missing()
-            missing = gone + late if silent else gone
-            who = f"worker {', '.join(map(str, sorted(missing)))}" if missing else "a worker"
-            if late and not missing:
-                who = f"worker {', '.join(map(str, late))}, which does not answer,"
+            blamed = sorted(gone + late if silent else gone)
+        who = f"worker {', '.join(map(str, blamed))}" if blamed else "a worker"
+        if not (named or peer is not None or blamed) and late:
+            who = f"worker {', '.join(map(str, late))}, which does not answer,"
+        if any(self._reports.lives(number) is False for number in blamed):
+            silent = False  # it has ended, however that came to light
         happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
         me = self.numbers[self.rank]
         mine = f"{who} {happened} in {what}, as worker {me} saw it"
