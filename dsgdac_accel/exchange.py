@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.flat import FlatParameters
+from dsgdac_accel.forking import no_fork
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update, form_updates
@@ -155,13 +156,19 @@ class Exchange:
         self._name = name or f"the exchange of step {step}"
         self.bytes_sent = self._bytes_to_send()
         if self.group.poster is not None and not self._may_post_here():
-            self._in_flight = self.group.last_posted = self.group.poster.submit(self._post)
+            self._in_flight = self.group.last_posted = self.group.poster.submit(self._post_apart)
         else:
             self._in_flight = Future()
             try:
                 self._in_flight.set_result(self._post())
             except RuntimeError as error:  # comes to light in `wait`, as one of the other thread does
                 self._in_flight.set_exception(error)
+
+    def _post_apart(self) -> list[tuple[Any, int | None]]:
+        """In the thread that posts. What it holds in the end is held elsewhere, too, and survives it in a child."""
+        with no_fork:
+            self._works = self._post()
+        return self._works
 
     def _may_post_here(self) -> bool:
         """Whether to hand it to another thread takes longer, and everything before it is on its way."""

@@ -238,12 +238,14 @@ def write_whole(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     partial = path.with_name(path.name + PARTIAL)
     size, digest = 0, hashlib.sha256()
     try:
-        with partial.open("wb") as file:
+        # Without a buffer of Python's: a child that is forked meanwhile would wait for ever for the lock of that.
+        with partial.open("wb", buffering=0) as file:
             for part in parts:
-                file.write(part)
                 digest.update(part)
                 size += len(part)
-            file.flush()
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
