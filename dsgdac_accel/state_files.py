@@ -238,7 +238,7 @@ def write_whole(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
     partial = path.with_name(path.name + PARTIAL)
     size, digest = 0, hashlib.sha256()
     try:
-        # Without a buffer of Python's: a child that is forked meanwhile would wait for ever for the lock of that.
+        # Without a buffer of Python's, whose lock a child that is forked meanwhile would inherit as one that is held.
         with partial.open("wb", buffering=0) as file:
             for part in parts:
                 digest.update(part)
