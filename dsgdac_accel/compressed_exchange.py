@@ -190,7 +190,7 @@ class CompressedUpdate(Update):
         """By buffer."""
         self.rounding = rounding
         squares = [self._square_of(number) for number in range(len(edges))]
-        self._norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        self.square = torch.stack(squares).sum() if squares else None  # not finite where a message is not
 
     def _square_of(self, number: int) -> Tensor:
         near = self.difference[number] if self.difference else None
@@ -201,10 +201,6 @@ class CompressedUpdate(Update):
 
     def __bool__(self) -> bool:
         return bool(self.edges)
-
-    def norm(self) -> Tensor:
-        """Euclidean norm of the whole difference, shape (); not finite where a message is not."""
-        return self._norm
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the flat buffer with this number."""
