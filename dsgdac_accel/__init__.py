@@ -11,12 +11,13 @@ from dsgdac_accel.version import __version__
 
 if TYPE_CHECKING:
     from dsgdac_accel.accelerator import GossipAccelerator
+    from dsgdac_accel.arrivals import NonFiniteError
     from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
     from dsgdac_accel.config import GossipConfig
     from dsgdac_accel.group import WorkerGroup
     from dsgdac_accel.losses import WorkerLostError
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
-    from dsgdac_accel.mixing import Mixer, NonFiniteError
+    from dsgdac_accel.mixing import Mixer
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.stopping import EXIT_STOPPED, StoppedBySignal
     from dsgdac_accel.survivors import WorkersChangedError
@@ -56,7 +57,7 @@ _MODULES = {
     "GossipConfig": "config",
     "JsonlSink": "metrics",
     "Mixer": "mixing",
-    "NonFiniteError": "mixing",
+    "NonFiniteError": "arrivals",
     "StoppedBySignal": "stopping",
     "Topology": "topology",
     "VirtualWorkers": "workers",

@@ -205,9 +205,9 @@ class CompressedUpdate(Update):
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the flat buffer with this number."""
         if self.difference:
-            x.add_(self.difference[number], alpha=self.scale)
+            super().add_to(number, x)
         for edge in self.edges[number]:
-            self.rounding[number].add_difference(x, edge, self.scale * edge.weight)
+            self.rounding[number].add_difference(x, edge, self.scale * edge.weight, self.left_out)
 
     def dense(self, number: int) -> Tensor:
         """The difference as one tensor."""

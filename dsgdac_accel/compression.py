@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsgdac_accel.updates import add_scaled
+
 _BLOCK = 256  # elements that share a scale: 1.6 % more bytes
 _LARGEST = 127
 _PIECE = 2**17  # elements worked on at a time: working space stays in the cache, and is bounded elsewhere
@@ -161,9 +163,9 @@ class Rounding:
             squares.append(torch.dot(total, total))
         return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def add_difference(self, x: Tensor, edge: Edge, alpha: float) -> None:
-        """x += alpha (q_j - q_i)."""
+    def add_difference(self, x: Tensor, edge: Edge, alpha: float, left_out: Tensor | None = None) -> None:
+        """x += alpha (q_j - q_i); see `add_scaled`."""
         for begin, part, (own, other, _, _) in self._pieces():
             self.codec.read(edge.mine, begin, own)
             self.codec.read(edge.theirs, begin, other)
-            x[part].add_(other.sub_(own), alpha=alpha)
+            add_scaled(x[part], other.sub_(own), alpha, left_out)

@@ -40,6 +40,7 @@ class KnowsAverage:
     _borrowed: bool
     _backup: list[list[Tensor]]
     drain: Callable[[], None]
+    settle_arrivals: Callable[[], None]
     _follow_changes: Callable[[], None]
     _refuse_while_borrowed: Callable[[], None]
 
@@ -84,6 +85,7 @@ class KnowsAverage:
             self._backup = [[buffer.data.clone() for buffer in self.flats[0].buffers]]
             self._borrowed = True
             return
+        self.settle_arrivals()
         self.group.meet(f"averaging the workers at step {self.step}")
         self.group.require_equal(self.step, "number of optimizer steps")
         self.drain()

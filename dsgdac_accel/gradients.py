@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -27,6 +28,24 @@ def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
         for worker, gradients in enumerate(by_worker)
         if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     ]
+
+
+@torch.no_grad()
+def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
+    """1 where some gradient is not finite, else 0, shape (); on their device, which is not waited for.
+
+    None where there are no gradients.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _gradients(parameters):
+        if gradient.numel():
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    # The largest magnitudes, since other norms can overflow where every element is finite.
+    largest = [torch.stack(torch._foreach_norm(gradients, math.inf)).amax() for gradients in alike.values()]
+    finite = [torch.isfinite(magnitude) for magnitude in largest]
+    if not finite:
+        return None
+    return torch.stack([flag.to(finite[0].device) for flag in finite]).all().logical_not().float()
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dsgdac_accel.arrivals import ChecksArrivals
 from dsgdac_accel.consensus import Consensus, KnowsAverage
 from dsgdac_accel.flat import FlatBuffer, FlatParameters, as_parameter_list
 from dsgdac_accel.group import WorkerGroup
@@ -24,14 +25,8 @@ from dsgdac_accel.survivors import WorkersChangedError
 from dsgdac_accel.topology import Topology
 from dsgdac_accel.updates import Update
 
-_DIVERGED = "The run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
 
-
-class NonFiniteError(RuntimeError):
-    """A worker's parameters or gradients are not finite, so the run cannot go on."""
-
-
-class Mixer(KeepsLayout, KnowsAverage):
+class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
     """Keeps the parameters of one optimizer in flat buffers and mixes them with the neighbours'.
 
     Memory beyond the parameters themselves: one receive buffer per simultaneous neighbour, so one parameter copy for
@@ -97,9 +92,6 @@ class Mixer(KeepsLayout, KnowsAverage):
         self.mix_every = mix_every
         self.step = 0
         """Mixes done so far; alone decides who talks to whom."""
-        self.neighbor_disagreement: Tensor | float = 0.0
-        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours; of
-        several workers in this process their mean."""
         self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if self.num_workers == 1 else None
         self._arrived = False
         self._borrowed = False
@@ -111,6 +103,7 @@ class Mixer(KeepsLayout, KnowsAverage):
         """Steps in which this process did not mix, because a worker was lost around them."""
         self._mixes_from = 0
         group.register(self)
+        self._begin_checks()
         self._begin_layout()
 
     # ---- one step
@@ -156,12 +149,14 @@ class Mixer(KeepsLayout, KnowsAverage):
 
         Raises:
             WorkerLostError: a neighbour did not answer within the timeout.
-            NonFiniteError: a neighbour's or this worker's parameters are not finite; nothing is mixed then.
+            NonFiniteError: a neighbour's or this worker's parameters are not finite, or where checks are late were so
+                in the step before; nothing is mixed then.
         """
         self._refuse_while_borrowed()
         self._equalise_newcomers()
         self.start()
         self.drain()
+        self.settle_arrivals()
         self._arrived = False
         self._updates = []
         if not self._mixes_now:
@@ -178,7 +173,7 @@ class Mixer(KeepsLayout, KnowsAverage):
         # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
         # the difference to that keeps the mean of the workers exact.
         self._updates = self.exchange.updates(self.flats, self._round)
-        self._check_arrived_finite()
+        self._check_arrivals()
         for update in self._updates:
             update.scale *= gamma
         if self.order == "mix_first":
@@ -193,47 +188,14 @@ class Mixer(KeepsLayout, KnowsAverage):
         self.step += 1
         self.group.steps_taken = self.step
 
-    def _check_arrived_finite(self) -> None:
-        """Keep a neighbour's NaN out."""
-        norms = [update.norm() for update in self._updates if update]
-        if not norms:  # everything is frozen, or all sit out
-            self.neighbor_disagreement = 0.0
-            return
-        total = norms[0] if self.per_process == 1 else torch.stack(norms).sum() / self.per_process
-        self.neighbor_disagreement = total
-        if not bool(torch.isfinite(total)):
-            self._raise_non_finite()
-
-    def number_of(self, worker: int) -> int:
-        """What messages call a worker: its number before any was lost."""
-        process, here = divmod(worker, self.per_process)
-        return self.group.numbers[process] * self.per_process + here
-
-    def _raise_non_finite(self) -> None:
-        numbers = range(len(self.flat.buffers))
-        if all(bool(torch.isfinite(update.dense(number)).all()) for update in self._updates for number in numbers):
-            me, dtype = self.number_of(self.workers[0]), self.flat.buffers[0].data.dtype
-            message = f"worker {me} and its neighbours are too far apart at step {self.step}"
-            self.group.report(message)
-            raise NonFiniteError(f"{message}: the square of their distance is beyond {dtype}. {_DIVERGED}")
-        mine = [
-            self.number_of(worker)
-            for worker, flat in zip(self.workers, self.flats, strict=True)
-            if any(not bool(torch.isfinite(buffer.data).all()) for buffer in flat.buffers)
-        ]
-        peers = {peer for here in range(self.per_process) for peer in self.exchange.plan(self._round, here).weights}
-        suspects = mine or sorted(map(self.number_of, self.exchange.elsewhere(peers)))
-        who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
-        message = f"the parameters of {who} are not finite at step {self.step}"
-        self.group.report(message)
-        raise NonFiniteError(f"{message}. {_DIVERGED}")
-
     def _add_updates(self) -> None:
         for update in self._updates:
             if update.scale == 0.0:
                 continue
             flat = self.flats[update.worker]
             misfits = {id(parameter) for parameter in flat.bring_back()}
+            if misfits and update.left_out is not None and bool(update.left_out):
+                continue
             for number, buffer in enumerate(flat.buffers):
                 update.add_to(number, buffer.data)
                 if misfits:  # moved to another device or dtype in mid-run: reach them there, adopt them in `start`
@@ -291,6 +253,7 @@ class Mixer(KeepsLayout, KnowsAverage):
     def release(self) -> None:
         """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
         self.drain()
+        self.settle_arrivals()
         self._refuse_while_borrowed()
         self._released = True
         for flat in self.flats:
@@ -313,6 +276,7 @@ class Mixer(KeepsLayout, KnowsAverage):
     def state_dict(self) -> dict[str, Any]:
         """Position in the topology, and what pairs refer to; waits for what is in flight."""
         self.drain()
+        self.settle_arrivals()
         return {"step": self.step, "workers": self.num_workers, **self.exchange.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,7 +284,7 @@ class Mixer(KeepsLayout, KnowsAverage):
         if state["workers"] != self.num_workers:
             raise ValueError(f"the state is of {state['workers']} workers, but {self.num_workers} were launched.")
         self.drain()
-        self._arrived = False
+        self._arrived, self._unread = False, None
         self._mixes_from = 0
         self.step = state["step"]
         self._state_to_come = None if self.exchange.load_state_dict(state) else state

@@ -27,6 +27,7 @@ from torch import Tensor
 from dsgdac_accel.consensus import Consensus
 from dsgdac_accel.flat import FlatParameters
 from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -199,23 +200,17 @@ class RadiusEstimate:
             self._latest = Consensus(0.0, 0.0, step)
             return
         sketches = torch.stack([self.projection([buffer.data for buffer in flat.buffers]) for flat in flats])
-        arrived = None
-        if sketches.is_cuda:
-            on_host = torch.empty(sketches.shape, dtype=sketches.dtype, pin_memory=True)
-            sketches = on_host.copy_(sketches, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        copied = HostCopy(sketches)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dsgdac-sketch")
         if len(self._under_way) >= _MOST_AT_ONCE and not self._under_way[0].done():
             wait([self._under_way[0]], self.group.timeout)
         _ = self.latest  # takes in what is there, also where nobody asks for it
-        self._under_way.append(self._thread.submit(self._estimate, self._handle, sketches, arrived, step))
+        self._under_way.append(self._thread.submit(self._estimate, self._handle, copied, step))
 
-    def _estimate(self, handle: Any, sketches: Tensor, arrived: Any, step: int) -> Consensus | None:
+    def _estimate(self, handle: Any, copied: HostCopy, step: int) -> Consensus | None:
         """In the thread."""
-        if arrived is not None:
-            arrived.synchronize()
+        sketches = copied.read()
         if handle is None:
             return consensus_of(sketches, step)
         try:

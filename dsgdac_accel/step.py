@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.consensus import Consensus
-from dsgdac_accel.gradients import nonfinite_workers
 from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.mixing import Mixer, NonFiniteError
+from dsgdac_accel.mixing import Mixer
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
 from dsgdac_accel.sketch import RadiusEstimate
+from dsgdac_accel.skipped_updates import SkippedUpdates
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.watch import ModelWatch
 
@@ -77,10 +76,7 @@ class GossipStep:
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
         self.rate = current_rate(optimizer)
-        self.nonfinite_steps = 0
-        """Local updates that the workers of this process have skipped because a gradient was not finite."""
-        self._consecutive_nonfinite = [0] * config.workers_per_process
-        self._set_aside: list[tuple[Parameter, Tensor]] = []
+        self.skipped = SkippedUpdates(optimizer, self.mixer, config.max_consecutive_nonfinite)
         self._first_step_checked = False
         self._planned = self._warned_of_rise = False
 
@@ -117,33 +113,21 @@ class GossipStep:
         before, self.rate = self.rate, current_rate(self.optimizer)
         self._warn_of_rise(before)
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
-        everybody = range(self.mixer.per_process)
+        self.skipped.settle()
         if scaler is None:
-            parameters = self.mixer.by_worker(self.mixer.find())
-            left_out = nonfinite_workers(parameters)
-            self._count_nonfinite(left_out)
-            if 0 < len(left_out) < len(everybody):
-                self._set_gradients_aside([p for worker in left_out for p in parameters[worker]])
-            finite = len(left_out) < len(everybody)
+            finite = self.skipped.look()
         else:
             finite = self._agree_on_overflow(scaler)
             # Overflows while the loss scale is still coming down are how fp16 training finds its scale.
-            self._count_nonfinite([] if finite or scaler.get_scale() > 1 else everybody)
+            everybody = range(self.mixer.per_process)
+            self.skipped.count([] if finite or scaler.get_scale() > 1 else everybody, self.mixer.step)
         self.mixer.finish(self.gamma)
+        self.skipped.leave_out()
         return finite
-
-    def _set_gradients_aside(self, parameters: Iterable[Parameter]) -> None:
-        """Optimizers leave out parameters without a gradient, their state included."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._set_aside.append((parameter, parameter.grad))
-                parameter.grad = None
 
     def after_local_step(self) -> None:
         """Add the consensus update, count the step, and send the new parameters on their way."""
-        for parameter, gradient in self._set_aside:
-            parameter.grad = gradient
-        self._set_aside.clear()
+        self.skipped.put_back()
         self.mixer.apply()
         every = self.config.log_every
         if every and self.mixer.step % every == 0:
@@ -178,25 +162,6 @@ class GossipStep:
             self.group.max_(flag, f"comparing fp16 overflows at step {self.mixer.step}")
         return not any(bool(flag) for flag in found)
 
-    def _count_nonfinite(self, left_out: Sequence[int]) -> None:
-        for here, worker in enumerate(self.mixer.workers):
-            if here not in left_out:
-                self._consecutive_nonfinite[here] = 0
-                continue
-            self.nonfinite_steps += 1
-            self._consecutive_nonfinite[here] += 1
-            where = f"worker {self.mixer.number_of(worker)}, step {self.mixer.step}"
-            logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
-            if self._consecutive_nonfinite[here] >= self.config.max_consecutive_nonfinite:
-                message = (
-                    f"{where}: {self._consecutive_nonfinite[here]} steps in a row had a gradient that is not finite"
-                )
-                self.group.report(message)
-                raise NonFiniteError(
-                    f"{message} (max_consecutive_nonfinite={self.config.max_consecutive_nonfinite}). "
-                    f"Look at this worker's data, lower the learning rate, or clip the gradients."
-                )
-
     def _check_workers_once(self) -> None:
         """What must agree, and what must differ, when training begins."""
         self._first_step_checked = True
@@ -208,6 +173,11 @@ class GossipStep:
             seed_workers_differently(self.group)
 
     # ---- for logs and checkpoints
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Local updates that the workers of this process have skipped because a gradient was not finite."""
+        return self.skipped.total
 
     def metrics(self) -> dict[str, float]:
         """Latest figures of this worker; no communication. The radius is there once it was measured, with the step.
@@ -236,17 +206,18 @@ class GossipStep:
             "neighbor_disagreement": float(self.mixer.neighbor_disagreement),
             "wait_seconds": self.mixer.exchange.waited_seconds,
             "bytes_sent": float(self.mixer.exchange.bytes_sent),
-            "nonfinite_steps": float(self.nonfinite_steps),
+            "nonfinite_steps": float(self.skipped.total),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
+        self.skipped.settle()
         consensus = self.mixer.last_consensus
         return {
             "mixer": self.mixer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "nonfinite_steps": self.nonfinite_steps,
-            "consecutive_nonfinite": list(self._consecutive_nonfinite),
+            "nonfinite_steps": self.skipped.total,
+            "consecutive_nonfinite": list(self.skipped.in_a_row),
             "latest": {
                 "gamma": self.gamma,
                 "rate": self.rate,
@@ -260,9 +231,10 @@ class GossipStep:
         """Continue as if never stopped; the parameters themselves are loaded by the caller."""
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.nonfinite_steps = state["nonfinite_steps"]
+        self.skipped.forget()
+        self.skipped.total = state["nonfinite_steps"]
         counts = state["consecutive_nonfinite"]  # a number in checkpoints from before processes held several workers
-        self._consecutive_nonfinite = [counts] if isinstance(counts, int) else list(counts)
+        self.skipped.in_a_row = [counts] if isinstance(counts, int) else list(counts)
         latest = state["latest"]
         self.gamma, self.rate = latest["gamma"], latest["rate"]
         self.mixer.neighbor_disagreement = latest["disagreement"]

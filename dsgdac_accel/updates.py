@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from dsgdac_accel.flat import FlatParameters
 
@@ -30,6 +31,8 @@ class Update:
     scale: float
     square: Tensor | None = None
     """Squared norm of the difference, shape (), where it was found while the difference was formed."""
+    left_out: Tensor | None = None
+    """Where this is 1, shape (), on the device, nothing is added."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to add to: not where everything is frozen."""
@@ -44,11 +47,32 @@ class Update:
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the flat buffer with this number."""
-        x.add_(self.difference[number], alpha=self.scale)
+        add_scaled(x, self.difference[number], self.scale, self.left_out)
 
     def dense(self, number: int) -> Tensor:
         """The difference of the flat buffer with this number."""
         return self.difference[number]
+
+
+def add_scaled(x: Tensor, values: Tensor, scale: float, left_out: Tensor | None = None) -> None:
+    """x += scale * values, all (D,), unless `left_out`, shape (), is 1: decided on the device, in one pass."""
+    if left_out is None:
+        x.add_(values, alpha=scale)
+        return
+    # A step of SGD, whose fused kernel is what skips like that; a product with 0 would let NaN through.
+    sgd(
+        [x],
+        [values],
+        [None],
+        fused=True,
+        found_inf=left_out,
+        lr=scale,
+        maximize=True,
+        weight_decay=0.0,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+    )
 
 
 def form_updates(exchange: Exchange, flats: Sequence[FlatParameters], step: int) -> list[Update]:
@@ -129,6 +153,7 @@ def _subtract_from_neighbors(
 
 def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
     """out <- a - b, all (D,); and the squared norms of its pieces, each taken while the piece is in the cache."""
-    piece = _PIECE if out.device.type == "cpu" else max(1, len(out))
-    pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
+    if out.device.type != "cpu":  # nothing stays in the cache, and `dot` would read the difference twice
+        return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
+    pieces = zip(a.split(_PIECE), b.split(_PIECE), out.split(_PIECE), strict=True)
     return [torch.dot(torch.sub(mine, theirs, out=difference), difference) for mine, theirs, difference in pieces]

@@ -1,0 +1,283 @@
+"""Gradients and parameters that are not finite where the host does not wait for the device, as on a GPU.
+
+Here on the CPU, where the same code runs when told to; on a GPU only the way of a figure to the host is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
+from dsgdac_accel.gradients import nonfinite_flag, nonfinite_workers
+from dsgdac_accel.host_copy import HostCopy
+from dsgdac_accel.skipped_updates import skips_on_device
+from dsgdac_accel.updates import add_scaled
+from tests.multiprocess.small_model import FAST, flat, inputs, make_model
+from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
+from tests.multiprocess.test_against_simulation import make_model as simulated_model
+from tests.workers import run_workers, try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+FUSED = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=1e-2, fused=True),
+}
+
+# ---- no waiting
+
+
+class _RefusesOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
+        assert not waits or _Guard.reading, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class _RefusesMethods(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        waits = func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu)
+        assert not waits or _Guard.reading, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class _Guard:
+    reading = False
+    """Whether something is read that was copied to the host in an earlier step."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def refuses_to_wait(cls) -> Iterator[None]:
+        """Inside, whatever would wait for what a GPU has queued in this step fails."""
+        begin, is_set, new = HostCopy.__init__, HostCopy.is_set, []
+
+        def noted(copy: HostCopy, values: torch.Tensor) -> None:
+            begin(copy, values)
+            new.append(copy)
+
+        def read(copy: HostCopy) -> bool:
+            assert copy not in new, "a figure of this very step is waited for"
+            cls.reading = True
+            try:
+                return is_set(copy)
+            finally:
+                cls.reading = False
+
+        HostCopy.__init__, HostCopy.is_set = noted, read
+        try:
+            with _RefusesMethods(), _RefusesOperations():
+                yield
+        finally:
+            HostCopy.__init__, HostCopy.is_set = begin, is_set
+
+
+def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
+    accelerator = GossipAccelerator(
+        gossip=GossipConfig(topology=topology, power=2.0, start_step=6, timeout=30, log_every=0, **options)
+    )
+    model = simulated_model()
+    optimizer = FUSED[optimizer_name](model.parameters())
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    (gossip,) = accelerator.gossip_steps
+    gossip.mixer.checks_late = True
+    for step in range(STEPS):
+        accelerator.backward(loss_of(model, rank, step))
+        with contextlib.nullcontext() if step == 0 else _Guard.refuses_to_wait():  # the first one compares settings
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.nonfinite_steps}
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "optimizer", "options"),
+    [
+        ("one_peer_ring", 4, "sgd", {}),
+        ("one_peer_ring", 3, "adam", {"sketch": 64}),
+        ("complete", 3, "adam", {"order": "mix_first"}),
+        ("ring", 3, "sgd", {"mix_every": 2, "overlap": False}),
+    ],
+)
+def test_a_normal_step_never_waits_and_follows_algorithm_1(topology, workers, optimizer, options):
+    shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
+    _, expected = simulate(workers, topology, optimizer, **shared)
+    for result, parameters in zip(run_workers(train, workers, topology, optimizer, options), expected, strict=True):
+        assert result["skipped"] == 0
+        torch.testing.assert_close(result["x"], torch.cat([p.flatten() for p in parameters]), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+def test_a_normal_step_of_a_rounded_exchange_never_waits(comm_dtype):
+    _, expected = simulate(3, "one_peer_ring", "sgd")
+    x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
+    found = torch.stack([r["x"] for r in run_workers(train, 3, "one_peer_ring", "sgd", {"comm_dtype": comm_dtype})])
+    assert 0 < float((found - x).norm()) < 0.03 * float((x - x.mean(0)).norm())
+
+
+def test_the_guard_of_these_tests_sees_a_step_that_waits():
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    for wait in (lambda x: bool(x > 0), float, torch.Tensor.tolist, lambda x: HostCopy(x).is_set()):
+        with pytest.raises(AssertionError, match="wait"), _Guard.refuses_to_wait():
+            wait(optimizer.param_groups[0]["params"][0].detach().sum())
+
+
+# ---- gradients
+
+
+def poison(rank: int, optimizer_name: str, late: bool, steps: set[int], limit: int, folder: str | None = None) -> dict:
+    accelerator = GossipAccelerator(
+        gossip=GossipConfig(topology="complete", power=0, max_consecutive_nonfinite=limit, **FAST)
+    )
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, FUSED[optimizer_name](model.parameters()))
+    (gossip,) = accelerator.gossip_steps
+    gossip.mixer.checks_late = late
+    history = []
+    for step in range(6):
+        loss = model(inputs(rank, step)).square().mean()
+        accelerator.backward(loss * float("nan") if rank == 1 and step in steps else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(flat(model).clone())
+        assert not hasattr(gossip.optimizer, "found_inf"), "somebody else's step would be skipped, too"
+    if folder is not None:
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+    return {"x": torch.stack(history), "skipped": gossip.nonfinite_steps, "state": gossip.state_dict()}
+
+
+@pytest.mark.parametrize("steps", [{0, 1}, {2, 4}, {5}], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_nan_gradient_is_skipped_as_where_the_host_waits(optimizer, steps, tmp_path):
+    waiting = run_workers(poison, 2, optimizer, False, steps, 10)
+    late = run_workers(poison, 2, optimizer, True, steps, 10, str(tmp_path / "state"))
+    for one, other in zip(waiting, late, strict=True):
+        torch.testing.assert_close(one["x"], other["x"], rtol=1e-9, atol=1e-12)
+        assert torch.isfinite(other["x"]).all()
+        for count in ("nonfinite_steps", "consecutive_nonfinite"):
+            assert one["state"][count] == other["state"][count]
+    assert (late[0]["skipped"], late[1]["skipped"]) == (0, len(steps))
+
+
+def test_too_many_nan_gradients_in_a_row_stop_the_run_a_step_later():
+    first, second = try_workers(poison, 2, "adam", True, {1, 2, 3}, 3)
+    for worker in (first, second):
+        assert worker.exit_code == 1
+        assert "worker 1, step 3: 3 steps in a row" in worker.error
+
+
+def with_gradients(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(3 if gradient is None else gradient.shape))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        [torch.ones(3), torch.zeros(0), None],
+        [torch.full((5000,), 3e38), torch.ones(2)],
+        [torch.ones(4), torch.tensor([1.0, float("nan")])],
+        [torch.tensor(float("-inf"))],
+        [torch.ones(2).to_sparse()],
+        [torch.tensor([[0.0, 0.0], [float("nan"), 1.0]]).to_sparse(1)],
+    ],
+    ids=range(6),
+)
+def test_the_flag_on_the_device_says_what_the_host_would_find(gradients):
+    parameters = with_gradients(*gradients)
+    flag = nonfinite_flag(parameters)
+    assert flag.shape == ()
+    assert float(flag) == len(nonfinite_workers([parameters]))
+
+
+def test_without_gradients_there_is_no_flag():
+    assert nonfinite_flag(with_gradients(None, torch.zeros(0))) is None
+
+
+def test_what_an_optimizer_cannot_skip_by_itself_is_asked_of_the_host():
+    def made(kind: type, **options: object) -> torch.optim.Optimizer:
+        return kind(with_gradients(torch.ones(2)), lr=0.1, **options)
+
+    assert not skips_on_device(made(torch.optim.Adam))
+    assert skips_on_device(made(torch.optim.Adam, fused=True))
+    assert skips_on_device(made(torch.optim.SGD, fused=True))
+    momentum = made(torch.optim.SGD, fused=True, momentum=0.9)
+    assert not skips_on_device(momentum), "its first step would make a buffer of whatever is in memory"
+    momentum.step()
+    assert skips_on_device(momentum)
+    (newcomer,) = with_gradients(torch.ones(3))
+    momentum.add_param_group({"params": [newcomer]})
+    assert not skips_on_device(momentum)
+    loaded = made(torch.optim.Adam, fused=True)
+    loaded.load_state_dict(made(torch.optim.Adam).state_dict())
+    assert not skips_on_device(loaded), "the state dict says that it is not fused"
+
+
+# ---- parameters
+
+
+def test_a_sum_is_left_out_where_the_flag_is_set():
+    torch.manual_seed(0)
+    x, values = torch.randn(1000), torch.randn(1000)
+    expected = x + 0.3 * values
+    given = x.clone()
+    add_scaled(given, values, 0.3, torch.zeros(()))
+    torch.testing.assert_close(given, expected)
+    values[7] = torch.nan
+    given = x.clone()
+    add_scaled(given, values, 0.3, torch.ones(()))
+    assert torch.equal(given, x)
+
+
+def diverge(rank: int, topology: str, options: dict, then: str) -> str:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology=topology, **FAST, **options))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, FUSED["adam"](model.parameters()))
+    (gossip,) = accelerator.gossip_steps
+    gossip.mixer.checks_late = True
+    try:
+        for step in range(4 if then else 6):
+            accelerator.backward(model(inputs(rank, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1 and step == 2:
+                with torch.no_grad():
+                    next(model.parameters()).view(-1)[0] = torch.nan
+                optimizer.optimizer.param_groups[0]["lr"] = 0.0
+        if then == "save":
+            gossip.state_dict()
+        if then == "average":
+            gossip.mixer.swap_in_average()
+        if then == "release":
+            gossip.mixer.release()
+    except NonFiniteError as error:
+        assert rank == 1 or torch.isfinite(flat(model)).all(), "it was mixed"
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("then", ["", "save", "average", "release"])
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("complete", {"overlap": False}),
+        ("complete", {"overlap": False, "comm_dtype": "int8"}),
+        ("ring", {"overlap": False, "order": "mix_first"}),
+    ],
+    ids=["mean", "rounded", "neighbours"],
+)
+def test_parameters_that_are_not_finite_are_never_mixed_and_stop_the_run(topology, options, then):
+    for rank, message in enumerate(run_workers(diverge, 3, topology, options, then)):
+        assert "not finite at step 3" in message
+        assert ("worker 1 " if rank == 1 else "one of workers [") in message
