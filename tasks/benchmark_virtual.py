@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.measurement import quartiles
+from benchmarks.training import Training
 from images.models import build_image_model
 from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
@@ -27,37 +28,9 @@ from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line
 from dsgdac_accel.config.checks import check_integer
 
-OPTIMIZERS = ("sgd", "adam")
 VARIANTS = ("accumulation", "separate", "virtual", "vmap")
 _WARM_UP = 2  # steps, after which virtual and vmap must still be the same training
 _AGREE = 1e-3
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained in one comparison."""
-
-    model: str
-    """An image model of `tasks/images/models.py`."""
-    optimizer: str
-    """sgd with momentum and weight decay, or adam, both in torch's fused form."""
-    batch_size: int
-    """Images per worker and step."""
-
-    @classmethod
-    def of(cls, text: str) -> Training:
-        """Read "<model> <optimizer> <images per worker>".
-
-        >>> Training.of("wrn-10-2 sgd 16")
-        Training(model='wrn-10-2', optimizer='sgd', batch_size=16)
-        """
-        words = text.split()
-        if len(words) != 3 or words[1] not in OPTIMIZERS or not words[2].isdigit() or words[2] == "0":
-            raise ValueError(
-                f"a case is '<model> <optimizer> <images per worker>', the optimizer one of {', '.join(OPTIMIZERS)}; "
-                f"got {text!r}. Write 'wrn-10-2 sgd 16', say."
-            )
-        return cls(words[0], words[1], int(words[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +100,6 @@ class Case:
         self.images = torch.randn(count, 3, size, size, device=device)
         self.labels = torch.randint(10, (count,), device=device)
 
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        if self.case.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
-        return torch.optim.Adam(parameters, lr=1e-5, fused=True)
-
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         size = self.case.batch_size
         return list(zip(self.images.split(size), self.labels.split(size), strict=True))
@@ -139,7 +107,7 @@ class Case:
     def accumulation(self) -> Variant:
         """One model, one update for all micro-batches."""
         model, parts = copy.deepcopy(self.model), self.parts()
-        optimizer = self.optimizer(model.parameters())
+        optimizer = self.case.make_optimizer(model.parameters())
 
         def step() -> None:
             for images, labels in parts:
@@ -152,7 +120,7 @@ class Case:
     def separate(self) -> Variant:
         """Models that do not know of each other."""
         models = [copy.deepcopy(self.model) for _ in range(self.config.workers)]
-        optimizers = [self.optimizer(model.parameters()) for model in models]
+        optimizers = [self.case.make_optimizer(model.parameters()) for model in models]
         parts = self.parts()
 
         def step() -> None:
@@ -166,7 +134,7 @@ class Case:
     def virtual(self, accelerator: GossipAccelerator) -> Variant:
         """`VirtualWorkers`, as every script gets them."""
         model = copy.deepcopy(self.model)
-        model, optimizer = accelerator.prepare(model, self.optimizer(model.parameters()))
+        model, optimizer = accelerator.prepare(model, self.case.make_optimizer(model.parameters()))
 
         def step() -> None:
             accelerator.backward(F.cross_entropy(model(self.images), self.labels))
@@ -180,7 +148,7 @@ class Case:
         count = self.config.workers
         model = copy.deepcopy(self.model)
         stacked, buffers = stack_module_state([copy.deepcopy(model) for _ in range(count)])
-        optimizer = self.optimizer(stacked.values())
+        optimizer = self.case.make_optimizer(stacked.values())
         images, labels = self.images.unflatten(0, (count, -1)), self.labels.unflatten(0, (count, -1))
 
         def loss(parameters: dict, state: dict, own_images: Tensor, own_labels: Tensor) -> Tensor:
@@ -266,13 +234,12 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """
     table = {}
     for name, mine in seconds.items():
-        ratios = [one / reference for one, reference in zip(mine, seconds["accumulation"], strict=True)]
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        ratios = quartiles(mine, seconds["accumulation"])
         table[name] = {
             "milliseconds": 1e3 * statistics.median(mine),
-            "ratio": statistics.median(ratios),
-            "ratio_q1": quartiles[0],
-            "ratio_q3": quartiles[2],
+            "ratio": ratios["median"],
+            "ratio_q1": ratios["q1"],
+            "ratio_q3": ratios["q3"],
         }
     return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,10 @@ from benchmarks.sleeping import SleepingModel
 
 TRANSFORMERS = {"transformer-10m": (384, 8), "transformer-40m": (768, 8)}
 """Width and layers."""
+TRANSLATION = ("translation-tiny", "translation-small", "translation-base", "translation-big")
+"""The translation task's Transformers, by their sizes there, with a vocabulary of 32,000."""
 VOCABULARY = 1000
+_LARGE_VOCABULARY = 32_000
 TOKENS = 32
 """Of a sentence."""
 _TINY = re.compile(r"tiny-(\d+)")
@@ -72,7 +76,7 @@ class LanguageModel(nn.Module):
 def check_model_name(name: str, image_size: int) -> None:
     """Raises ValueError for a model that does not exist, without building a large one."""
     key = name.strip().lower()
-    if key in TRANSFORMERS:
+    if key in TRANSFORMERS or key in TRANSLATION:
         return
     for form, what in ((_TINY, "tensors"), (_SLEEPING, "parameters")):
         if found := form.fullmatch(key):
@@ -85,7 +89,7 @@ def check_model_name(name: str, image_size: int) -> None:
         with torch.device("meta"):
             build_image_model(key, 10, 3, (image_size, image_size))
     except ValueError as error:
-        own = f"{', '.join(TRANSFORMERS)}, tiny-<tensors>, sleeping-<parameters>"
+        own = f"{', '.join([*TRANSFORMERS, *TRANSLATION])}, tiny-<tensors>, sleeping-<parameters>"
         raise ValueError(f"model must be one of {own} or an image model; got {name!r}. {error}") from None
 
 
@@ -107,10 +111,17 @@ def build_workload(
         return Workload(model, (inputs, labels), lambda module: module(inputs))
 
     def loss(module: nn.Module) -> Tensor:
-        logits = module(inputs)
+        logits = module(input_ids=inputs, decoder_input_ids=labels).logits if key in TRANSLATION else module(inputs)
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
     return Workload(model, (inputs, labels), loss)
+
+
+def _translator(size: Any) -> nn.Module:
+    from translation.config import ModelConfig
+    from translation.model import build_model
+
+    return build_model(ModelConfig(size=size), _LARGE_VOCABULARY, pad=0, end=1)
 
 
 def _model_and_batch(
@@ -119,6 +130,9 @@ def _model_and_batch(
     if key in TRANSFORMERS:
         tokens = lambda: torch.randint(VOCABULARY, (batch, TOKENS))  # noqa: E731
         return LanguageModel(*TRANSFORMERS[key]), lambda: (tokens(), tokens())
+    if key in TRANSLATION:
+        words = lambda: torch.randint(2, _LARGE_VOCABULARY, (batch, TOKENS))  # noqa: E731
+        return _translator(key.removeprefix("translation-")), lambda: (words(), words())
     if found := _TINY.fullmatch(key):
         width = TinyLayers.WIDTH
         return TinyLayers(int(found[1])), lambda: (torch.randn(batch, width), torch.randint(width, (batch,)))

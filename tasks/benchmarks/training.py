@@ -1,0 +1,44 @@
+"""A training that is measured in one process: a model, an optimizer, a batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+OPTIMIZERS = ("sgd", "adam")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained in one comparison."""
+
+    model: str
+    """Its name."""
+    optimizer: str
+    """sgd with momentum and weight decay, or adam, both in torch's fused form."""
+    batch_size: int
+    """Samples per worker and step."""
+
+    @classmethod
+    def of(cls, text: str) -> Training:
+        """Read "<model> <optimizer> <samples per worker>".
+
+        >>> Training.of("wrn-10-2 sgd 16")
+        Training(model='wrn-10-2', optimizer='sgd', batch_size=16)
+        """
+        words = text.split()
+        if len(words) != 3 or words[1] not in OPTIMIZERS or not words[2].isdecimal() or int(words[2]) == 0:
+            raise ValueError(
+                f"a case is '<model> <optimizer> <samples per worker>', the optimizer one of {', '.join(OPTIMIZERS)}; "
+                f"got {text!r}. Write 'wrn-10-2 sgd 16', say."
+            )
+        return cls(words[0], words[1], int(words[2]))
+
+    def make_optimizer(self, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
+        """Over these parameters, with rates at which random data do no harm."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
+        return torch.optim.Adam(parameters, lr=1e-5, fused=True)
