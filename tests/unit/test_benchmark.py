@@ -41,6 +41,10 @@ def workload(name, seconds=0.0, seed=0):
     return build_workload(name, batch_size=2, image_size=8, compute_seconds=seconds, device=CPU, seed=seed)
 
 
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 # ---- settings
 
 
@@ -133,14 +137,14 @@ def test_a_model_is_known_by_one_spelling():
 def test_models_have_the_size_of_their_name_and_train(name, parameters, tensors):
     check_model_name(name, 8)
     work = workload(name)
-    found = [parameter for parameter in work.model.parameters() if parameter.requires_grad]
+    found = trained(work.model)
     total = sum(parameter.numel() for parameter in found)
     assert parameters is None or total == pytest.approx(parameters, rel=0.05 if name.startswith("trans") else 0)
     assert tensors is None or len(found) == tensors
     work.loss(work.model).backward()
     assert all(parameter.grad is not None for parameter in found)
     again = workload(name, seed=1)
-    assert all(map(torch.equal, found, again.model.parameters()))
+    assert all(map(torch.equal, found, trained(again.model)))
 
 
 def test_the_larger_transformer_has_40_million_parameters():
