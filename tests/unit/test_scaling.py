@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from benchmarks.link import Network
 
 from dsgdac_accel.cli import main
@@ -113,10 +115,15 @@ def test_a_step_of_ddp_takes_the_seconds_of_the_formula(n, rate, delay, paramete
 
 
 def test_ddp_reduces_the_first_mebibyte_by_itself_and_then_25_at_a_time():
-    first, (count, size) = Cluster(parameters=25e6, compute_seconds=0.1, bandwidth=1e9).gradient_buckets()
-    assert first == (1, 2**20)
-    assert count == math.ceil((100e6 - 2**20) / (25 * 2**20))
-    assert 2**20 + count * size == pytest.approx(100e6)
+    for mebibytes in (2, 26, 27, 51, 52):
+        gradients = [torch.empty(2**18) for _ in range(mebibytes)]
+        assigned, _ = dist._compute_bucket_assignment_by_size(gradients, [2**20, 25 * 2**20])  # torch's own
+        first, (count, size) = Cluster(
+            parameters=mebibytes * 2**18, compute_seconds=0.1, bandwidth=1e9
+        ).gradient_buckets()
+        assert first == (1, 2**20)
+        assert 1 + count == len(assigned)
+        assert 2**20 + count * size == pytest.approx(mebibytes * 2**20)
     assert Cluster(parameters=1000, compute_seconds=0.1, bandwidth=1e9).gradient_buckets() == ((1, 4000.0),)
 
 
@@ -136,6 +143,10 @@ def test_no_all_reduce_undercuts_what_physics_allows_and_the_tree_is_within_two_
     tree = tree_all_reduce(n, size, rate, delay)
     assert tree.seconds <= 2 * (fewest_rounds * delay + fewest_bytes / rate)
     assert tree_all_reduce(n, 0.0, rate, delay).seconds == pytest.approx(2 * fewest_rounds * delay)
+
+
+def test_two_workers_are_no_tree():
+    assert tree_all_reduce(2, 4e6, 12.5e6, 0.01) == ring_all_reduce(2, 4e6, 12.5e6, 0.01)
 
 
 def test_to_ten_thousand_workers_only_one_peer_gossip_stays_as_fast():

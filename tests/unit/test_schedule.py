@@ -98,7 +98,8 @@ def test_activation_stays_even_if_the_epoch_counter_starts_again():
 def test_a_step_before_the_start_keeps_gamma_1_when_asked_for_afterwards():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     assert [consensus.gamma(1, 0.2, epoch=0), consensus.gamma(2, 0.4, epoch=1)] == [1.0, 1.0]
-    assert [consensus.gamma(1, 0.2, epoch=0), consensus.gamma(3, 0.2, epoch=1)] == [1.0, 0.5]
+    # A rate from before the start does not count for a_max, whenever it is asked about.
+    assert [consensus.gamma(1, 0.8, epoch=0), consensus.gamma(3, 0.2, epoch=1)] == [1.0, 0.5]
 
 
 def test_a_start_epoch_without_an_epoch_is_an_error_that_says_so():

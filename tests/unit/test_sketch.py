@@ -80,6 +80,7 @@ def test_the_stated_error_is_that_of_the_distances():
 def test_a_small_model_is_not_projected():
     x = torch.randn(30)
     assert torch.equal(Projection(64)([x[:10], x[10:]]), x)
+    assert torch.equal(Projection(30)([x]), x)
     assert Projection(64)([]).shape == (0,)
     assert len(Projection(29)([x])) == 29
 

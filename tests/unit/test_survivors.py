@@ -146,6 +146,17 @@ def test_survivors_always_have_a_topology_that_keeps_the_mean_and_connects_them(
                         assert weights[row, column] == whole[worker, peer]
 
 
+def test_a_topology_of_ones_own_keeps_its_weights_whatever_it_is_called():
+    slow_ring = [[0.8, 0.1, 0.0, 0.1], [0.1, 0.8, 0.1, 0.0], [0.0, 0.1, 0.8, 0.1], [0.1, 0.0, 0.1, 0.8]]
+    fewer = Topology.from_matrices([slow_ring], name="ring").of_survivors([0, 1, 2])
+    assert fewer.matrix(0).tolist() == [[0.9, 0.1, 0.0], [0.1, 0.8, 0.1], [0.0, 0.1, 0.9]]
+
+
+def test_without_a_loss_the_weights_stay_to_the_bit():
+    sevenths = Topology.from_matrices([[[1 / 7] * 7] * 7])  # whose rows sum to 1 up to rounding only
+    assert sevenths.of_survivors(range(7)) == sevenths
+
+
 def test_a_directed_topology_is_not_cut_into_one_that_moves_the_mean():
     cycle = torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2
     assert Topology.from_matrices([cycle]).of_survivors([0, 1, 3]) == build_topology("base_graph", 3)

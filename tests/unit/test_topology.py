@@ -49,6 +49,10 @@ def test_every_round_is_symmetric_doubly_stochastic_and_non_negative(topology):
 def test_mixing_keeps_the_mean_and_a_period_brings_the_workers_closer(topology, seed):
     x_ND = torch.randn(topology.num_workers, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     mixed_ND = topology.period_matrix() @ x_ND
+    step_by_step_ND = x_ND
+    for mixing_NN in all_rounds(topology):
+        step_by_step_ND = mixing_NN @ step_by_step_ND
+    torch.testing.assert_close(mixed_ND, step_by_step_ND, rtol=0, atol=1e-12)
     torch.testing.assert_close(mixed_ND.mean(0), x_ND.mean(0), rtol=0, atol=1e-12)
     gap = topology.spectral_gap()
     assert 0 < gap <= 1
@@ -306,6 +310,16 @@ def test_rounds_that_connect_only_together_are_accepted():
     topology = Topology.from_matrices([torch.block_diag(pair, idle), torch.block_diag(idle, pair)])
     assert topology.averaging_groups(0) == ((0, 1),)
     assert topology.averaging_groups(1) == ((1, 2),)
+
+
+def test_what_rounding_leaves_of_a_zero_is_zero():
+    pair, idle = np.array(HALVES), np.eye(1)
+    clean = [np.block([[pair, np.zeros((2, 1))], [np.zeros((1, 2)), idle]]), np.roll(np.eye(3), 1, axis=0)]
+    for residue in (-1e-17, -0.0):
+        rounded = Topology.from_matrices([np.where(matrix == 0, residue, matrix) for matrix in clean])
+        assert rounded == Topology.from_matrices(clean)
+        assert rounded.neighbors(0, 0) == {1: 0.5}
+        assert (rounded.matrix(0) >= 0).all()
 
 
 def test_lists_arrays_and_tensors_of_any_dtype_give_the_same_topology():

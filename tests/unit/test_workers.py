@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers
 from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join
-from dsgdac_accel.randomness import StreamsOfWorkers
+from dsgdac_accel.randomness import StreamsOfWorkers, seed_workers_differently
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,31 @@ def test_each_replica_computes_what_its_own_process_would(sizes):
             torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-12, atol=1e-14)
         for name, buffer in expected.named_buffers():
             assert torch.equal(workers.replicas[worker].get_buffer(name), buffer)
+
+
+def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
+    torch.manual_seed(7)
+    outside = torch.get_rng_state()
+    expected = []
+    for rank in range(3):
+        torch.manual_seed(7)
+        seed_workers_differently(SimpleNamespace(rank=rank, gather=lambda seed, what: [seed]))
+        expected.append(torch.rand(6))
+    torch.set_rng_state(outside)
+    streams = StreamsOfWorkers(7, range(3))
+    drawn = [torch.empty(0)] * 3
+    for visited in ([0, 1, 2], [2, 0, 1]):
+        with streams.swapped() as use:
+            for worker in visited:
+                use(worker)
+                drawn[worker] = torch.cat([drawn[worker], torch.rand(2)])
+        assert torch.equal(torch.get_rng_state(), outside)
+    resumed = StreamsOfWorkers(1, range(3))
+    resumed.load_state_dict(streams.state_dict())
+    with resumed.swapped() as use:
+        for worker in range(3):
+            use(worker)
+            assert torch.equal(torch.cat([drawn[worker], torch.rand(2)]), expected[worker])
 
 
 @dataclass
@@ -164,7 +190,23 @@ def test_structures_are_cut_and_joined_as_they_are():
     assert joined["n"] == 3
     assert joined["s"] == ("p", "q")
     assert even_sizes(2, 3) == [1, 1, 0]
-    assert batch_size((["text"], x), {}) == 3
+    assert batch_size((["text"], torch.tensor(0.5), x), {}) == 3
+    with pytest.raises(ValueError, match="outputs of different structures"):
+        join([(x, y), {"logits": x, "labels": y}], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("values", "joined"),
+    [
+        ([1.0, 4.0], torch.tensor(3.0)),  # a mean over samples, of which the second worker has twice as many
+        ([1.0 + 3j, 4.0], torch.tensor(3.0 + 1j)),
+        ([5, 5], torch.tensor(5)),
+        ([5, 6], torch.tensor([5, 6])),  # a count has no mean
+        ([True, False], torch.tensor([True, False])),
+    ],
+)
+def test_single_numbers_are_joined_by_their_kind(values, joined):
+    torch.testing.assert_close(join([torch.tensor(value) for value in values], [1, 2]), joined)
 
 
 def test_a_last_small_batch_leaves_workers_without_an_update(caplog):
