@@ -18,8 +18,26 @@ from dsgdac_accel.launch import DROPPED, MEETING, MET, STOPPED
 from dsgdac_accel.stopping import EXIT_STOPPED
 from tests.workers import fork
 
-BEGIN = "import glob, os, signal, sys, time; rank = int(os.environ['RANK'])\n"
-HANG = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'here{rank}', 'w').write(str(os.getpid())); time.sleep(60)"
+BEGIN = """
+import glob, os, signal, sys, time
+
+rank = int(os.environ["RANK"])
+
+def say(*words):  # in one piece, where `print` writes word by word
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def sign(number=rank, process=os.getpid()):
+    with open(f"here{number}", "w") as file:
+        file.write(str(process))
+
+def await_end(other):  # of a worker that has signed, as the launcher sees it
+    while not (os.path.exists(f"here{other}") and (process := open(f"here{other}").read())):
+        time.sleep(0.01)
+    while os.path.exists(f"/proc/{process}"):
+        time.sleep(0.01)
+
+"""
+HANG = "signal.signal(signal.SIGTERM, signal.SIG_IGN); sign(); time.sleep(60)"
 AWAIT_OTHERS = "while len(glob.glob('here*')) < {}: time.sleep(0.01)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -41,6 +59,13 @@ class Command:
             os.kill(self.process.pid, signal.SIGKILL)
             pytest.fail(f"still running after {seconds} s\n{self.output.read_text()}")
         return self.process.exitcode, self.output.read_text()
+
+    def await_output(self, words):
+        """Wait until this has been printed."""
+        deadline = time.monotonic() + 20
+        while not (self.output.exists() and words in self.output.read_text()):
+            assert time.monotonic() < deadline, f"{words!r} was not printed"
+            time.sleep(0.01)
 
     def await_workers(self, *ranks):
         """Wait until these have written who they are; their process ids."""
@@ -103,7 +128,7 @@ NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS",
 )  # fmt: skip
-SHOW = f"print(*[os.environ[name] for name in {NAMES}], *sys.argv[1:])"
+SHOW = f"say(*[os.environ[name] for name in {NAMES}], *sys.argv[1:])"
 
 
 def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
@@ -142,10 +167,14 @@ def test_others_go_on_when_a_worker_is_lost(tmp_path):
     script = f"""
         if rank == 0:
             {KILLED}
-        time.sleep(0.5)
-        print("finished", rank)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        say("finished", rank)
         """
-    status, out = run(tmp_path, "-n", 3, "script.py", script=script)
+    command = Command(tmp_path, "-n", 3, "script.py", script=script)
+    command.await_output("2 of 3 go on")
+    (tmp_path / "go").write_text("")
+    status, out = command.end()
     assert status == 0
     assert {"finished 1", "finished 2"} < set(out.splitlines())
     assert "worker 0 was ended by SIGKILL; 2 of 3 go on" in out
@@ -156,8 +185,9 @@ def test_others_go_on_when_a_worker_is_lost(tmp_path):
 def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_path, first, status):
     script = f"""
         if rank == 1:
+            sign()
             {first}
-        time.sleep(0.5)
+        await_end(1)
         sys.exit(6)
         """
     assert run(tmp_path, "-n", 2, "script.py", script=script)[0] == status
@@ -166,15 +196,17 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
 def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
     script = f"""
         if rank == 1:
+            sign()
             {KILLED}
-        time.sleep(0.5)
+        await_end(1)
         sys.exit({STOPPED})
         """
     assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == STOPPED
 
 
 def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
-    status, out = run(tmp_path, "-n", 2, "script.py", script="time.sleep(rank / 2); sys.exit(3 * rank)")
+    script = "sign() if rank == 0 else await_end(0); sys.exit(3 * rank)"
+    status, out = run(tmp_path, "-n", 2, "script.py", script=script)
     assert (status, "worker 1 ended with status 3" in out) == (3, True)
     assert "finished without" not in out
 
@@ -193,9 +225,11 @@ def test_stop_on_failure_ends_the_others_also_those_that_do_not_listen(tmp_path)
 
 def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_restart(tmp_path):
     script = """
-        open("starts", "a").write("x")
+        with open("starts", "a") as starts:
+            starts.write("x")
         if rank == 1:
-            time.sleep(0.2)
+            while len(open("starts").read()) < 2:
+                time.sleep(0.01)
             sys.exit(2)
         time.sleep(60)
         """
@@ -265,7 +299,7 @@ def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
 def test_a_signal_reaches_all_workers_and_nothing_is_restarted(tmp_path, name):
     script = f"""
         signal.signal(signal.{name}, lambda *_: sys.exit({STOPPED}))
-        open(f"here{{rank}}", "w").write(str(os.getpid()))
+        sign()
         time.sleep(60)
         """
     command = Command(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
@@ -283,8 +317,8 @@ def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
     command = Command(tmp_path, "-n", 2, "script.py", script=script)
     processes = command.await_workers(0, 1)
     os.kill(command.process.pid, signal.SIGINT)
-    time.sleep(0.5)
-    assert command.process.is_alive()
+    command.await_output("SIGINT goes to all workers")
+    assert not any(is_gone(process, seconds=0.2) for process in processes)
     os.kill(command.process.pid, signal.SIGINT)
     assert command.end()[0] == 128 + 9
     assert all(is_gone(process) for process in processes)
@@ -302,7 +336,7 @@ def test_workers_and_their_processes_end_with_a_launcher_that_is_killed(tmp_path
     script = f"""
         import subprocess
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        open(f"here{{2 + rank}}", "w").write(str(child.pid))
+        sign(2 + rank, child.pid)
         {HANG}
         """
     command = Command(tmp_path, "-n", 2, "script.py", script=script)
@@ -315,7 +349,7 @@ def test_processes_that_a_worker_started_end_with_it(tmp_path):
     script = """
         import subprocess
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        open("here0", "w").write(str(child.pid))
+        sign(0, child.pid)
         """
     command = Command(tmp_path, "-n", 1, "script.py", script=script)
     assert command.end()[0] == 0
@@ -328,8 +362,7 @@ def test_processes_that_a_worker_started_end_with_it(tmp_path):
 def test_stopped_and_failed_runs_are_started_anew(tmp_path):
     script = f"""
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        print("attempt", attempt, "rank", rank)
-        time.sleep(0.2)
+        say("attempt", attempt, "rank", rank)
         sys.exit([{STOPPED}, 1, 0][attempt])
         """
     status, out = run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
@@ -405,7 +438,7 @@ def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_pat
             left = dist.ProcessGroupGloo(store, rank - 1, 2, timedelta(seconds=20))
             again = torch.tensor([10.0 ** rank])
             left.allreduce([again]).wait()
-            os.write(1, b"sums %.1f %.1f\\n" % (total.item(), again.item()))  # in one piece
+            say("sums", total.item(), again.item())
             os._exit(0)
         """
     status, out = run(tmp_path, "-n", 3, "script.py", script=script, OMP_NUM_THREADS="1")
