@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -29,7 +30,10 @@ from dsgdac_accel.config import (
     parse_config,
     write_config,
 )
+from dsgdac_accel.config.checks import check_writable
+from dsgdac_accel.config.conversion import convert
 from dsgdac_accel.config.schema import keys_of
+from dsgdac_accel.config.strict_yaml import Origin, Scalar
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
 
@@ -141,11 +145,19 @@ def test_gossip_config_takes_every_registered_topology_and_one_of_your_own():
     assert GossipConfig(topology=mine).topology is mine
 
 
-def test_gossip_config_is_frozen_and_stores_plain_floats():
-    gossip = GossipConfig(power=3, floor=1, max_rate=1, start_step=0, total_steps=1)
-    assert repr((gossip.power, gossip.floor, gossip.max_rate)) == "(3.0, 1.0, 1.0)"
+def test_gossip_config_is_frozen_and_stores_plain_numbers():
+    gossip = GossipConfig(
+        power=3, floor=1, max_rate=np.float32(1), timeout=5, start_step=np.int64(0), total_steps=np.int64(1)
+    )
+    assert repr((gossip.power, gossip.floor, gossip.max_rate, gossip.timeout)) == "(3.0, 1.0, 1.0, 5.0)"
+    assert repr((gossip.start_step, gossip.total_steps)) == "(0, 1)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         gossip.power = 2.0  # type: ignore[misc]
+
+
+def test_gossip_config_takes_the_ends_of_its_ranges():
+    GossipConfig(power=0, floor=0, constant=0, log_every=0, sketch=0, start_epoch=0, mix_every=1)
+    GossipConfig(floor=1, constant=1, start_step=10, total_steps=10, max_consecutive_nonfinite=1)
 
 
 def test_every_field_of_gossip_config_explains_itself():
@@ -169,6 +181,7 @@ def test_every_field_of_gossip_config_explains_itself():
         ("seed: 1_000", "seed", 1000),
         ("seed: 1e5", "seed", 100000),
         ("seed: 1.5e3", "seed", 1500),
+        ("seed: 1e23", "seed", 10**23),  # float("1e23") is another integer
         ("seed: -7", "seed", -7),
         ("mixed_precision: no", "mixed_precision", "no"),
         ("name: no", "name", "no"),
@@ -201,6 +214,8 @@ def test_every_field_of_gossip_config_explains_itself():
         ("optimizer:\n", "optimizer.lr", 0.05),
         ("\ufeffseed: 1", "seed", 1),
         ("extra: &base {lr: 1.0}\noptimizer: {<<: *base, betas: [0, 0]}", "optimizer.lr", 1.0),
+        ("extra: &base {lr: 1.0}\noptimizer: {lr: 2.0, <<: *base}", "optimizer.lr", 2.0),
+        ("extra: [&first {lr: 1.0}, &second {lr: 2.0}]\noptimizer: {<<: [*first, *second]}", "optimizer.lr", 1.0),
         ("extra: &lr 1e-3\noptimizer: {lr: *lr}", "optimizer.lr", 0.001),
     ],
 )
@@ -335,6 +350,7 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("seed: 012", ["seed: expected an integer, got '012' (str). Leading zeros are ambiguous"]),
         ("seed: 1:30", ["seed: expected an integer, got '1:30' (str)"]),
         ("seed: 0x1F", ["seed: expected an integer, got '0x1F' (str)"]),
+        (f"seed: {'1' * 5000}", ["seed: expected an integer, got '111"]),
         ("seed: 1__0", ["seed: expected an integer, got '1__0' (str)"]),
         ("resume: yes", ["resume: expected true or false, got 'yes' (str). Write true or false."]),
         ("resume: 1", ["resume: expected true or false, got 1 (int). Write true or false."]),
@@ -383,6 +399,7 @@ def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
         (["--"], ["'--' is not understood"]),
         (["--gossip", "3"], ["gossip: expected a section (keys topology, power"]),
         (["--gossip", "null", "--gossip.power", "3"], ["gossip.power: contradicts --gossip. Keep one."]),
+        (["--gossip.power", "3", "--gossip", "null"], ["gossip: contradicts --gossip.power. Keep one."]),
         (["--resume", "yes"], ["resume: expected true or false, got 'yes' (str). Write true or false."]),
         (["--weights", "a=1,a=2"], ["weights: expected name=value,name=value; got 'a=1,a=2'"]),
         (["--weights", "a"], ["weights: expected name=value,name=value; got 'a'"]),
@@ -413,6 +430,25 @@ def test_unreadable_files_are_refused_with_their_absolute_path(write, tmp_path, 
 
     monkeypatch.setattr(Path, "read_bytes", denied)
     assert refusal("run.yaml") == f"config file {tmp_path / 'run.yaml'} cannot be read: Permission denied."
+
+
+def test_a_word_of_a_list_is_of_its_own_type():
+    here = Origin("run.yaml:1", Path("/"))
+    assert convert(Scalar("1", "plain", here), Literal["auto", 0, 1], "level") == 1
+    with pytest.raises(ConfigError, match=r"level: expected one of 'auto', 0, 1, got True \(bool\)"):
+        convert(Scalar("true", "plain", here), Literal["auto", 0, 1], "level")
+
+
+def test_a_file_to_write_is_tried_and_left_as_it_was(tmp_path):
+    report = tmp_path / "made" / "report.json"
+    assert check_writable("--json", report) == report
+    assert list(report.parent.iterdir()) == []
+    report.write_text("earlier")
+    check_writable("--json", report)
+    assert report.read_text() == "earlier"
+    for place in (report / "below_a_file", tmp_path, Path("/proc/nobody/can/write/here"), Path("/proc/nor_here")):
+        with pytest.raises(ValueError, match=f"--json must be a file that can be written; {place} is not"):
+            check_writable("--json", place)
 
 
 def test_values_without_a_default_are_required(tmp_path):
@@ -461,6 +497,15 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys, monkeypatch)
         assert text in page
     for text in ("steps 0 to start_step - 1 mix with gamma 1", "starts from the folder of that file"):
         assert text in " ".join(page.split())
+
+
+def test_of_several_launched_workers_only_the_first_one_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for words, status in ((["--help"], 0), (["--seed", "x"], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            config_from_command_line(Run, words)
+        assert stopped.value.code == status
+    assert capsys.readouterr() == ("", "")
 
 
 def test_help_does_without_source_text(capsys):
@@ -581,6 +626,19 @@ def test_a_topology_is_written_as_its_name_and_told_apart_by_its_rounds():
     assert config_to_dict(named)["topology"] == "ring"
     other = GossipConfig(topology=build_topology("ring", 5))
     assert config_fingerprint(named) != config_fingerprint(other)
+
+
+def test_every_value_has_one_line_and_paths_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = dump_config(Data(path=Path("shards"), files=("a word " * 30,))).splitlines()
+    assert lines[0] == f"path: {tmp_path}/shards"
+    assert len(lines) == 4
+
+
+def test_what_a_class_computes_by_itself_is_no_setting():
+    derived = dataclasses.make_dataclass("Derived", [("size", int, 1), ("area", int, field(init=False, default=1))])
+    assert list(keys_of(derived)) == ["size"]
+    assert config_to_dict(derived()) == {"size": 1}
 
 
 def test_a_section_with_a_name_is_written_in_full():

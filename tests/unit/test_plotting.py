@@ -76,6 +76,13 @@ def test_lines_show_the_logged_values(tmp_path, drawn):
     assert all(axes.get_ylabel() for figure in drawn for axes in figure.axes)
 
 
+def test_few_points_are_marked_and_an_axis_without_lines_is_hidden(tmp_path, drawn):
+    for count in (1, 31):
+        plot_run(write_run(tmp_path, [{"step": step, "gossip/rate": 0.1} for step in range(count)]))
+    assert [figure.axes[0].lines[0].get_marker() for figure in drawn] == ["o", "None"]
+    assert [[axes.get_visible() for axes in figure.axes] for figure in drawn] == [[True, False]] * 2
+
+
 @pytest.mark.parametrize("radii", [[0.0, 0.0], [None, None]])
 def test_without_a_positive_distance_the_axis_stays_linear(tmp_path, drawn, radii):
     plot_run(write_run(tmp_path, [{"step": step, "gossip/radius": radius} for step, radius in enumerate(radii)]))
@@ -98,6 +105,11 @@ def test_a_step_logged_again_counts_once_and_steps_are_ordered():
     assert series(records, "x") == ([1, 3], [2.0, 4.0])
 
 
+def test_a_measurement_that_is_repeated_counts_at_its_own_step():
+    records = [{"step": 4, "x": 1.0}, {"step": 6, "x": 2.0, "x_step": 5}]
+    assert series(records, "x") == ([4, 5], [1.0, 2.0])
+
+
 @pytest.mark.parametrize("tail", ['{"step": 4, "train/lo', '{"step": 4, "tr{"step": 4}\n', "17\n"])
 def test_a_truncated_line_is_skipped_with_a_warning(tmp_path, tail):
     folder = write_run(tmp_path, tail=tail)
@@ -105,8 +117,16 @@ def test_a_truncated_line_is_skipped_with_a_warning(tmp_path, tail):
         assert read_metrics(folder / "metrics.jsonl") == RECORDS
 
 
-def test_blank_lines_are_no_records(tmp_path):
+def test_bytes_that_are_no_text_spoil_their_line_only(tmp_path):
+    file = write_run(tmp_path) / "metrics.jsonl"
+    file.write_bytes(b"\xff\x00\n" + file.read_bytes())
+    with pytest.warns(UserWarning, match="line 1 is truncated or no record"):
+        assert read_metrics(file) == RECORDS
+
+
+def test_blank_lines_are_no_records(tmp_path, recwarn):
     assert read_metrics(write_run(tmp_path, tail="\n\n") / "metrics.jsonl") == RECORDS
+    assert not recwarn
 
 
 def test_runs_side_by_side(tmp_path, drawn):
@@ -119,6 +139,14 @@ def test_runs_side_by_side(tmp_path, drawn):
     # Rates left and gammas right, then three more panels.
     assert [len(axes.lines) for axes in figure.axes] == [3, 6, 6, 3, 3]
     assert len({line.get_color() for line in figure.axes[0].lines}) == 3
+
+
+def test_more_runs_than_colours_and_their_bleu_side_by_side(tmp_path, drawn):
+    runs = [write_run(tmp_path / str(number), [{"step": 1, "test/bleu": float(number)}]) for number in range(9)]
+    compare_runs(runs, tmp_path / "compare.png")
+    bleu = next(axes for axes in drawn[0].axes if "BLEU" in axes.get_title())
+    assert [list(line.get_ydata()) for line in bleu.lines] == [[float(number)] for number in range(9)]
+    assert len(drawn[0].legends[0].get_texts()) == 9
 
 
 def test_a_panel_that_no_run_logged_says_so(tmp_path, drawn):

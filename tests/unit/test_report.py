@@ -14,7 +14,7 @@ from dsgdac_accel.sweeps.columns import Spread, columns_of
 from dsgdac_accel.sweeps.config import ReportConfig
 from dsgdac_accel.sweeps.curves import curve_of
 from dsgdac_accel.sweeps.state import state_of
-from dsgdac_accel.sweeps.table import paired, pairs_of, rows_of
+from dsgdac_accel.sweeps.table import Paired, markdown_table, paired, pairs_of, rows_of
 from tests.unit import fake_task
 from tests.unit.test_sweep import BASE, load_sweep, plan, write_sweep
 
@@ -84,7 +84,27 @@ def test_only_named_settings_are_compared_and_only_seeds_that_both_have(tmp_path
     assert [pair.row.setting.labels for pair in pairs] == [("slow", "power=4"), ("fast", "power=4")]
     counts = [paired(pair, column).difference.count for pair in pairs]
     assert counts == [2, 3]
-    assert paired(pairs[0], column).difference.mean == pytest.approx((losses(0.1, 4) - losses(0.1, 1))[1:].mean())
+    found, ours, theirs = paired(pairs[0], column), losses(0.1, 4)[1:], losses(0.1, 1)[1:]
+    assert found.difference.mean == pytest.approx((ours - theirs).mean())
+    assert found.ratio == pytest.approx(ours.mean() / theirs.mean())
+
+
+def test_a_baseline_of_zero_has_no_ratio(tmp_path):
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [0, 1]}, seeds=[0],
+                                report={"baselines": ["power=0"]}))  # fmt: skip
+    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    found = [paired(pair, column) for pair in pairs_of(rows(file), load_sweep(file).report)]
+    assert [str(pair) for pair in found] == ["+0.1, higher in 1 of 1", "+0.3, higher in 1 of 1"]
+
+
+def test_a_difference_tells_in_how_many_seeds_it_has_the_sign_of_most():
+    assert str(Paired(Spread(-0.25, 0.1, 3), 0.5, 2, 1)) == "-0.25 ± 0.10, × 0.5, lower in 2 of 3"
+    assert str(Paired(Spread(0.25, 0.1, 3), 1.5, 1, 2)) == "+0.25 ± 0.10, × 1.5, higher in 2 of 3"
+    assert str(Paired(Spread.of([]), math.nan, 0, 0)) == "–"
+
+
+def test_a_bar_in_a_label_does_not_part_a_cell():
+    assert markdown_table(["a|b"], [["c"]]).splitlines()[0] == r"| a\|b |"
 
 
 def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
@@ -97,6 +117,25 @@ def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
     assert values[:2] == [2.0 * BASE["rate"], 1.5]
     assert math.isnan(values[2])
     assert values[3:] == [max(radii), radii[1], radii[-1]]
+
+
+def test_only_finite_numbers_of_finished_runs_are_values(tmp_path):
+    file = run_here(write_sweep(tmp_path, seeds=[2]))
+    folder = plan(file)[0].folder
+    with open(folder / "metrics.jsonl", "a") as log:
+        log.write('{"step": 13, "epoch": 3, "gossip/radius": NaN}\n')
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"diverged": True}))
+    largest, last, flag = columns_of(ReportConfig(columns=["gossip/radius@max", "gossip/radius", "diverged"]))
+    (state,) = rows(file)[0].states
+    power = BASE["gossip"]["power"]
+    assert largest.value(state) == max(fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS))
+    assert math.isnan(last.value(state))
+    assert math.isnan(flag.value(state))
+    (folder / "summary.json").unlink()
+    (state,) = rows(file)[0].states
+    assert state.records
+    assert math.isnan(largest.value(state)), "a run under way is no result"
 
 
 @pytest.mark.parametrize("column", ["gossip/radius@first", "test_loss@max", "gossip/radius@0", "gossip/radius@-1"])
@@ -149,7 +188,7 @@ def test_tables_show_two_digits_of_the_spread():
     assert str(Spread(82.1234, 1.26, 5)) == "82.1 ± 1.3"
     assert str(Spread(5123.4, 240.0, 5)) == "5123 ± 240"
     assert str(Spread(0.0009, 0.000034, 3)) == "0.000900 ± 0.000034"
-    assert str(Spread(1.0, 0.0, 3)) == "1 ± 0"
+    assert str(Spread(82.1234, 0.0, 3)) == "82.12 ± 0"
     assert str(Spread.of([math.nan])) == "–"
 
 
