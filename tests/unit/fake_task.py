@@ -2,11 +2,12 @@
 
     test_loss = rate * power + seed,  test_accuracy = 1 / (1 + power + seed)
 
-Of `behaviour`, fail ends with an error, silent without a summary, wait starts a child and sleeps, and meet waits for
-another run to be there at the same time.
+Of `behaviour`, fail ends with an error, silent without a summary, wait starts a child that does not listen to
+interrupts and sleeps, and meet waits for another run to be there at the same time.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +55,9 @@ def run(settings):
     with open(folder / "starts.txt", "a") as starts:
         starts.write("started\n")
     if behaviour == "wait":
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits that
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        signal.signal(signal.SIGINT, before)
         (folder / "child.txt").write_text(str(child.pid))
         time.sleep(60)
     if behaviour == "meet":

@@ -14,7 +14,7 @@ import pytest
 from dsgdac_accel.cli import main
 from dsgdac_accel.sweeps.plan import planned_runs
 from dsgdac_accel.sweeps.runner import duration
-from dsgdac_accel.sweeps.state import LOG, state_of
+from dsgdac_accel.sweeps.state import LOG, RECORD, state_of, write_record
 from tests.unit.test_sweep import load_sweep, plan, write_sweep
 
 VARIANTS = {"dsgd": {"gossip.power": 0}, "ours": {}}
@@ -90,6 +90,40 @@ def test_a_key_that_the_base_no_longer_sets_is_a_change(tmp_path):
     assert state_of(plan(file)[0]).changes == ("momentum: None -> 0.9",)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"momentum": 0.9}, {}, "momentum: 0.9 -> None"),
+        ({"betas": [0.9]}, {"betas": [0.9, 0.98]}, "betas: [0.9] -> [0.9, 0.98]"),
+    ],
+)
+def test_a_setting_taken_out_or_made_longer_is_a_change(tmp_path, before, after, message):
+    write_record(plan(write_sweep(tmp_path, settings=before))[0])
+    file = write_sweep(tmp_path, settings=after)
+    assert state_of(plan(file)[0]).changes == (message,)
+
+
+def test_what_was_begun_with_other_settings_is_none_of_the_runs(tmp_path):
+    (run,) = plan(write_sweep(tmp_path, settings={"momentum": 0.9}))
+    write_record(run)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    assert state_of(run).status == "unfinished"
+    state = state_of(plan(write_sweep(tmp_path))[0])
+    assert (state.status, state.records) == ("missing", [])
+
+
+def test_a_run_started_by_hand_counts_with_the_paths_that_its_task_has_resolved(tmp_path):
+    file = write_sweep(tmp_path, settings={"start_from": "weights/first.pt"})
+    assert main(["sweep", str(file)]) == 0
+    (run,) = plan(file)
+    (run.folder / RECORD).unlink()
+    config = run.folder / "config.yaml"
+    config.write_text(config.read_text().replace("weights/first.pt", f"{tmp_path}/weights/first.pt"))
+    assert statuses(file) == ["finished"]
+    config.write_text(config.read_text().replace("first.pt", "second.pt"))
+    assert statuses(file) == ["changed"]
+
+
 def test_what_changes_no_result_is_no_change(tmp_path):
     file = write_sweep(tmp_path, settings={"data.path": "./a"})
     assert main(["sweep", str(file)]) == 0
@@ -138,11 +172,11 @@ def test_several_jobs_run_at_the_same_time(tmp_path):
 
 
 def test_settings_given_on_the_command_line_win_and_belong_to_the_run(tmp_path, capsys):
-    file = write_sweep(tmp_path, variants=VARIANTS)
+    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"rate": 0.25}})
     assert main(["sweep", str(file), "--set", "rate=0.125", "--only", "ours"]) == 0
     ours = next(run for run in plan(file) if run.setting.labels == ("ours",))
     assert json.loads((ours.folder / "summary.json").read_text())["test_loss"] == 0.125 * 3
-    assert state_of(ours).changes == ("rate: 0.125 -> 0.5",)
+    assert state_of(ours).changes == ("rate: 0.125 -> 0.25",)
     again = planned_runs(load_sweep(file), tmp_path, {"rate": 0.125})
     assert state_of(next(run for run in again if run.setting.labels == ("ours",))).status == "finished"
 
