@@ -235,45 +235,55 @@ def test_a_folder_that_cannot_be_written_names_the_worker(reports):
 # ---- silence
 
 
-def meet_without_one(rank):
+def await_files(*files, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"of {files} not all appeared"
+        time.sleep(0.02)
+
+
+def meet_without_one(rank, folder):
     accelerator = GossipAccelerator(gossip=GossipConfig())
     if rank == 1:
-        time.sleep(3.5)
+        await_files(folder / "0", folder / "2")
         return None
     started = time.monotonic()
-    report = examine(accelerator, parameters=10, timeout=1.5)
+    report = examine(accelerator, parameters=10, timeout=3)
+    (folder / str(rank)).touch()
     return report, time.monotonic() - started
 
 
-def test_a_worker_that_does_not_come_is_named_in_time():
-    first, _, last = run_workers(meet_without_one, WORKERS)
+def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
+    first, _, last = run_workers(meet_without_one, WORKERS, tmp_path)
     for report, seconds in (first, last):
         (finding,) = report.of_level("error")
         assert (finding.subject, finding.workers) == ("lost worker", (1,))
         assert report.exit_status == 1
-        assert seconds < 3
+        assert seconds < 10
 
 
-def lose_one_on_the_way(rank):
+def lose_one_on_the_way(rank, folder):
     class Sleepy(list):
         def __iter__(self):
-            time.sleep(6.5 if rank == 2 else 0)
+            if rank == 2:
+                await_files(folder / "0", folder / "1")
             return super().__iter__()
 
     accelerator = GossipAccelerator(gossip=GossipConfig())
     loader = accelerator.equal_steps(DataLoader(range(9), batch_sampler=Sleepy([[0], [1]])))
     started = time.monotonic()
-    report = examine(accelerator, loader=loader, parameters=10, timeout=1)
+    report = examine(accelerator, loader=loader, parameters=10, timeout=2)
+    (folder / str(rank)).touch()
     return report, time.monotonic() - started
 
 
-def test_a_worker_that_falls_silent_is_named():
-    first, second, _ = run_workers(lose_one_on_the_way, WORKERS)
+def test_a_worker_that_falls_silent_is_named(tmp_path):
+    first, second, _ = run_workers(lose_one_on_the_way, WORKERS, tmp_path)
     for report, seconds in (first, second):
         (finding,) = report.of_level("error")
         assert finding.subject == "lost worker"
         assert "worker 2 did not answer" in finding.message
-        assert seconds < 6.5
+        assert seconds < 20
 
 
 # ---- the quick check
@@ -303,7 +313,7 @@ def test_the_quick_check_refuses_what_would_be_wrong_and_costs_nothing():
         assert found["healthy"] == []
         assert "worker 1: rate = 1.1, but worker 0: rate = 0.1" in found["rate"]
         assert "workers 0, 1 draw the same random numbers (torch)" in found["seed"]
-        assert seconds < 0.05
+        assert seconds < 0.25  # the fastest of five, which take a millisecond or two
 
 
 # ---- the command
@@ -372,10 +382,10 @@ else:
     Path("pid").write_text(str(os.getpid()))
 """
     started = time.monotonic()
-    status, out, _ = launch(tmp_path, 2, before=before)
+    status, out, _ = launch(tmp_path, 2, "--timeout", "100", before=before)
     assert status == 1
     assert "error    failed         worker 1: the data set is not on this machine" in out
-    assert time.monotonic() - started < 25  # the others wait in a collective, whose timeout is 30 s
+    assert time.monotonic() - started < 50  # the others wait in a collective, whose timeout is 100 s
 
 
 def test_a_mistake_is_said_once(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,44 +113,54 @@ def test_estimates_of_a_larger_one_are_near_and_change_nothing():
     assert without[0]["logged"] == [None] * (STEPS // 2)
 
 
-SLEEP = 3.0
-
-
-def be_late(rank: int) -> dict:
+def be_late(rank: int, done: Path) -> dict:
+    """Worker 1 sends the sketch of a step only when worker 0 is done with that step and the next."""
     accelerator, model, optimizer = begin(rank, make_model, sketch=WHOLE, log_every=0)
     estimate, collected = accelerator.gossip_steps[0].estimate, recorded(accelerator)
     take_step(accelerator, model, optimizer, 0)
     finish(accelerator)
     if rank == 1:  # after its parameters are on their way, before its sketch is
         post = estimate.post
-        estimate.post = lambda flats, step: (time.sleep(SLEEP if step == 2 else 0), post(flats, step))
-    begun = time.monotonic()
+
+        def post_late(flats, step):
+            deadline = time.monotonic() + 20
+            while step == 2 and not done.exists():
+                assert time.monotonic() < deadline, "worker 0 was kept waiting"
+                time.sleep(0.01)
+            post(flats, step)
+
+        estimate.post = post_late
     for number in (1, 2):
         take_step(accelerator, model, optimizer, number)
-    seconds, seen = time.monotonic() - begun, accelerator.gossip_steps[0].metrics().get("radius_estimate_step")
+    seen = accelerator.gossip_steps[0].metrics().get("radius_estimate_step")
+    if rank == 0:
+        done.touch()
     take_step(accelerator, model, optimizer, 3)
     finish(accelerator)
-    return {"seconds": seconds, "seen": seen, "collected": list(collected)}
+    return {"seen": seen, "collected": list(collected)}
 
 
-def test_a_late_sketch_keeps_nobody_waiting():
-    first, second = run_workers(be_late, 2)
-    assert second["seconds"] > SLEEP > 2 * first["seconds"]
+def test_a_late_sketch_keeps_nobody_waiting(tmp_path):
+    first, _ = run_workers(be_late, 2, tmp_path / "done")
     assert first["seen"] == 1.0
     assert first["collected"] == [1, 2, 3, 4]
 
 
 def lag(rank: int) -> list[int]:
-    """Worker 0's thread is kept busy while more steps pass than may be under way."""
+    """Worker 0's thread is kept busy until as many steps are under way as may be, and a while longer."""
     accelerator, model, optimizer = begin(rank, make_model, sketch=WHOLE, log_every=0)
     estimate = accelerator.gossip_steps[0].estimate
     take_step(accelerator, model, optimizer, 0)
+    goes_on, released = threading.Event(), False
     if rank == 0:
-        estimate._thread.submit(time.sleep, SLEEP)
+        estimate._thread.submit(goes_on.wait, 60)
     under_way = []
     for number in range(1, 40):
         take_step(accelerator, model, optimizer, number)
         under_way.append(len(estimate._under_way))
+        if under_way[-1] >= 16 and not released:
+            released = True
+            threading.Timer(0.5, goes_on.set).start()
     return under_way
 
 

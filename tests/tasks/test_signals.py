@@ -22,7 +22,8 @@ def save_if_due(self, step):
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if os.environ["RANK"] == os.environ["TO"] and step == int(os.environ["AT"]):
             os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
-        time.sleep(0.06)  # so that some steps are left
+        if step >= int(os.environ["AT"]):
+            time.sleep(0.2)  # so that some steps are left when all have heard of it
     really(self, step)
 checkpoints.Checkpoints.save_if_due = save_if_due
 script, sys.argv = sys.argv[1], sys.argv[1:]
