@@ -52,6 +52,7 @@ def test_healthy_workers_have_no_warning():
         (2, 4, 6, 6.0, "cpu", "OMP_NUM_THREADS=3"),
         (2, 4, 16, 4.0, "cpu", "OMP_NUM_THREADS=2"),  # a container with a quota
         (2, 1, 16, 16.0, "cpu", "OMP_NUM_THREADS=8"),  # idle cores
+        (2, 1, 4, 4.0, "cpu", "OMP_NUM_THREADS=2"),  # half of them are
         (2, 1, 16, 16.0, "cuda:0", None),
     ],
 )
@@ -73,6 +74,8 @@ def test_workers_that_share_a_gpu_are_named():
     assert (finding.level, finding.workers, "workers_per_process" in finding.advice) == ("error", (0, 1), True)
     mixed = [replace(fact, device=device) for fact, device in zip(workers(2), ("cpu", "cuda:0"), strict=True)]
     assert levels(checks.check_devices(mixed)) == [("error", "device")]
+    each = [replace(fact, device=f"cuda:{fact.rank}", gpu=f"m {fact.rank}") for fact in workers(2)]
+    assert checks.check_devices(each) == []
     assert levels(checks.check_devices(workers(2, idle_gpu=True))) == [("warning", "GPU")]
 
 
@@ -217,8 +220,11 @@ def test_findings_from_times():
     assert levels(check_links(times(0.1, 0.1, 0.12), ring, GossipConfig())) == []
     (finding, *_) = check_links(times(0.1, 0.1, 0.6), ring, GossipConfig())
     assert (finding.level, finding.workers) == ("warning", (2, 3))
+    assert levels(check_links(times(0.1, 0.6), ring, GossipConfig())) == [("warning", "links")]
     assert levels(check_links(times(0.001, 0.001, 0.006), ring, GossipConfig())) == []  # nobody would notice
+    assert levels(check_links(times(1.0, 1.0, 3.0), ring, GossipConfig())) == []  # no link stands out
     assert levels(check_links(times(0.1), complete, GossipConfig())) == [("warning", "exchange")]
+    assert levels(check_links(times(0.1), build_topology("complete", 4), GossipConfig())) == []
     assert levels(check_links(times(0.1), ring, GossipConfig(overlap=False))) == [("warning", "exchange")]
     assert levels(check_links(times(0.1, radius=0.3), ring, GossipConfig(log_every=1))) == [("warning", "radius")]
     assert levels(check_links(times(0.1, radius=0.3), ring, GossipConfig())) == []
@@ -250,6 +256,16 @@ def test_a_pass_over_the_numbers_of_samples_leaves_no_trace():
     assert prepared.iteration == 0
 
 
+def test_of_a_long_pass_the_beginning_is_looked_at(monkeypatch):
+    monkeypatch.setattr("dsgdac_accel.doctor.data.MOST_SAMPLES", 5)
+    prepared = GossipAccelerator(gossip=GossipConfig()).prepare(DataLoader(range(10), batch_size=2))
+    references = list(prepared.gradient_state.dataloader_references)
+    share = share_of(prepared)
+    assert (share.steps, share.whole, list(share.samples)) == (5, False, [0, 1, 2, 3, 4, 5])
+    assert prepared.gradient_state.dataloader_references == references  # the pass is not under way any more
+    assert list(map(list, prepared)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
 def test_an_iterable_is_not_read():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -276,7 +292,8 @@ def share(samples, **changes):
         ([share(range(8)), share(range(0))], [("error", "steps")]),
         ([share(range(8), steps=None), share(range(8, 16))], []),
         ([share(range(8), steps=None, prepared=False), share(range(8, 16))], [("error", "steps")]),
-        ([share(range(8), loader_workers=20), share(range(8, 16))], [("warning", "loader")]),
+        ([share(range(8), loader_workers=3), share(range(8, 16))], [("warning", "loader")]),  # 5 processes, 2 cores
+        ([share(range(8), loader_workers=2), share(range(8, 16))], []),
     ],
 )
 def test_findings_from_shares(shares, expected):

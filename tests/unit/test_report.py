@@ -238,6 +238,26 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
 
 
+def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=[0], report={"figures": ["rate_radius"]}))
+    for run, without in zip(plan(file), (3, 1), strict=True):  # a radius of 0 throughout, and at the first epoch
+        log = run.folder / "metrics.jsonl"
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        for record in records[:without]:
+            record["gossip/radius"] = 0.0
+        log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    _, radius = drawn[0].axes
+    (line,) = radius.lines
+    assert np.isnan(line.get_ydata()).tolist() == [True, False, False]
+
+
+def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):
+    grid = {"rate": [1, 2], "momentum": [0.9], "gossip.power": [1, "none"], "nesterov": [True, False]}
+    sweep = load_sweep(write_sweep(tmp_path, grid=grid))
+    assert drawing.swept_numbers(sweep) == {"rate": [1.0, 2.0]}
+
+
 def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alone(tmp_path):
     file = run_here(write_sweep(tmp_path, seeds=SEEDS))
     runs = plan(file)
