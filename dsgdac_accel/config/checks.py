@@ -13,6 +13,15 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+LARGEST_INTEGER = 2**63 - 1
+"""That torch and the file formats below it can hold."""
+
+LARGEST_FLOAT32 = 3.4e38
+"""For numbers that meet float32 parameters."""
+
+LARGEST_SEED = 2**32 - 1
+"""Of the seeds that NumPy takes."""
+
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """The known word nearest to a misspelt one as a sentence, or "" when none is near.
@@ -52,16 +61,22 @@ def check_number(
     Traceback (most recent call last):
     ValueError: floor must be a number in [0, 1]; got 1.5.
     """
-    rule = f"{name} must be {_range_text(minimum, maximum, above)}; got {value!r}."
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    try:
+        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    # A limit that nobody comes near is news only to who went beyond it.
+    is_told = number > maximum or (maximum < LARGEST_FLOAT32 and not math.isfinite(above))
+    told = maximum if is_told else math.inf
+    rule = f"{name} must be {_range_text(minimum, told, above)}; got {value!r}."
     if not (math.isfinite(number) and minimum <= number <= maximum and number > above):
         raise ValueError(_with_advice(rule, advice))
     return number
 
 
-def check_integer(name: str, value: object, *, minimum: int, advice: str = "") -> int:
-    """An integer >= minimum, as an int; True, False and 3.0 are no integers.
+def check_integer(name: str, value: object, *, minimum: int, maximum: int = LARGEST_INTEGER, advice: str = "") -> int:
+    """An integer in [minimum, maximum], as an int; True, False and 3.0 are no integers.
 
     >>> check_integer("log_every", 50, minimum=0)
     50
@@ -69,10 +84,12 @@ def check_integer(name: str, value: object, *, minimum: int, advice: str = "") -
     Traceback (most recent call last):
     ValueError: log_every must be an integer >= 0; got -1. Use 0 to measure at evaluations only.
     """
-    rule = f"{name} must be an integer >= {minimum}; got {value!r}."
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        raise ValueError(_with_advice(rule, advice))
-    return int(value)
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_told = maximum < LARGEST_INTEGER or (is_integer and value > maximum)  # type: ignore[operator]
+    bounds = f"from {minimum} to {maximum}" if is_told else f">= {minimum}"
+    if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
+        raise ValueError(_with_advice(f"{name} must be an integer {bounds}; got {value!r}.", advice))
+    return int(value)  # type: ignore[call-overload]
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> str:
@@ -122,6 +139,8 @@ def check_writable(name: str, path: Path) -> Path:
 
 
 def _range_text(minimum: float, maximum: float, above: float) -> str:
+    if math.isfinite(maximum) and math.isfinite(above):
+        return f"a number > {above:g} and <= {maximum:g}"
     if math.isfinite(maximum):
         return f"a number in [{minimum:g}, {maximum:g}]"
     if math.isfinite(above):
