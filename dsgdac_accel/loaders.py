@@ -143,13 +143,38 @@ def set_shared_epoch(loader: Any, epoch: int) -> None:
 
 
 def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
-    """An iterable data set shuffles by itself, where nobody can see from which stream."""
-    if group.size > 1 and isinstance(loader.dataset, IterableDataset):
+    """Say which data will not be shared out as they should be: of unknown order, or shared out already.
+
+    Raises:
+        ValueError: nobody knows what a batch is, so that none can be dealt out.
+    """
+    if group.size == 1:
+        return
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise ValueError(
+            f"batch_size=None leaves batches to the data set, and Accelerate can deal out none of them to {group.size} "
+            f"workers. Set dispatch_batches=True in DataLoaderConfiguration, so that worker 0 reads for all, or let "
+            f"every worker read a part of its own through `accelerator.equal_steps(loader)`, without `prepare`."
+        )
+    shares = next((part for part in parts_of(loader) if _is_share(part)), None)
+    if shares is not None:
+        warnings.warn(
+            f"{type(shares).__name__} gives every worker a part of the data, and `prepare` shares out each part once "
+            f"more: of every pass only one sample in {group.size} would be read. Leave the sampler out (shuffle=True).",
+            stacklevel=4,
+        )
+    if isinstance(loader.dataset, IterableDataset):
         warnings.warn(
             "an IterableDataset read without dispatch_batches must not shuffle with the global random streams, which "
             "differ per worker: the shards would overlap. Give it a generator seeded alike on all workers.",
             stacklevel=4,
         )
+
+
+def _is_share(sampler: Any) -> bool:
+    """Whether a sampler, or batch sampler, reads the part of one of several workers, as `DistributedSampler` does."""
+    replicas = getattr(sampler, "num_replicas", getattr(sampler, "world_size", 1))
+    return "rank" in getattr(sampler, "__dict__", ()) and isinstance(replicas, int) and replicas > 1
 
 
 # ---- randomness that differs

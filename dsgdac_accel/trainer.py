@@ -28,7 +28,7 @@ from dsgdac_accel.averaging import separate_state
 from dsgdac_accel.batch_parts import batch_size, cut, even_sizes
 from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.equal_steps import EqualSteps, known_length
+from dsgdac_accel.equal_steps import known_length
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
@@ -36,6 +36,7 @@ from dsgdac_accel.schedule import planned_rates
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.stopping import StoppedBySignal
 from dsgdac_accel.trainer_checkpoint import TrainerCheckpoints
+from dsgdac_accel.workers import VirtualWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class GossipCallback(TrainerCallback):
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
         self._wrap("_get_num_items_in_batch", self._count_items)
+        self._wrap("_wrap_model", self._wrap_model)
         self._wrap("train", self._train)
         self._wrap("evaluate", self._evaluate)
         self._wrap("predict", self._evaluate)
@@ -232,13 +234,23 @@ class GossipCallback(TrainerCallback):
         self._forget_run()
         resume_from_checkpoint = self.checkpoints.choose(resume_from_checkpoint)
         self._training = True
+        if any(self._accelerator._holder(self._model) is model for model in self._accelerator._models):
+            vars(self._model)["_is_accelerate_prepared"] = True  # or its forward would be wrapped once more
         try:
-            with ExitStack() as self._listening:
+            with self.checkpoints.exact_skipping(), ExitStack() as self._listening:
                 return self._group.guarded(
                     lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True
                 )
         finally:
             self._training = False
+            # A Trainer without gossip that comes after this one would take the model for wrapped in DDP already.
+            vars(self._model).pop("_is_accelerate_prepared", None)
+
+    def _wrap_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Show a later `train()` the workers of this process, which the Trainer takes for wrapped and leaves alone."""
+        if isinstance(model, VirtualWorkers) and not self._accelerator._models:
+            self._accelerator.prepare_model(model)
+        return original(model, *args, **kwargs)
 
     def _create_scheduler(self, original: Callable[..., Any], num_training_steps: int, *args: Any, **kw: Any) -> Any:
         """Look ahead while the scheduler is fresh: before a checkpoint is loaded into it."""
@@ -276,8 +288,7 @@ class GossipCallback(TrainerCallback):
         """Tell samplers which epoch begins, also in a run that resumes."""
         if self._stops != "never":
             self._stop(state)
-        self.checkpoints.begin_pass(state)
-        self._return_to_random_state(keep=self.checkpoints.in_mid_epoch(state))
+        self._return_to_random_state(keep=self.checkpoints.begin_pass(state))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -324,10 +335,8 @@ class GossipCallback(TrainerCallback):
         control.should_save = True
         if state.global_step >= state.max_steps:
             return  # training is at its end
-        # The evaluation at the end of an epoch would be missing from the run that goes on; and workers whose data
-        # differ in length cannot go on from elsewhere.
-        uneven = isinstance(self.trainer.callback_handler.train_dataloader, EqualSteps)
-        at_end = uneven or abs((state.epoch or 0) - round(state.epoch or 0)) < 1e-6
+        # The evaluation at the end of an epoch would be missing from the run that goes on.
+        at_end = abs((state.epoch or 0) - round(state.epoch or 0)) < 1e-6
         self._stops = "at the end of the epoch" if at_end else "here"
         control.should_training_stop = not at_end
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers.trainer
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -16,11 +20,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
 from dsgdac_accel.data_order import order_state, set_order_state
-from dsgdac_accel.equal_steps import EqualSteps
+from dsgdac_accel.equal_steps import known_length
 from dsgdac_accel.loaders import set_shared_epoch
 from dsgdac_accel.manifest import MANIFEST
 from dsgdac_accel.randomness import random_state
 from dsgdac_accel.resuming import inner_loader
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerCheckpoints:
@@ -35,7 +41,12 @@ class TrainerCheckpoints:
         self._resuming: Path | None = None
         self._order: Any = None
         """Where the samplers of the training data stood when the running pass began."""
-        self._loaded_order: Any = None
+        self._pass = -1
+        """The number of the running pass over the training data, counted from 0."""
+        self._began_at = 0
+        """The optimizer step at which it began."""
+        self._loaded: dict[str, Any] | None = None
+        """What a checkpoint says about the pass that is to go on, until it begins."""
 
     @property
     def _accelerator(self) -> GossipAccelerator:
@@ -71,21 +82,69 @@ class TrainerCheckpoints:
     def _loader(self) -> Any:
         return inner_loader(self.trainer.callback_handler.train_dataloader)
 
-    def begin_pass(self, state: TrainerState) -> None:
-        """Tell samplers which epoch begins, and where they stood when it began in the run that is resumed."""
-        if self._loaded_order is not None:
-            set_order_state(self._loader, self._loaded_order, lenient=True)
-            self._loaded_order = None
+    def begin_pass(self, state: TrainerState) -> bool:
+        """Tell samplers which epoch begins, and where they stood when it began in the run that is resumed.
+
+        Returns whether the pass goes on in its middle, so that the Trainer leaves out its first batches.
+        """
+        loaded, self._loaded = self._loaded, None
+        goes_on = self._pass < 0 and self._resuming is not None and self.in_mid_epoch(state)
+        steps = state.global_step if goes_on else 0  # without a word in the checkpoint, what the Trainer takes it for
+        self._pass += 1
+        if loaded is not None:
+            set_order_state(self._loader, loaded["order"], lenient=True)
+            if goes_on:
+                self._pass, steps = loaded.get("pass", self._pass), loaded.get("steps", steps)
+        self._began_at = state.global_step - steps
         set_shared_epoch(self._loader, math.floor((state.epoch or 0.0) + 1e-6))
         self._order = order_state(self._loader)
+        return goes_on
 
     def state_dict(self) -> dict[str, Any]:
-        """The order of the pass that is to go on: the running one, or at its end the next."""
-        return {"order": self._order if self.in_mid_epoch(self.trainer.state) else order_state(self._loader)}
+        """The order of the pass that is to go on, the running one or at its end the next, and how far it is."""
+        state = self.trainer.state
+        order = self._order if self.in_mid_epoch(state) else order_state(self._loader)
+        return {"order": order, "pass": self._pass, "steps": state.global_step - self._began_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep it for the pass that begins next."""
-        self._loaded_order = state["order"]
+        self._loaded = state
+
+    @contextmanager
+    def exact_skipping(self) -> Iterator[None]:
+        """Inside, a Trainer that resumes in the middle of a pass leaves out what was taken of it, of any loader.
+
+        The Trainer calls a function of Accelerate for this, which knows nothing of equal steps, and leaves out too
+        little where worker 0 reads the batches of all.
+        """
+        original = transformers.trainer.skip_first_batches
+
+        def skip(loader: Any, count: int) -> Any:
+            mine = loader is self.trainer.callback_handler.train_dataloader
+            return self._rest_of(loader, count) if mine else original(loader, count)
+
+        transformers.trainer.skip_first_batches = skip
+        try:
+            yield
+        finally:
+            transformers.trainer.skip_first_batches = original
+
+    def _rest_of(self, loader: Any, count: int) -> Any:
+        """What is left of a pass, of which the Trainer says that `count` batches of each worker were taken."""
+        inner = inner_loader(loader)
+        if known_length(loader) is None:  # the Trainer takes all steps of the run for those of one pass
+            steps = self.trainer.state.global_step - self._began_at
+            count = steps * self.trainer.args.gradient_accumulation_steps
+            if self._pass > 0 and hasattr(inner.dataset, "set_epoch"):
+                logger.warning(
+                    "this run goes on in pass %d over training data without a length, and the Trainer calls set_epoch "
+                    "as in pass 1 of a new run: what the data order by it comes in another order. Give the data set a "
+                    "length (__len__) to go on exactly.",
+                    self._pass + 1,
+                )
+        elif isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
+            count *= getattr(inner, "batches_per_fetch", 1)
+        return self._accelerator.skip_first_batches(loader, count)
 
     # ---- resuming
 
@@ -94,7 +153,8 @@ class TrainerCheckpoints:
 
         For True the newest whole checkpoint; for "auto", too, but nothing where there is none.
         """
-        self._resuming = self._loaded_order = None
+        self._resuming = self._loaded = None
+        self._pass = -1
         if not resume:
             return resume
         chosen = {True: self._newest, "auto": self._newest_whole}.get(resume, lambda: resume)()
@@ -135,11 +195,6 @@ class TrainerCheckpoints:
         if self._resuming is None:
             return None
         accelerator = self._accelerator
-        if self.in_mid_epoch(state) and isinstance(self.trainer.callback_handler.train_dataloader, EqualSteps):
-            raise ValueError(
-                "the workers' training data differ in length, and then only a checkpoint from the end of an epoch can "
-                "be resumed exactly. Use save_strategy='epoch', or ignore_data_skip=True to begin a new pass."
-            )
         if not self.holds_workers:
             self._start_from_one_model(state)
             return None

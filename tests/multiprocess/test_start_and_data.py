@@ -10,12 +10,20 @@ import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
-from tests.workers import run_workers
+from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -289,6 +297,61 @@ def test_a_data_set_smaller_than_one_global_batch_is_refused_by_numbers():
         assert "3 samples" in message
         assert "2 workers" in message
         assert "batches of 2" in message
+
+
+def prepared_by_mistake(rank: int, kind: str) -> tuple[list[str], int]:
+    data = Indices(12)
+    if kind == "batches of its own":
+        loader = DataLoader(Batches(6), batch_size=None)
+    elif kind == "no batches":
+        loader = DataLoader(data, batch_size=None)
+    elif kind == "sampler":
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+    else:
+        sampler = DistributedSampler(data) if kind == "batch sampler" else RandomSampler(data)
+        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = accelerator_with(dispatch_batches=False).prepare(loader)
+    return [str(warning.message) for warning in caught], sum(len(batch["index"]) for batch in prepared)
+
+
+class Batches(IterableDataset):
+    """Batches of two that the data set makes itself."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __iter__(self):
+        return (torch.full((2,), float(number)) for number in range(self.count))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "shuffled"])
+def test_data_that_would_be_shared_out_twice_are_noticed(kind):
+    for said, samples in run_workers(prepared_by_mistake, 2, kind):
+        twice = [message for message in said if "DistributedSampler gives every worker a part of the data" in message]
+        # Of a worker's 6 samples Accelerate takes every other batch, and one more to make them even.
+        assert (len(twice), samples) == ((0, 6) if kind == "shuffled" else (1, 4))
+
+
+@pytest.mark.parametrize("kind", ["batches of its own", "no batches"])
+def test_data_without_batches_cannot_be_shared_out(kind):
+    for outcome in try_workers(prepared_by_mistake, 2, kind):
+        assert "ValueError: batch_size=None leaves batches to the data set" in outcome.error
+        assert "dispatch_batches=True" in outcome.error
+
+
+def read_in_the_ways_out(rank: int) -> tuple[list[float], list[float]]:
+    dispatched = accelerator_with(dispatch_batches=True)
+    read = [float(batch[0]) for batch in dispatched.prepare(DataLoader(Batches(6), batch_size=None))]
+    own = DataLoader(Batches(3 + rank), batch_size=None)
+    return read, [float(batch[0]) for batch in dispatched.equal_steps(own)]
+
+
+def test_the_ways_out_for_data_without_batches_work():
+    (first, own), (second, others) = run_workers(read_in_the_ways_out, 2)
+    assert sorted(first + second) == [0, 1, 2, 3, 4, 5]
+    assert own == others == [0, 1, 2]
 
 
 def test_samplers_are_left_alone_in_one_process():

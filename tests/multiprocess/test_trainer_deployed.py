@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.parallel import DistributedDataParallel
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dsgdac_accel import GossipCallback, GossipConfig
@@ -277,3 +278,29 @@ def test_the_average_stays_in_ordinary_memory_and_can_be_trained_on(tmp_path):
         assert torch.equal(result["first"], torch.cat([saved[name].flatten() for name in names]))
         assert torch.equal(result["again"], results[0]["again"])
         assert not torch.equal(result["again"], result["first"])
+
+
+def plain_after_gossip(rank: int, folder: Path, gossip_fails: bool) -> tuple[bool, torch.Tensor]:
+    trainer, _ = make_trainer(rank, folder, max_steps=4)
+    if gossip_fails:
+        trainer.add_callback(Fails())
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+    else:
+        trainer.train()
+    model = trainer.model
+    plain = Trainer(model, arguments(str(folder), max_steps=4), train_dataset=Rows(40))
+    plain.train()
+    return isinstance(plain.model_wrapped, DistributedDataParallel), flat(model)
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("gossip_fails", [False, True])
+def test_a_trainer_without_gossip_that_comes_after_averages_gradients(gossip_fails, tmp_path):
+    (wrapped, first), (_, second) = run_workers(plain_after_gossip, 2, tmp_path, gossip_fails)
+    assert wrapped
+    assert torch.equal(first, second)

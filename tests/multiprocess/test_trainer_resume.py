@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError
-from tests.multiprocess.test_trainer_step import Lengths, by_length, collate
+from dsgdac_accel.stopping import StoppedBySignal
+from tests.multiprocess.test_trainer_step import Lengths, Stream, by_length, collate
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
 from tests.workers import run_workers, try_workers
 
@@ -52,6 +54,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "grouped by length": {"save_steps": 11, **by_length(), "remove_unused_columns": False},
     "a sampler of its own": {"save_steps": 13},
     "loader process": {"save_steps": 5, "dataloader_num_workers": 1},
+    "worker 0 reads for all": {
+        "save_steps": 11,
+        "accelerator_config": {"dispatch_batches": True},
+        "dataloader_drop_last": True,
+    },
+    # 15 batches of 3 rows, of which the workers get 8 and 7
+    "uneven lengths": {"save_steps": 11, "accelerator_config": {"even_batches": False}},
+    # 40 rows and no length: 7 micro-batches a pass
+    "stream": {"save_steps": 5, "max_steps": 8},
+    "stream, second pass": {"save_steps": 9, "max_steps": 12},
+    "stream, between passes": {"save_steps": 7, "max_steps": 12},
+    "stream, each reads its own": {"save_steps": 9, "max_steps": 16, "accelerator_config": {"dispatch_batches": False}},
+    "stream, accumulation": {"save_steps": 5, "max_steps": 8, "gradient_accumulation_steps": 2},
 }
 
 
@@ -78,7 +93,7 @@ def run(rank: int, folder: Path, names: list[str], resume: str, kill_at: int | N
                     **settings,
                 },
             ),
-            train_dataset=(Lengths if grouped else Rows)(44),
+            train_dataset=Stream() if "stream" in name else (Lengths if grouped else Rows)(44),
             eval_dataset=Rows(16, 1),
             data_collator=collate,
             optimizers=(torch.optim.Adam(model.parameters(), lr=0.05), None),
@@ -138,6 +153,46 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path):
         for step, values in rest[name]["seen"].items():
             assert torch.equal(values[0], whole[name]["seen"][step][0]), f"step {step}"
         assert torch.equal(rest[name]["deployed"], whole[name]["deployed"])
+
+
+# ---- stopped by a signal
+
+
+class Sender(TrainerCallback):
+    """Sends SIGTERM to its own worker at one step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stream(rank: int, folder: Path, stop_at: int | None) -> tuple[int, torch.Tensor]:
+    model = Model(dropout=0.3)
+    sender = Sender(stop_at if rank == 1 else None)
+    trainer = Trainer(
+        model,
+        arguments(str(folder), max_steps=100, accelerator_config={"dispatch_batches": False}),
+        train_dataset=Stream(),
+        callbacks=[
+            Sender(stop_at if rank == 1 else None),
+            GossipCallback(GossipConfig(timeout=20), stop_on_signals=True),
+        ],
+    )
+    with contextlib.suppress(StoppedBySignal):
+        trainer.train(resume_from_checkpoint="auto")
+    return trainer.state.global_step, flat(model)
+
+
+def test_a_signal_stops_in_the_middle_of_a_stream(tmp_path):
+    unbroken = run_workers(stream, 2, tmp_path / "unbroken", None)
+    stopped = run_workers(stream, 2, tmp_path / "stopped", 4)
+    assert stopped[0][0] == stopped[1][0] <= 20
+    for whole, rest in zip(unbroken, run_workers(stream, 2, tmp_path / "stopped", None), strict=True):
+        assert rest[0] == whole[0] == 100
+        assert torch.equal(rest[1], whole[1])
 
 
 # ---- another number of workers, checkpoints of others, damage

@@ -63,7 +63,9 @@ def train_one(per_process: int, folder: str, kind: str) -> dict:
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     saved = type(model).from_pretrained(f"{folder}/checkpoint-6") if kind == "gpt2" else None
     kept = None if saved is None else flat(saved.double())
-    return {"weights": callback.weights, "deployed": flat(model), "losses": losses, "saved": kept}
+    found = {"weights": callback.weights, "deployed": flat(model), "losses": losses, "saved": kept}
+    trainer.train()
+    return found | {"again": callback.weights}
 
 
 def resumed(per_process: int, folder: str, settings: TrainingArguments, data: Rows) -> list[torch.Tensor]:
@@ -83,10 +85,13 @@ def test_any_split_trains_the_same_workers(tmp_path):
     for kind in ("own", "gpt2"):
         one = results[4][0][kind]
         alone = torch.stack([weights for result in results[4] for weights in result[kind]["weights"]])
+        alone_again = torch.stack([weights for result in results[4] for weights in result[kind]["again"]])
         assert (alone - alone.mean(0)).norm() > 1e-3, "the workers have to differ in this test"
         for processes in (2, 1):
             mine = torch.stack([weights for result in results[processes] for weights in result[kind]["weights"]])
             torch.testing.assert_close(mine, alone, rtol=0, atol=1e-9)
+            again = torch.stack([weights for result in results[processes] for weights in result[kind]["again"]])
+            torch.testing.assert_close(again, alone_again, rtol=0, atol=1e-9, msg=f"{kind}: the second training")
             for result in results[processes]:
                 torch.testing.assert_close(result[kind]["deployed"], one["deployed"], rtol=0, atol=1e-9)
                 assert result[kind]["losses"] == pytest.approx(one["losses"], abs=1e-6)  # Trainer's are float32
