@@ -176,10 +176,7 @@ def stream(rank: int, folder: Path, stop_at: int | None) -> tuple[int, torch.Ten
         model,
         arguments(str(folder), max_steps=100, accelerator_config={"dispatch_batches": False}),
         train_dataset=Stream(),
-        callbacks=[
-            Sender(stop_at if rank == 1 else None),
-            GossipCallback(GossipConfig(timeout=20), stop_on_signals=True),
-        ],
+        callbacks=[sender, GossipCallback(GossipConfig(timeout=20), stop_on_signals=True)],
     )
     with contextlib.suppress(StoppedBySignal):
         trainer.train(resume_from_checkpoint="auto")
