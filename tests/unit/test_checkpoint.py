@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from dsgdac_accel.checkpoint import (
 )
 from dsgdac_accel.manifest import Manifest
 from dsgdac_accel.other_count import average_of_workers
-from dsgdac_accel.state_files import Encoded, decode, encode
+from dsgdac_accel.state_files import Encoded, decode, encode, safetensors_parts
 
 
 @pytest.fixture
@@ -120,6 +121,29 @@ def test_any_tree_comes_back_bit_by_bit(tmp_path_factory, tree):
     same(load_worker(folder / "c", 0), tree)
 
 
+def test_integers_come_back_that_are_longer_than_python_prints():
+    for value in (1 << 20_000, -(1 << 20_000)):
+        assert decode(encode([value])) == [value]
+
+
+def test_values_of_one_name_are_kept_apart():
+    tree = {"a": {"b": torch.zeros(2)}, "a/b": torch.ones(2), "1": torch.zeros(1), 1: torch.ones(1)}
+    same(decode(encode(tree)), tree)
+
+
+def test_conjugate_and_negative_views_are_saved_as_what_they_show():
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    back = decode(encode([numbers.conj(), numbers.conj().imag]))
+    assert back[0].tolist() == [1 - 2j, 3 + 4j]
+    assert back[1].tolist() == [-2, 4]
+
+
+def test_arrays_can_be_written_to_again():
+    back = decode(encode(np.zeros(2)))
+    back += 1
+    assert back.tolist() == [1, 1]
+
+
 def test_the_states_of_random_streams_come_back(tmp_path, alone):
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     generator = np.random.default_rng(3)
@@ -188,10 +212,54 @@ def test_a_view_writes_its_own_values_only(tmp_path, alone):
 
 def test_files_are_plain_safetensors(tmp_path, alone):
     save_checkpoint(tmp_path / "c", {"model": {"weight": torch.ones(2, 3)}, "count": 3}, alone, step=1)
-    assert load_file(tmp_path / "c" / "workers" / "00000.safetensors")["model/weight"].tolist() == [[1.0] * 3] * 2
+    file = tmp_path / "c" / "workers" / "00000.safetensors"
+    assert load_file(file)["model/weight"].tolist() == [[1.0] * 3] * 2
+    assert struct.unpack("<Q", file.read_bytes()[:8])[0] % 8 == 0  # tensors begin at a multiple of their own size
+
+
+def test_every_byte_is_written_where_the_system_takes_a_part_at_a_time(tmp_path, alone, monkeypatch):
+    class Slow(io.FileIO):
+        def write(self, content):
+            return super().write(content[:1000])
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: Slow(path, mode))
+    values = torch.arange(5000)
+    save_checkpoint(tmp_path / "c", values, alone, step=1)
+    monkeypatch.undo()
+    assert torch.equal(load_worker(tmp_path / "c", 0), values)
+
+
+def test_files_are_on_disk_before_they_get_their_names_and_names_before_the_manifest(tmp_path, alone, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(handle):
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        fsync(handle)
+
+    def note_replace(source, target):
+        events.append(f"name {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(dsgdac_accel.state_files.os, "fsync", note_fsync)
+    monkeypatch.setattr(dsgdac_accel.state_files.os, "replace", note_replace)
+    save_checkpoint(tmp_path / "c", 1, alone, step=1)
+    assert [event for event in events if event != f"sync {tmp_path.name}"] == [
+        "sync 00000.safetensors.partial", "name 00000.safetensors", "sync workers",
+        "sync gossip.json.partial", "name gossip.json", "sync c",
+    ]  # fmt: skip
+
+
+def test_plain_values_beyond_what_the_format_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(dsgdac_accel.state_files, "_MAX_HEADER", 1000)
+    with pytest.raises(CheckpointError, match=r"may take 1,000 bytes as JSON; these take [\d,]+. Give long lists"):
+        list(safetensors_parts(encode([0] * 1000)))
 
 
 class Stranger:
+    pass
+
+
+class Subclass(torch.Tensor):
     pass
 
 
@@ -204,6 +272,7 @@ class Stranger:
         (np.array(["text"], dtype=object), r"numpy.ndarray"),
         (torch.ones(2).to_sparse(), "whole, dense tensors"),
         (torch.ones(2, device="meta"), "on meta"),
+        (torch.ones(2).as_subclass(Subclass), "whole, dense tensors; .* is a Subclass"),
     ],
 )
 def test_what_would_need_pickle_is_refused_by_its_place(value, message):
@@ -237,9 +306,10 @@ def test_a_copy_does_not_change_with_the_original():
         '{"$tensor": "state", "more": 1}',
         '{"$scalar": ["<f8", ""]}',
         '{"$scalar": ["f4,(2", "00"]}',
+        '{"$scalar": ["V1", "00"]}',
         '{"$float": "00"}',
         '{"$permuted": [{"$tensor": "state"}, [7]]}',
-        '{"$cast": ["empty", "complex64", [1000000, 1000000]]}',
+        '{"$cast": ["empty", "complex64", [1000, 1000]]}',
         "[" * 100_000,
     ],
 )
@@ -321,7 +391,7 @@ def test_what_is_in_the_way_of_a_save_is_one_error(tmp_path, alone):
 
 def damaged(folder, how):
     file = folder / "workers" / "00000.safetensors"
-    content = bytearray(file.read_bytes())
+    content = before = bytearray(file.read_bytes())
     if how == "missing":
         file.unlink()
     elif how == "truncated":
@@ -331,6 +401,14 @@ def damaged(folder, how):
         file.write_bytes(content)
     elif how == "no manifest":
         (folder / "gossip.json").unlink()
+    elif how == "a nested manifest":
+        (folder / "gossip.json").write_text("[" * 100_000)
+    elif how == "another format of the file":
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"1"', b'"dsgdac_accel.format":"2"')
+        file.write_bytes(content)
+        manifest = (folder / "gossip.json").read_text()
+        digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
+        (folder / "gossip.json").write_text(manifest.replace(*digests))
     elif how == "half a manifest":
         (folder / "gossip.json").write_text((folder / "gossip.json").read_text()[:50])
     else:
@@ -341,8 +419,10 @@ def damaged(folder, how):
             "no facts": {"facts": 1},
         }  # fmt: skip
         manifest.update(changes.get(how, {}))
-        if how == "lead out":
-            manifest["files"][0]["name"] = "../../secret"
+        ways_out = {"lead out": "../../secret", "lead out of the workers": "workers/../../00000.safetensors"}
+        if how in ways_out:
+            (folder.parent / "00000.safetensors").write_bytes(content)
+            manifest["files"][0]["name"] = ways_out[how]
         (folder / "gossip.json").write_text(json.dumps(manifest))
 
 
@@ -360,6 +440,9 @@ def damaged(folder, how):
         ("no workers", "is damaged", False),
         ("no facts", "is damaged", False),
         ("lead out", "is damaged", False),
+        ("lead out of the workers", "is damaged", False),
+        ("a nested manifest", "is damaged", False),
+        ("another format of the file", "has format 2; this version reads 1", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):

@@ -1,6 +1,7 @@
 """The doctor's findings from facts, settings and times, and the command in a single process."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -136,6 +137,31 @@ def test_missing_variables_of_a_launcher_are_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="RANK must be a number from 0 to WORLD_SIZE - 1; got RANK=None"):
         launched()
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(ValueError, match="got RANK=4, WORLD_SIZE=4"):
+        launched()
+
+
+def test_a_containers_share_of_processors_is_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "_QUOTA", tmp_path / "cpu.max")
+    for quota, limit in (("250000 100000", 2.5), ("max 100000", os.cpu_count())):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert facts.collect_facts(0, torch.device("cpu")).core_limit == limit
+
+
+def test_other_values_of_the_same_sum_are_another_start():
+    def start(value):
+        model = nn.Linear(2, 1, bias=False)
+        model.load_state_dict({"weight": torch.tensor([[value, -value]])})
+        return facts.collect_facts(0, torch.device("cpu"), model=model, fresh=True).start
+
+    assert start(1.0) == start(1.0) != start(2.0)
+
+
+def test_frozen_parameters_are_not_exchanged():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(5, 5))
+    model[1].requires_grad_(False)
+    assert facts.parameter_bytes(model) == 4 * (3 * 2 + 2)
 
 
 # ---- settings
@@ -169,7 +195,10 @@ COSINE = [0.5 * (1 + np.cos(np.pi * step / 1000)) for step in range(1000)]
         (GossipConfig(), [0.1] * 9, "stays 1"),
         (GossipConfig(max_rate=0.01), [0.1, 0.05], "stays 1"),
         (GossipConfig(max_rate=10.0), [0.1, 0.05], "hardly mix"),
+        (GossipConfig(max_rate=10.0, start_step=1), [0.1, 0.1, 0.05], "hardly mix"),
         (GossipConfig(), [1.0, *[1e-3] * 9], "train apart"),
+        (GossipConfig(), [*[1.0] * 6, *[1e-3] * 4], "below 1e-6 in 4 of 10 active steps"),
+        (GossipConfig(), [*[1.0] * 7, *[1e-3] * 3], None),
         (GossipConfig(floor=0.01), [1.0, *[1e-3] * 9], None),
         (GossipConfig(constant=0.0), COSINE, "never mix"),
         (GossipConfig(constant=0.5), COSINE, None),
@@ -322,6 +351,20 @@ def test_a_report_counts_and_writes_what_it_found(tmp_path):
     report.write_json(tmp_path / "sub" / "report.json")
     written = json.loads((tmp_path / "sub" / "report.json").read_text())
     assert written["findings"][2]["workers"] == [1]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    Report().write_json(tmp_path / "report.json")
+
+    def full(path, *args, **kwargs):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        Report([Finding("error", "a", "b")]).write_json(tmp_path / "report.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert json.loads((tmp_path / "report.json").read_text())["level"] == "ok"
 
 
 # ---- in one process
