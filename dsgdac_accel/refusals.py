@@ -1,4 +1,4 @@
-"""Launches and models under which workers cannot gossip: refused at once, each with the way out."""
+"""Launches, models and Trainers under which workers cannot gossip: refused at once, each with the way out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import Trainer
 
 _SUPPORTED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
@@ -53,3 +54,41 @@ def refuse_unsupported_model(model: nn.Module) -> None:
                 "SyncBatchNorm makes every forward pass wait for all workers and ties their statistics together. "
                 "Keep plain BatchNorm: the deployed model's statistics are calibrated."
             )
+
+
+def refuse_unsupported_trainer(trainer: Trainer) -> None:
+    """Raise ValueError for a Trainer under whose arguments, launch or optimizer workers cannot gossip."""
+    args = trainer.args
+    if args.deepspeed or args.fsdp:
+        raise ValueError(
+            "DeepSpeed and FSDP split the model over the processes, and every worker needs a whole one to gossip. "
+            "Leave deepspeed and fsdp out of the training arguments."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Trainer would spread each batch over {args.n_gpu} GPUs of this one process (DataParallel). Launch one "
+            f"process per GPU, torchrun --nproc_per_node {args.n_gpu} or accelerate launch, or show it one GPU "
+            f"(CUDA_VISIBLE_DEVICES=0)."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > args.world_size:
+        raise ValueError(
+            f"{launched} processes were launched (WORLD_SIZE) but TrainingArguments sees {args.world_size}, so each "
+            f"would train alone. On CPU set use_cpu=True in TrainingArguments."
+        )
+    if isinstance(trainer.model_wrapped, DistributedDataParallel):
+        raise ValueError(
+            "the Trainer's model is wrapped in DistributedDataParallel, which averages gradients. Pass the bare model, "
+            "and attach GossipCallback before the first train()."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ValueError(
+            f"optim='{optimizer}' updates parameters during the backward pass, before the workers can mix. "
+            f"Use an optimizer with a step of its own, such as adamw_torch."
+        )
+    if optimizer.startswith("schedule_free"):
+        raise ValueError(
+            f"optim='{optimizer}' swaps between two sets of weights by itself, which mixing would confuse. "
+            f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
+        )

@@ -11,31 +11,31 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.averaging import separate_state
 from dsgdac_accel.batch_parts import batch_size, cut, even_sizes
-from dsgdac_accel.calibration import Forward, calibrated_layers
+from dsgdac_accel.calibration import Forward
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.equal_steps import known_length
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
+from dsgdac_accel.refusals import refuse_unsupported_trainer
 from dsgdac_accel.schedule import planned_rates
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.stopping import StoppedBySignal
 from dsgdac_accel.trainer_checkpoint import TrainerCheckpoints
+from dsgdac_accel.trainer_deployed import TrainerDeployment
 from dsgdac_accel.workers import VirtualWorkers
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class GossipCallback(TrainerCallback):
     Every worker keeps its own weights. What the Trainer evaluates, predicts with, saves, compares and pushes is always
     the deployed model, the average of the workers; `evaluate`, `predict`, `save_model` and `train` must therefore be
     called on all workers while training is under way. After `train()` the model IS the average, on every worker. The
-    `model` that other callbacks are given in training is this worker's own.
+    `model` that other callbacks are given in training is this worker's own. Callbacks that stop training, evaluate or
+    save must decide so at the same step on all workers, so not by each worker's own clock or loss.
 
     Attaching switches `average_tokens_across_devices` off in the Trainer's arguments, and lets its own collectives give
     up after the GossipConfig's `timeout`.
@@ -98,8 +99,9 @@ class GossipCallback(TrainerCallback):
     def _forget_run(self) -> None:
         """Nothing of an earlier `train()` is left."""
         self._rates: list[float] | None = None
-        self._statistics: tuple[int, list[Tensor]] | None = None
-        self._gradients_checked = self._inside = self._warned_of_pooling = False
+        if self._trainer is not None:
+            self.deployment = TrainerDeployment(self._trainer, self.calibrate, self.calibration_forward)
+        self._gradients_checked = False
         self._random: dict[str, Any] | None = None
         self._stops: Literal["never", "here", "at the end of the epoch"] = "never"
         self._saved_at: int | None = None
@@ -129,14 +131,14 @@ class GossipCallback(TrainerCallback):
             )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now; make one for each Trainer.")
-        _refuse_unsupported(trainer)
+        refuse_unsupported_trainer(trainer)
         if self.stop_on_signals and trainer.args.save_only_model:
             raise ValueError(
                 "stop_on_signals=True stops with a checkpoint to go on from, and save_only_model=True leaves out of "
                 "checkpoints what that needs. Set save_only_model=False, or stop_on_signals=False."
             )
-        self._forget_run()
         self._trainer = trainer
+        self._forget_run()
         # First of all callbacks: those of reporting integrations must find the deployed model when training ends.
         if self in callbacks:
             callbacks.remove(self)
@@ -317,7 +319,7 @@ class GossipCallback(TrainerCallback):
     def _count_items(self, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any) -> Any:
         """Where the model divides its loss by a number of tokens: those of each worker of this process, (workers,)."""
         trainer, count = self.trainer, self._accelerator.workers_per_process
-        if self._inside or not self._steps:  # an evaluation, of one model
+        if self.deployment.inside or not self._steps:  # an evaluation, of one model
             return original(batches, *args, **kwargs)
         of_model = trainer.compute_loss_func is None and trainer.label_smoother is None
         own_loss = type(trainer).compute_loss is not Trainer.compute_loss
@@ -367,85 +369,26 @@ class GossipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the average of the workers in the model, unless the best checkpoint has replaced it already."""
-        self._deploy_for_good()
+        self.deployment.deploy_for_good()
 
     def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._deploy_for_good()  # all workers meet here, so worker 0 has written what is read now
+        self.deployment.deploy_for_good()  # all workers meet here, so worker 0 has written what is read now
         return original(*args, **kwargs)
 
-    # ---- the deployed model
-
-    @contextmanager
-    def _deployed(self) -> Iterator[None]:
-        """Inside, the Trainer's model is the average of the workers, in training or out of it."""
-        if self._inside or not self._steps:  # before and after training the workers are equal
-            with self._accelerator.not_training():
-                yield
-            return
-        model, loaders = self._model, self._accelerator._dataloaders
-        before = len(loaders)
-        self._inside = True
-        try:
-            with self._accelerator.deployed_model(model, self._calibration_data(), self.calibration_forward):
-                self._reuse_statistics(model)
-                yield
-        finally:
-            self._inside = False
-            del loaders[before:]  # the Trainer prepares new ones for each evaluation, and they would pile up
-
-    def _deploy_for_good(self) -> None:
-        if self._steps:
-            model = self._model
-            data, step = self._calibration_data(), self._steps[0].mixer.step
-            self._accelerator.deploy(model, data, self.calibration_forward)
-            self._reuse_statistics(model, step)
-
-    def _calibration_data(self) -> Iterable[Any] | None:
-        """What to calibrate on now; None where nothing is to be read, or this step's statistics are known."""
-        if self.calibrate is False or self._known_statistics(self._steps[0].mixer.step):
-            return None
-        if self.calibrate is not True:
-            return self.calibrate
-        loader = self.trainer.callback_handler.train_dataloader
-        if loader is not None and known_length(loader) is not None:
-            return loader
-        if not self._warned_of_pooling and calibrated_layers(self._model):
-            self._warned_of_pooling = True
-            logger.warning(
-                "the training data has no length, so BatchNorm statistics of the deployed model are pooled from the "
-                "workers' own. For exact ones pass GossipCallback(calibrate=<DataLoader>)."
-            )
-        return None
-
-    def _known_statistics(self, step: int) -> list[Tensor] | None:
-        return self._statistics[1] if self._statistics is not None and self._statistics[0] == step else None
-
-    def _reuse_statistics(self, model: nn.Module, step: int | None = None) -> None:
-        """Evaluating and saving at one step calibrates once: keep the statistics found, or put those kept in place."""
-        step = self._steps[0].mixer.step if step is None else step
-        layers = calibrated_layers(model)
-        now = [tensor for layer in layers for tensor in (layer.running_mean, layer.running_var) if tensor is not None]
-        known = self._known_statistics(step)
-        if known is None:
-            self._statistics = step, [tensor.detach().clone() for tensor in now]
-            return
-        for tensor, value in zip(now, known, strict=True):
-            tensor.copy_(value)
+    # ---- evaluating, saving and logging
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._deployed():
+        with self.deployment.deployed():
             return self._group.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Also give all workers worker 0's metrics: the best model and an early stop are decided alike everywhere."""
-        with self._deployed():
+        with self.deployment.deployed():
             output = original(*args, **kwargs)
         return output._replace(metrics=self._group.gather(output.metrics, "agreeing on metrics")[0])
 
-    # ---- saving and logging
-
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._deployed(), separate_state(self._model):
+        with self.deployment.deployed(), separate_state(self._model):
             return original(*args, **kwargs)
 
     def _save_checkpoint(
@@ -463,7 +406,7 @@ class GossipCallback(TrainerCallback):
         if not self._steps:
             return original(logs, *args, **kwargs)
         # The Trainer's own record, which all workers write; anybody may log something on one worker alone.
-        if "loss" in logs and self.trainer.control.should_log and self.config.log_every and not self._inside:
+        if "loss" in logs and self.trainer.control.should_log and self.config.log_every and not self.deployment.inside:
             self._accelerator.measure_consensus(again=False)
         metrics = self._logged_metrics(_IN_TRAINING if "loss" in logs else _ELSEWHERE)
         merged = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)]).log(
@@ -509,41 +452,4 @@ def _check_calibration(calibrate: Any, forward: Any) -> None:
     if forward is not None and not callable(forward):
         raise TypeError(
             f"calibration_forward must be a function of a model and a batch; got a {type(forward).__name__}."
-        )
-
-
-def _refuse_unsupported(trainer: Trainer) -> None:
-    args = trainer.args
-    if args.deepspeed or args.fsdp:
-        raise ValueError(
-            "DeepSpeed and FSDP split the model over the processes, and every worker needs a whole one to gossip. "
-            "Leave deepspeed and fsdp out of the training arguments."
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"Trainer would spread each batch over {args.n_gpu} GPUs of this one process (DataParallel). Launch one "
-            f"process per GPU, torchrun --nproc_per_node {args.n_gpu} or accelerate launch, or show it one GPU "
-            f"(CUDA_VISIBLE_DEVICES=0)."
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > args.world_size:
-        raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE) but TrainingArguments sees {args.world_size}, so each "
-            f"would train alone. On CPU set use_cpu=True in TrainingArguments."
-        )
-    if isinstance(trainer.model_wrapped, DistributedDataParallel):
-        raise ValueError(
-            "the Trainer's model is wrapped in DistributedDataParallel, which averages gradients. Pass the bare model, "
-            "and attach GossipCallback before the first train()."
-        )
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if "lomo" in optimizer or "layerwise" in optimizer:
-        raise ValueError(
-            f"optim='{optimizer}' updates parameters during the backward pass, before the workers can mix. "
-            f"Use an optimizer with a step of its own, such as adamw_torch."
-        )
-    if optimizer.startswith("schedule_free"):
-        raise ValueError(
-            f"optim='{optimizer}' swaps between two sets of weights by itself, which mixing would confuse. "
-            f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
