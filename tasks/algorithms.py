@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,9 +47,18 @@ def make_accelerator(
         gossip: topology, gamma schedule and policies.
         total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
         **kwargs: those of `accelerate.Accelerator`.
+
+    Raises ValueError for what cannot be had: fp16 without a GPU, trackers that are not installed, another number of
+    steps than the run's.
     """
     if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
+    _require_trackers(kwargs.get("log_with") or ())
+    if total_steps is not None and gossip.total_steps not in (None, total_steps):
+        raise ValueError(
+            f"gossip.total_steps: the run has {total_steps} steps, which follow from its data and epochs; got "
+            f"{gossip.total_steps}. Leave it out."
+        )
     if algorithm in SYNCHRONOUS:
         return SynchronousAccelerator(
             timeout=gossip.timeout,
@@ -61,6 +71,17 @@ def make_accelerator(
     elif gossip.start_epoch is not None and steps_per_epoch is not None:
         gossip = replace(gossip, start_epoch=None, start_step=gossip.start_epoch * steps_per_epoch)
     return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
+
+
+def _require_trackers(names: Iterable[str]) -> None:
+    """Accelerate leaves out those that are not installed, without a word where another one is."""
+    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    missing = [name for name in names if name not in (*available, "all")]
+    if missing:
+        raise ValueError(
+            f"trackers: {missing[0]} is not installed here; there are {', '.join(available) or 'none'}. Install it, or "
+            f"leave it out."
+        )
 
 
 class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):

@@ -124,6 +124,11 @@ class ImageRun:
                 f"step; {config.batch_size} in all gives it 1. Use {2 * shares} or more."
             )
         refuse_batches_of_one(config.curvature, model)
+        if config.crop_padding >= min(data.image_size):
+            raise ConfigError(
+                f"crop_padding must be below the side of the images, {min(data.image_size)} pixels, or a crop may hold "
+                f"nothing of them; got {config.crop_padding}."
+            )
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out of the stub
         optimizer = _optimizer(model, config)

@@ -85,8 +85,8 @@ def check_integer(name: str, value: object, *, minimum: int, maximum: int = LARG
     ValueError: log_every must be an integer >= 0; got -1. Use 0 to measure at evaluations only.
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    is_told = maximum < LARGEST_INTEGER or (is_integer and value > maximum)  # type: ignore[operator]
-    bounds = f"from {minimum} to {maximum}" if is_told else f">= {minimum}"
+    is_too_large = is_integer and value > maximum  # type: ignore[operator]
+    bounds = f"from {minimum} to {maximum}" if is_too_large else f">= {minimum}"  # a limit that nobody comes near
     if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(_with_advice(f"{name} must be an integer {bounds}; got {value!r}.", advice))
     return int(value)  # type: ignore[call-overload]

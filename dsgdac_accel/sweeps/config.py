@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsgdac_accel.config import ConfigError, load_config
-from dsgdac_accel.config.checks import check_choice, check_integer, did_you_mean
+from dsgdac_accel.config.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
 from dsgdac_accel.config.strict_yaml import read_yaml
 
 FIGURES = ("rate_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")
@@ -118,7 +118,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         for seed in self.seeds:
-            check_integer("seeds", seed, minimum=0)
+            check_integer("seeds", seed, minimum=0, maximum=LARGEST_SEED)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more, each once; got {self.seeds}.")
         for name, values in self.grid.items():

@@ -10,7 +10,7 @@ from accelerate.utils import LoggerType
 from diagnostics import CurvatureConfig
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config.checks import check_choice, check_integer, check_number
+from dsgdac_accel.config.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
 from images.decoding import Resampling
 
 
@@ -22,7 +22,8 @@ class DataConfig:
     """digits (embedded in scikit-learn, no network), cifar10, cifar100, or a data set's name on the Hub."""
 
     path: Path | None = None
-    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/."""
+    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/, or what
+    save_to_disk of `datasets` wrote."""
 
     image_column: str | None = None
     """Column of the images; null finds it by type and name."""
@@ -168,17 +169,22 @@ class CifarConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulation_steps", "eval_every", "eval_batch_size", "log_every"):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("crop_padding", "loader_workers", "seed"):
+        for name in ("crop_padding", "loader_workers"):
             check_integer(name, getattr(self, name), minimum=0)
+        check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
         check_integer("keep_checkpoints", self.keep_checkpoints, minimum=1)
         if self.save_every is not None:
             check_integer("save_every", self.save_every, minimum=1)
-        check_number("rate", self.rate, above=0)
-        check_number("epsilon", self.epsilon, above=0)
-        check_number("sam_rho", self.sam_rho, above=0, advice="algorithm: sgd is the limit of 0.")
+        for name in ("rate", "epsilon"):
+            check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
+        advice = "algorithm: sgd is the limit of 0."
+        check_number("sam_rho", self.sam_rho, above=0, maximum=LARGEST_FLOAT32, advice=advice)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {self.betas}.")
-        for name in ("momentum", "weight_decay", "warmup_epochs", "dropout"):
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), below 1; got {self.momentum}. The paper's is 0.9.")
+        check_number("weight_decay", self.weight_decay, minimum=0, maximum=LARGEST_FLOAT32)
+        for name in ("warmup_epochs", "dropout"):
             check_number(name, getattr(self, name), minimum=0)
         check_number("label_noise", self.label_noise, minimum=0, maximum=1)
         for tracker in self.trackers:

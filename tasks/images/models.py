@@ -44,8 +44,8 @@ def build_image_model(
 
     The MLP and the Transformer need `image_size`, (height, width); wide ResNets and Transformers use `dropout`.
 
-    Raises ValueError for an unknown name, sizes that the model cannot have, a missing image size, and dropout where the
-    model has none.
+    Raises ValueError for an unknown name, sizes that the model cannot have, images that are missing their size or too
+    small for it, and dropout where the model has none.
 
     >>> sum(p.numel() for p in build_image_model("WRN-16-1", num_classes=10).parameters())
     175066
@@ -64,7 +64,14 @@ def build_image_model(
     if key == "cnn":
         return SmallCNN(num_classes, in_channels)
     if pooled_cnn:
-        return PooledCNN([int(number) for number in pooled_cnn[1].split("-")[1:]], num_classes, in_channels)
+        channels = [int(number) for number in pooled_cnn[1].split("-")[1:]]
+        smallest = 2 ** (len(channels) - 1)
+        if image_size is not None and min(image_size) < smallest:
+            raise ValueError(
+                f"Model {name!r} halves its images {len(channels) - 1} times, so they need at least {smallest} pixels "
+                f"a side; got {image_size[0]}x{image_size[1]}. Take fewer layers, or set image_size."
+            )
+        return PooledCNN(channels, num_classes, in_channels)
     if image_size is None:
         raise ValueError(f"Model {name!r} needs image_size=(height, width), from which its input width follows.")
     if transformer:

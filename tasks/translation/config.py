@@ -10,7 +10,7 @@ from accelerate.utils import LoggerType
 from diagnostics import CurvatureConfig
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config.checks import check_choice, check_integer, check_number
+from dsgdac_accel.config.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TextConfig:
 
     path: Path | None = None
     """Local data instead: a folder of train, validation and test as *.parquet, *.jsonl, or pairs like train.en and
-    train.de."""
+    train.de; or what save_to_disk of `datasets` wrote."""
 
     source: str = "en"
     """Language to translate from: key of the translation column, name of the column, or ending of the text files."""
@@ -257,11 +257,12 @@ class TranslationConfig:
         for name in ("max_steps", "average_every", "save_every"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        for name in ("show_translations", "loader_workers", "seed"):
+        for name in ("show_translations", "loader_workers"):
             check_integer(name, getattr(self, name), minimum=0)
-        check_number("rate", self.rate, above=0)
-        check_number("epsilon", self.epsilon, above=0)
-        check_number("weight_decay", self.weight_decay, minimum=0)
+        check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
+        for name in ("rate", "epsilon"):
+            check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
+        check_number("weight_decay", self.weight_decay, minimum=0, maximum=LARGEST_FLOAT32)
         check_number("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
         if self.label_smoothing == 1:
             raise ValueError("label_smoothing must be below 1, which ignores the references; got 1.")

@@ -179,6 +179,13 @@ def test_an_output_folder_that_cannot_be_made_is_one_line_and_status_2(work):
     assert str(work / "taken") in line
 
 
+def test_a_crop_that_may_miss_the_image_is_refused(work):
+    status, _, err = launch(PLAIN, work, "--crop_padding", "8", "--output_dir", "cropped")
+    (line,) = error_lines(err)
+    assert status == 2
+    assert "crop_padding must be below the side of the images, 8 pixels" in line
+
+
 def test_a_topology_for_another_number_of_workers_is_one_line_for_all_of_them(work):
     status, _, err = launch(torchrun(3), work, "--gossip.topology", "one_peer_exponential", "--output_dir", "three")
     (line,) = error_lines(err)

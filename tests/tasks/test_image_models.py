@@ -100,6 +100,7 @@ def test_the_cnn_with_pooling_starts_with_he_normal_layers_and_a_linear_one_of_h
         ({"name": "transformer", "image_size": (8, 8), "dropout": 1.0}, r"dropout must be in \[0, 1\)"),
         ({"name": "transformer-2"}, "Unknown model.*'transformer-<layers>-<width>'"),
         ({"name": "cnn-16-0"}, "at least 1 channel.*got \\[16, 0\\].*Use cnn-16-32-64"),
+        ({"name": "cnn-4-4-4-4", "image_size": (8, 7)}, "halves its images 3 times, so they need at least 8 .*got 8x7"),
         ({"name": "cnn-16", "dropout": 0.1}, "no dropout"),
         ({"name": "cnn-"}, "Unknown model 'cnn-'"),
     ],

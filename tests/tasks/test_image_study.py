@@ -3,10 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import algorithms
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from cifar import CifarConfig, ImageRun
 
+from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
 from tests.launching import records
 from tests.workers import run_workers
@@ -111,6 +114,11 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
     [
         (["--betas", "[0.9, 1.0]"], "betas must be two numbers in"),
         (["--epsilon", "0"], "epsilon must be a finite number > 0"),
+        (["--momentum", "1"], "momentum must be in .0, 1., below 1; got 1.0"),
+        (["--seed", "4294967296"], "seed must be an integer from 0 to 4294967295; got 4294967296"),
+        (["--rate", "1e300"], "rate must be a number > 0 and <= 3.4e.38; got 1e.300"),
+        (["--weight_decay", "1e39"], "weight_decay must be"),
+        (["--eval_batch_size", "1e20"], "eval_batch_size must be an integer from 1 to 9223372036854775807"),
         (["--data.test_limit", "0"], "test_limit must be an integer >= 1"),
         (["--data.resampling", "nearest"], "'bilinear', 'box'"),
         (["--algorithm", "asam"], "'sam'"),
@@ -119,6 +127,19 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
 def test_nonsense_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(CifarConfig, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gossip": GossipConfig(total_steps=2)}, "gossip.total_steps: the run has 3 steps, .*; got 2. Leave it out"),
+        ({"log_with": ["tensorboard", "clearml"]}, "trackers: clearml is not installed here; there are tensorboard"),
+    ],
+)
+def test_what_a_run_cannot_have_is_refused_before_it_begins(settings, message, monkeypatch):
+    monkeypatch.setattr(algorithms, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    with pytest.raises(ValueError, match=message):
+        algorithms.make_accelerator("dsgd_ac", settings.pop("gossip", GossipConfig()), total_steps=3, **settings)
 
 
 def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule():
