@@ -1,10 +1,11 @@
-"""Where data of any task comes from: the Hub by name, parquet files by path; which file is which split."""
+"""Where data of any task comes from: the Hub, saved data sets, parquet files; which split is which."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -32,6 +33,31 @@ def open_hub(name: str, subset: str | None = None, *, way_out: str) -> tuple[dic
     return dict(loaded), f"{name}{f' ({subset})' if subset else ''} from the Hugging Face Hub"
 
 
+def saved_splits(path: Path) -> dict[str, Dataset]:
+    """What `save_to_disk` of `datasets` wrote: a data set in `path`, or one in each of its folders named after a split.
+
+    By split; a data set without splits is "train". Empty where nothing was saved so.
+
+    Raises ValueError if it cannot be read.
+    """
+    if (path / "dataset_dict.json").is_file():
+        return dict(_load_saved(path))
+    if (path / "state.json").is_file():
+        return {"train": _load_saved(path)}
+    folders = [entry for entry in sorted(path.iterdir()) if (entry / "state.json").is_file()]
+    return {split: _load_saved(folder) for folder in folders if (split := split_of(folder.name))}
+
+
+def _load_saved(folder: Path) -> Any:
+    try:
+        return datasets.load_from_disk(str(folder))
+    # Missing and broken files reach us as many types, of `datasets`, Arrow and json.
+    except Exception as error:
+        raise ValueError(
+            f"{folder} must be a data set as `save_to_disk` writes it ({type(error).__name__}: {error}). Save it again."
+        ) from error
+
+
 def split_of(name: str) -> str | None:
     """Name of the split that a file or folder holds, or None.
 
@@ -45,12 +71,15 @@ def split_of(name: str) -> str | None:
 def find_split_files(path: Path, suffix: str) -> dict[str, list[Path]]:
     """Files below `path` by split, shards in order: train-00000-of-00002.parquet or train/0000.parquet.
 
-    Empty where no file names a split.
+    Empty where no file names a split. Hidden folders (copies that editors and download tools keep) do not count.
 
-    Raises ValueError if splits lie in several folders (several configurations) or a shard is missing.
+    Raises ValueError if splits lie in several folders (several configurations), a shard is missing, or a file that is
+    the whole split by its name (train.en) has others of the split beside it (train.tok.en).
     """
     splits: dict[Path, dict[str, list[Path]]] = {}
     for file in sorted(path.rglob(f"*{suffix}")):
+        if file.is_dir() or any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
         if split := split_of(file.stem):
             splits.setdefault(file.parent, {}).setdefault(split, []).append(file)
         elif file.parent != path and (split := split_of(file.parent.name)):
@@ -65,8 +94,31 @@ def find_split_files(path: Path, suffix: str) -> dict[str, list[Path]]:
 
 
 def read_parquet(files: Collection[Path]) -> Dataset:
-    """Read and concatenate parquet files, with the features that `datasets` noted in them, if any."""
-    return datasets.concatenate_datasets([_read_parquet_file(file) for file in files])
+    """Read and concatenate parquet files, with the features that `datasets` noted in them, if any.
+
+    Raises ValueError for a file that cannot be read, or whose columns are not those of the first one.
+    """
+    parts = {file: _read_parquet_file(file) for file in files}
+    first, *others = parts
+    for file in others:
+        if not _are_alike(parts[first].features, parts[file].features):
+            raise ValueError(
+                f"All files of a split must have the same columns; {file} has {_listed(parts[file].features)}, "
+                f"{first.name} has {_listed(parts[first].features)}. Write them alike."
+            )
+    return datasets.concatenate_datasets(list(parts.values()))
+
+
+def _are_alike(features: datasets.Features, others: datasets.Features) -> bool:
+    """Whether names and types agree; a column of nulls has any type."""
+    nothing = datasets.Value("null")
+    return features.keys() == others.keys() and all(
+        features[name] == others[name] or nothing in (features[name], others[name]) for name in features
+    )
+
+
+def _listed(features: datasets.Features) -> str:
+    return ", ".join(f"{name}: {getattr(kind, 'dtype', type(kind).__name__)}" for name, kind in features.items())
 
 
 def _read_parquet_file(file: Path) -> Dataset:
@@ -87,6 +139,13 @@ def _without_dictionaries(table: pa.Table) -> pa.Table:
 
 
 def _check_shards(shards: list[Path]) -> None:
+    whole = next((shard for shard in shards if split_of(shard.stem) == shard.stem.lower()), None)
+    if whole and len(shards) > 1:
+        other = next(shard for shard in shards if shard != whole)
+        raise ValueError(
+            f"A split must be there once; {whole.name} is all of it by its name, and {other.name} is beside it in "
+            f"{whole.parent}. Take one of them away, or call them shards ({split_of(whole.stem)}-00000-of-00002, ...)."
+        )
     for shard in shards:
         match = re.search(r"-of-(\d+)$", shard.stem)
         if match and int(match.group(1)) != len(shards):
@@ -94,3 +153,10 @@ def _check_shards(shards: list[Path]) -> None:
                 f"{shard.name} is one of {int(match.group(1))} shards; found {len(shards)} in {shard.parent}. "
                 "Download the others: a part of the split would be missing."
             )
+    found = [re.search(r"(\d+)-of-\d+$", shard.stem) for shard in shards]
+    numbers = sorted(int(match.group(1)) for match in found if match)
+    if numbers and numbers != list(range(numbers[0], numbers[0] + len(shards))):
+        raise ValueError(
+            f"Shards must be numbered without gaps; found {', '.join(shard.name for shard in shards)} in "
+            f"{shards[0].parent}. One is missing, and another is not of this split."
+        )

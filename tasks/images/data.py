@@ -116,6 +116,7 @@ def load_image_data(
     if test_fraction is not None and not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must be in (0, 1), exclusive; got {test_fraction}.")
     if path is None and name is not None and name.lower() == "digits":
+        _refuse_for_digits(image_column=image_column, label_column=label_column, test_split=test_split)
         fraction = DIGITS_TEST_FRACTION if test_fraction is None else test_fraction
         train, test = hold_out(_digits(), fraction, seed)
         source = f"digits of scikit-learn{f' (split of seed {seed})' if seed else ''}"
@@ -252,6 +253,15 @@ def _digits() -> LabelledImages:
     return LabelledImages(list(enumerate(images)), digits.target.tolist(), tuple(range(10)), "digits")
 
 
+def _refuse_for_digits(**given: str | None) -> None:
+    for key, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{key} is for data with columns and splits, which the digits have not; got {value!r}. Leave it out "
+                "(test_fraction sets how much is held out)."
+            )
+
+
 def _read_split(
     dataset: Any,
     split: str,
@@ -282,7 +292,7 @@ def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) 
 
     Raises ValueError for missing labels (null, negative, blank) and for numbers beyond the names.
     """
-    missing = [row for row, label in enumerate(labels) if label is None or label == "" or _is_negative(label)]
+    missing = [row for row, label in enumerate(labels) if _is_missing(label)]
     if missing:
         raise ValueError(
             f"Every image needs a label; split '{split}' has {len(missing)} of {len(labels)} rows without "
@@ -295,8 +305,8 @@ def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) 
     return [names[label] for label in labels]
 
 
-def _is_negative(label: Any) -> bool:
-    return not isinstance(label, str) and label < 0
+def _is_missing(label: Any) -> bool:
+    return label is None or (not label.strip() if isinstance(label, str) else label < 0)
 
 
 def _assemble(

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import datasets
 from datasets import ClassLabel, Dataset, Features, Value
-from sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES, find_split_files, open_hub, read_parquet
+from sources import (
+    TEST_NAMES,
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    find_split_files,
+    open_hub,
+    read_parquet,
+    saved_splits,
+)
 
 HUB_NAMES = {
     "cifar10": "uoft-cs/cifar10",
@@ -30,7 +38,7 @@ INDEX_NAMES = ("id", "idx", "index", "image_id", "__index_level_0__")
 
 EXPECTED_FILES = (
     "Expected train*.parquet and test*.parquet (or validation*, valid*, val*), "
-    "or folders train/<class>/ and test/<class>/ with image files."
+    "folders train/<class>/ and test/<class>/ with image files, or what `save_to_disk` of `datasets` wrote."
 )
 
 
@@ -38,14 +46,16 @@ def open_splits(name: str | None, path: Path | None) -> tuple[dict[str, Dataset]
     """Open every split of a local `path` if given, else of `name` on the Hub, with a description of the source."""
     if path is not None:
         return open_local(Path(path).expanduser())
-    if name is not None:
+    if name:
         way_out = "pass data.path with local parquet files or image folders, or use 'digits', which needs no download"
         return open_hub(HUB_NAMES.get(name.lower(), name), way_out=way_out)
     raise ValueError("Image data needs a name ('digits', 'cifar10', a Hub name) or a path; got neither.")
 
 
 def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
-    """Open parquet files, or folders of images, below a local path (a single file counts as training data).
+    """Open a saved data set, parquet files, or folders of images, below a local path.
+
+    A single file, or a saved data set without splits, counts as training data.
 
     Raises FileNotFoundError for a path that does not exist, and ValueError, listing what was found, for a folder
     without recognisable splits, a missing shard, or splits in several folders.
@@ -56,6 +66,8 @@ def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
         if path.suffix != ".parquet":
             raise ValueError(f"A file as data.path must be *.parquet; got {path}. {EXPECTED_FILES}")
         return {"train": read_parquet([path])}, f"parquet file {path}"
+    if saved := saved_splits(path):
+        return saved, f"data set saved in {path}"
     if files := find_split_files(path, ".parquet"):
         return {split: read_parquet(shards) for split, shards in files.items()}, f"parquet files in {path}"
     if folders := find_image_folders(path):

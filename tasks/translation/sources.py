@@ -15,7 +15,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
-from sources import TRAIN_NAMES, find_split_files, open_hub
+from sources import TRAIN_NAMES, find_split_files, open_hub, saved_splits
 
 from translation.cache import build_once, digest_of
 from translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
@@ -85,7 +85,7 @@ def open_corpus(
     errors: Errors = "replace" if invalid_utf8 == "replace" else "strict"
     if path is not None:
         splits, origin = _local_splits(Path(path).expanduser(), direction, errors)
-    elif name is None:
+    elif not name:
         raise ValueError("Parallel text needs a name ('grammar', 'wmt14', a Hub name) or a path; got neither.")
     elif name.lower() == "grammar":
         return _open_grammar(direction)
@@ -121,14 +121,22 @@ def _hub_splits(name: str, subset: str | None, direction: Direction, errors: Err
     hub_name, usual_subset = HUB_NAMES.get(name.lower(), (name, None))
     way_out = "pass data.path with local files, or use 'grammar', which needs no download"
     loaded, origin = open_hub(hub_name, subset or usual_subset, way_out=way_out)
+    return _loaded_splits(loaded, origin, direction, errors), origin
+
+
+def _loaded_splits(
+    loaded: Mapping[str, Dataset], origin: str, direction: Direction, errors: Errors
+) -> dict[str, _Split]:
     splits = {}
     for split, data in loaded.items():
-        read = partial(_read_hub, data, direction, errors, f"split '{split}' of {origin}")
+        # What is scored is never changed: bytes are replaced in training data only.
+        own = errors if split in TRAIN_NAMES else "strict"
+        read = partial(_read_loaded, data, direction, own, f"split '{split}' of {origin}")
         splits[split] = _Split(_digest_of_rows(read()), read)
-    return splits, origin
+    return splits
 
 
-def _read_hub(data: Dataset, direction: Direction, errors: Errors, where: str) -> Batches:
+def _read_loaded(data: Dataset, direction: Direction, errors: Errors, where: str) -> Batches:
     columns = direction.choose_columns(_described(data.features.arrow_schema), where)
     for table in data.select_columns(_top_level(columns)).with_format("arrow").iter(ROWS_AT_A_TIME):
         for batch in table.combine_chunks().to_batches():
@@ -141,7 +149,7 @@ def _read_hub(data: Dataset, direction: Direction, errors: Errors, where: str) -
 def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
     expected = (
         f"Expected train*.parquet, train*.jsonl, or train*.{direction.source} and train*.{direction.target}; "
-        "other splits alike, as validation* and test*."
+        "other splits alike, as validation* and test*; or what `save_to_disk` of `datasets` wrote."
     )
     if not path.exists():
         raise FileNotFoundError(f"data.path must exist; got {path}. {expected}")
@@ -150,6 +158,9 @@ def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dic
             kinds = ", ".join(FILES_OF_PAIRS)
             raise ValueError(f"A file as data.path must end in one of {kinds}; got {path}. {expected}")
         return {"train": _split([(path,)], direction, errors)}, f"file {path}"
+    if saved := saved_splits(path):
+        origin = f"data set saved in {path}"
+        return _loaded_splits(saved, origin, direction, errors), origin
     found = [_find_text_files(path, direction), *(_find_files_of_pairs(path, suffix) for suffix in FILES_OF_PAIRS)]
     shards: dict[str, list[Shard]] = {}
     for split, files in ((split, files) for kind in found for split, files in kind.items()):

@@ -429,6 +429,64 @@ class TestSplits:
         with pytest.raises(ValueError, match=r"a name .* or a path; got neither"):
             load_image_data()
 
+    @pytest.mark.parametrize("in_folders", [False, True])
+    def test_what_datasets_saved_is_what_it_was(self, tmp_path, in_folders):
+        features = class_label_features(["cat", "dog"])
+        labels = {"train": [0, 1, 1, 0], "test": [1, 0]}
+        saved = datasets.DatasetDict(
+            {name: datasets.Dataset.from_dict(rows(own), features=features) for name, own in labels.items()}
+        )
+        if in_folders:
+            for name, split in saved.items():
+                split.save_to_disk(tmp_path / name)
+        else:
+            saved.save_to_disk(tmp_path)
+        data = load_image_data(path=tmp_path)
+        assert data.class_names == ("cat", "dog")
+        assert [data.train_labels.tolist(), data.test_labels.tolist()] == list(labels.values())
+        assert data.train_images[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+        (tmp_path / "train" / "state.json").write_text("{")
+        with pytest.raises(ValueError, match="as `save_to_disk` writes it"):
+            load_image_data(path=tmp_path)
+
+    def test_a_saved_data_set_without_splits_is_training_data(self, tmp_path):
+        datasets.Dataset.from_dict(rows([0, 1] * 4)).save_to_disk(tmp_path)
+        assert len(load_image_data(path=tmp_path, label_column="label", test_fraction=0.25).train_labels) == 6
+
+    def test_a_folder_of_parts_is_read_once_and_hidden_copies_never(self, tmp_path):
+        write(tmp_path / "train.parquet", "part-00000-c000", **rows([0, 1]))
+        write(tmp_path / ".copies", "train", **rows([0, 1]))
+        write(tmp_path, "test", **rows([0]))
+        assert load_image_data(path=tmp_path).train_labels.tolist() == [0, 1]
+
+    def test_a_whole_split_has_no_other_files_beside_it(self, tmp_path):
+        write_both(tmp_path)
+        write(tmp_path, "train_small", **rows([0, 1]))
+        with pytest.raises(ValueError, match=r"train\.parquet is all of it by its name, and train_small\.parquet"):
+            load_image_data(path=tmp_path)
+
+    @pytest.mark.parametrize(("numbers", "fits"), [((0, 1, 2), True), ((1, 2, 3), True), ((0, 1, 3), False)])
+    def test_shards_are_numbered_without_gaps(self, tmp_path, numbers, fits):
+        for number in numbers:
+            write(tmp_path, f"train-{number:05d}-of-00003", **rows([0, 1]))
+        if fits:
+            assert len(load_image_data(path=tmp_path, test_fraction=0.5).train_labels) == 3
+            return
+        with pytest.raises(ValueError, match="without gaps; found train-00000-of-00003"):
+            load_image_data(path=tmp_path, test_fraction=0.5)
+
+    @pytest.mark.parametrize("other", [rows([0, 1], image="photo"), rows(["0", "1"])])
+    def test_shards_have_the_same_columns(self, tmp_path, other):
+        write(tmp_path, "train-0", **rows([0, 1]))
+        write(tmp_path, "train-1", **other)
+        with pytest.raises(ValueError, match=r"same columns; .*train-1\.parquet has .*, train-0\.parquet has "):
+            load_image_data(path=tmp_path, test_fraction=0.5)
+
+    @pytest.mark.parametrize("key", ["image_column", "label_column", "test_split"])
+    def test_what_the_digits_have_not_is_refused(self, key):
+        with pytest.raises(ValueError, match=f"{key} is for data with columns and splits"):
+            load_image_data("digits", **{key: "test"})
+
     def test_unreadable_parquet(self, tmp_path):
         (tmp_path / "train.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1")
         with pytest.raises(ValueError, match=r"train.parquet must be a readable parquet file"):
@@ -528,11 +586,11 @@ class TestLabels:
         write(tmp_path, "test", **rows([1, 0]))
         assert load_image_data(path=tmp_path).test_labels.tolist() == [1, 0]
 
-    @pytest.mark.parametrize("missing", [-1, -100, None, ""])
+    @pytest.mark.parametrize("missing", [-1, -100, None, "", " \t"])
     def test_missing_labels(self, tmp_path, missing):
-        known = "a" if missing == "" else 0
+        known = "a" if isinstance(missing, str) else 0
         write(tmp_path, "train", **rows([known, known]))
-        write(tmp_path, "test", **rows(pd.array([known, missing], dtype="string" if missing == "" else "Int64")))
+        write(tmp_path, "test", **rows(pd.array([known, missing], dtype="string" if known == "a" else "Int64")))
         with pytest.raises(ValueError, match=r"'test' has 1 of 2 rows without \(first: row 1"):
             load_image_data(path=tmp_path)
 

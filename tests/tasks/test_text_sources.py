@@ -268,6 +268,27 @@ class TestLocalFiles:
         write_text_split(tmp_path / "data" / "test", "news", ["a"], ["b"])
         assert pairs_of(opened(tmp_path / "data"), "test") == [("a", "b")]
 
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_what_datasets_saved(self, tmp_path, opened, nested):
+        cells = {"translation": [{"en": en, "de": de} for en, de in PAIRS]} if nested else {"en": EN, "de": DE}
+        saved = datasets.DatasetDict(train=datasets.Dataset.from_dict(cells), test=datasets.Dataset.from_dict(cells))
+        saved.save_to_disk(tmp_path / "data")
+        corpus = opened(tmp_path / "data")
+        assert set(corpus.splits) == {"train", "test"}
+        assert pairs_of(corpus, "test") == pairs_of(corpus) == PAIRS
+
+    def test_a_tokenised_copy_beside_the_text_is_no_shard_of_it(self, tmp_path, opened):
+        write_text_split(tmp_path / "data")
+        write_text_split(tmp_path / "data", "train.tok")
+        with pytest.raises(ValueError, match=r"train\.en is all of it by its name, and train\.tok\.en is beside it"):
+            opened(tmp_path / "data")
+
+    def test_a_folder_of_parts_and_a_hidden_copy(self, tmp_path, opened):
+        (tmp_path / "data" / "train.parquet").mkdir(parents=True)
+        pq.write_table(pa.table({"en": EN, "de": DE}), tmp_path / "data" / "train.parquet" / "part-00000.parquet")
+        write_text_split(tmp_path / "data" / ".ipynb_checkpoints", "train-checkpoint")
+        assert pairs_of(opened(tmp_path / "data")) == PAIRS
+
     @pytest.mark.parametrize("lacking", ["train.b.de", "train.b.en"])
     def test_a_missing_partner(self, tmp_path, opened, lacking):
         write_text_split(tmp_path / "data", "train.a")
