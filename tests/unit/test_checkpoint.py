@@ -10,6 +10,8 @@ import os
 import pickle
 import random
 import struct
+import threading
+import time
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -36,10 +38,11 @@ from dsgdac_accel.checkpoint import (
     prune_checkpoints,
     read_manifest,
     save_checkpoint,
+    worker_parameters,
 )
 from dsgdac_accel.manifest import Manifest
 from dsgdac_accel.other_count import average_of_workers
-from dsgdac_accel.state_files import Encoded, decode, encode, safetensors_parts
+from dsgdac_accel.state_files import Encoded, decode, encode, safetensors_parts, write_whole
 
 
 @pytest.fixture
@@ -326,11 +329,11 @@ def saved_steps(parent):
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [0, 1, 2])  # how often the folder was saved to before
 def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
     tmp_path, alone, monkeypatch, replaced, overwrite
 ):
-    if overwrite:
+    for _ in range(overwrite):
         save_checkpoint(tmp_path / "c", torch.zeros(3), alone, step=1)
     count = 0
     really = os.replace
@@ -372,6 +375,32 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, alone, monkeypatc
     assert opened
     assert not (tmp_path / "new").exists()
     assert saved_steps(tmp_path) == [1]
+
+
+def test_a_failed_save_leaves_a_folder_that_was_there_and_a_good_one_files_that_are_not_ours(tmp_path, alone):
+    (tmp_path / "c").mkdir()
+    with pytest.raises(CheckpointError, match="Stranger"):
+        save_checkpoint(tmp_path / "c", Stranger(), alone, step=1)
+    assert list((tmp_path / "c").iterdir()) == []
+    save_checkpoint(tmp_path / "c", 1, alone, step=1)
+    (tmp_path / "c" / "workers" / "notes.txt").write_text("mine")
+    save_checkpoint(tmp_path / "c", 2, alone, step=2)
+    assert sorted(file.name for file in (tmp_path / "c" / "workers").iterdir()) == [
+        "00000-1.safetensors",
+        "notes.txt",
+    ]
+
+
+def test_a_file_that_worker_0_does_not_see_is_one_error(tmp_path, alone, monkeypatch):
+    def write_elsewhere(path, parts):  # as on a disk of this machine alone
+        written = write_whole(path, parts)
+        path.unlink()
+        return written
+
+    monkeypatch.setattr("dsgdac_accel.checkpoint._VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("dsgdac_accel.checkpoint.write_whole", write_elsewhere)
+    with pytest.raises(CheckpointError, match=r"worker 0 does not see it\. Save to a folder on a file system that all"):
+        save_checkpoint(tmp_path / "c", 1, alone, step=1)
 
 
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path, alone):
@@ -481,19 +510,49 @@ def test_another_number_of_workers_is_named(tmp_path, alone):
     assert (caught.value.saved, caught.value.launched) == (2, 1)
 
 
+def test_one_worker_of_a_checkpoint_is_read_by_its_number(tmp_path, alone):
+    model = nn.Linear(2, 1)
+    save_checkpoint(tmp_path / "c", {"models": {0: model_state(model)}}, alone, step=2)
+    (parameters,) = worker_parameters(tmp_path / "c")
+    same(parameters, {name: value.detach() for name, value in model.named_parameters()})
+    for rank in (-1, 1):
+        with pytest.raises(CheckpointError, match=f"workers 0 to 0; asked was worker {rank}"):
+            load_worker(tmp_path / "c", rank)
+    with pytest.raises(CheckpointError, match=r"holds the models \[0\]; there is no model 1 in it"):
+        worker_parameters(tmp_path / "c", model=1)
+
+
 # ---- in the background
 
 
-def test_writing_in_the_background_takes_the_state_of_the_moment(tmp_path, alone):
+def test_writing_in_the_background_takes_the_state_of_the_moment(tmp_path, alone, monkeypatch):
+    changed_since = threading.Event()
+
+    def write_later(path, parts):
+        assert changed_since.wait(20)
+        return write_whole(path, parts)
+
+    monkeypatch.setattr("dsgdac_accel.checkpoint.write_whole", write_later)
     writer = CheckpointWriter(alone)
     state = {"x": torch.zeros(1000)}
     assert writer.save(tmp_path / "a", state, step=1) is None
     state["x"].fill_(1)
+    changed_since.set()
     assert writer.save(tmp_path / "b", state, step=2) == tmp_path / "a"
     assert writer.finish() == tmp_path / "b"
     assert writer.finish() is None
     assert load_worker(tmp_path / "a", 0)["x"].sum() == 0
     assert load_worker(tmp_path / "b", 0)["x"].sum() == 1000
+
+
+def test_a_checkpoint_in_the_background_is_complete_before_anybody_asks_for_it(tmp_path, alone):
+    writer = CheckpointWriter(alone)
+    writer.save(tmp_path / "a", torch.zeros(3), step=1)
+    deadline = time.monotonic() + 20
+    while not is_complete(tmp_path / "a"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert writer.finish() == tmp_path / "a"
 
 
 def test_an_error_in_the_background_comes_to_light_at_the_next_save(tmp_path, alone):
@@ -551,6 +610,20 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-notes"]
     with pytest.raises(ValueError, match="at least 1"):
         prune_checkpoints(tmp_path, keep=0)
+
+
+def test_pruning_leaves_what_may_be_wanted_or_under_way(tmp_path, alone):
+    for step in range(5):
+        save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
+    damaged(tmp_path / "step-0", "truncated")  # somebody may want to look into it
+    damaged(tmp_path / "step-1", "no manifest")
+    (tmp_path / "step-1" / "workers" / "notes.txt").write_text("mine")
+    damaged(tmp_path / "step-2", "no manifest")  # another run may be writing it
+    newest = (tmp_path / "step-4" / "gossip.json").stat().st_mtime
+    os.utime(tmp_path / "step-2", (newest + 1, newest + 1))
+    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step-3"]
+    os.utime(tmp_path / "step-2", (newest - 1, newest - 1))
+    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step-2"]
 
 
 def test_pruning_leaves_what_is_protected_and_what_a_link_leads_to(tmp_path, alone, monkeypatch):

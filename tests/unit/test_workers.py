@@ -216,7 +216,42 @@ def test_a_last_small_batch_leaves_workers_without_an_update(caplog):
     workers.zero_grad()
     workers(x[:2]).mean().backward()
     assert [replica.weight.grad is None for replica in workers.replicas] == [False, False, True]
-    assert "a last batch of 2 samples leaves some of 3 workers without any" in caplog.text
+    workers(x[:2])
+    assert caplog.text.count("a last batch of 2 samples leaves some of 3 workers without any") == 1
+
+
+def test_an_evaluation_may_have_small_batches_and_says_nothing_of_those_of_training(caplog):
+    workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
+    x, _ = make_batch()
+    workers.eval()
+    torch.testing.assert_close(workers(x[:2]), workers.replicas[0](x[:2]))
+    workers(x)
+    assert not caplog.records
+    workers.train()
+    with pytest.raises(ValueError, match="2 samples are too few for 3 workers"):
+        workers(x[:2])
+
+
+def test_sizes_and_whole_batches_are_those_of_their_context():
+    workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
+    with torch.no_grad():
+        for number, replica in enumerate(workers.replicas):
+            replica.bias.fill_(number)
+            replica.weight.zero_()
+    x, _ = make_batch(6)
+
+    def computed_by():
+        return workers(x)[:, 0].tolist()
+
+    with pytest.raises(KeyError), workers.cut_at([1, 1, 4]):
+        assert computed_by() == [0, 1, 2, 2, 2, 2]
+        raise KeyError
+    assert computed_by() == [0, 0, 1, 1, 2, 2]
+    with workers.whole():
+        with workers.whole():
+            assert computed_by() == [0] * 6
+        assert computed_by() == [0] * 6
+    assert computed_by() == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
