@@ -29,7 +29,7 @@ from images.config import CifarConfig
 from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
 from images.models import build_image_model, load_image_model, save_image_model
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder, lost_workers
+from run_folder import RunFolder, lost_workers, writing_model
 from sam import SharpnessAwareBackward
 from task import run_task
 from torch import Tensor, nn
@@ -320,7 +320,9 @@ class ImageRun:
 
     def _save_model(self, deployed: nn.Module) -> None:
         inner = self.accelerator.unwrap_model(deployed, keep_torch_compile=False)
-        save_image_model(inner, self.config.output_dir / "deployed", self.config.model, self.config.dropout, self.data)
+        folder = self.config.output_dir / "deployed"
+        with writing_model(folder):
+            save_image_model(inner, folder, self.config.model, self.config.dropout, self.data)
 
     def _summary(self, values: dict[str, Any], radius: float, seconds: float) -> dict[str, Any]:
         steps = self.accelerator.gossip_steps

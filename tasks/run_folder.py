@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from algorithms import SynchronousAccelerator
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
 from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
@@ -121,6 +123,22 @@ class RunFolder:
 def lost_workers(accelerator: AnyAccelerator) -> dict[str, Any]:
     """For the summary: which workers the others went on without; nothing if there are none."""
     return {"lost_workers": accelerator.group.lost} if accelerator.group.lost else {}
+
+
+@contextmanager
+def writing_model(folder: Path) -> Iterator[None]:
+    """Inside, a model is written into `folder`; a full disk is an OSError that names it.
+
+    The libraries below raise errors of their own for that, tokenizers a bare Exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, SafetensorError | OSError) and type(error) is not Exception:
+            raise
+        raise OSError(
+            f"the model cannot be written to {folder}: {error}. Free space, or choose another output_dir."
+        ) from error
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from diagnostics import described, logged, measure_in_training
 from endings import quiet_ends, starting_up
 from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder, lost_workers
+from run_folder import RunFolder, lost_workers, writing_model
 from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -378,10 +379,7 @@ class TranslationRun:
                 losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
                 found = self.evaluator.translations(model, pairs)
                 if self.accelerator.is_main_process:
-                    state = cloned(model.state_dict())
-                    save_translator(
-                        model, state, self.data.tokenizer, self.config.decoding, folder / "deployed", self.positions
-                    )
+                    self._save_model(model, folder / "deployed")
         scores = self.evaluator.scores(found.texts, pairs)
         values = {f"test/{name}": value for name, value in losses.items()}
         values |= {
@@ -400,6 +398,11 @@ class TranslationRun:
             self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
         if self.accelerator.is_main_process:
             self._report(found, losses, scores)
+
+    def _save_model(self, model: MarianMTModel, folder: Path) -> None:
+        state, decoding = cloned(model.state_dict()), self.config.decoding
+        with writing_model(folder):
+            save_translator(model, state, self.data.tokenizer, decoding, folder, self.positions)
 
     def _average(self, model: MarianMTModel) -> Any:
         """Inside, `model` is the average of the last deployed models, if that was asked for."""

@@ -56,7 +56,7 @@ def _build(finished: Path, build: Callable[[Path], None]) -> None:
         try:
             build(temporary)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise _cannot_write(finished.parent, error) from error
             raise
         # A builder that no lock held back may have been faster. Processes may have mapped its result: leave it.

@@ -158,7 +158,8 @@ def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) 
     name = f"bpe-{digest_of(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
 
     def build(path: Path) -> None:
-        train_tokenizer(texts_of(train), config.vocab_size).save(str(path))
+        # Not by `save`, whose errors are bare Exceptions, so that nothing would know a full disk.
+        path.write_text(train_tokenizer(texts_of(train), config.vocab_size).to_str(pretty=True), encoding="utf-8")
 
     return load_tokenizer(build_once(cache, name, build))
 

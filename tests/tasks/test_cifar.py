@@ -179,6 +179,21 @@ def test_an_output_folder_that_cannot_be_made_is_one_line_and_status_2(work):
     assert str(work / "taken") in line
 
 
+def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
+    (work / "small_disk.py").write_text(
+        "import resource, runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tasks')!r})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the model takes 40,000 bytes\n"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    status, _, err = launch(PLAIN, work, "--trackers", "[]", "--output_dir", "full", script="small_disk.py")
+    (line,) = error_lines(err)
+    assert status == 1
+    assert f"the model cannot be written to {work / 'full' / 'deployed'}" in line
+    assert "Free space, or choose another output_dir" in line
+
+
 def test_a_crop_that_may_miss_the_image_is_refused(work):
     status, _, err = launch(PLAIN, work, "--crop_padding", "8", "--output_dir", "cropped")
     (line,) = error_lines(err)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import resource
 import time
 from pathlib import Path
 
@@ -516,6 +517,14 @@ class TestTokenIds:
         rows = module.open_text(TextConfig(path=tmp_path / "text"), tmp_path / "cache").splits["train"]
         assert sorted(texts_of(rows)) == sorted(text for pair in TRAIN for text in pair)
 
+    def test_a_word_that_no_language_has_does_not_hold_up_the_vocabulary(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tokenizer_module, "_ROWS_AT_A_TIME", 3)
+        words, word = "ab " * 10_000, "ab" * 5_000
+        write_corpus(tmp_path / "text", [*TRAIN, (words, f"a {word} b"), (word[:-1], "kurz")])
+        rows = module.open_text(TextConfig(path=tmp_path / "text"), tmp_path / "cache").splits["train"]
+        known = [text for pair in TRAIN for text in pair]
+        assert sorted(texts_of(rows)) == sorted([*known, words, word[:-1], "kurz"])
+
 
 # ---- which split is which
 
@@ -588,6 +597,19 @@ class TestErrorsOfTheCorpus:
             (tmp_path / "text" / f"{split}.{language}").write_bytes(b"")
         with pytest.raises(ValueError, match=rf"A split must have rows; split '{split}' of .* has none"):
             load(tmp_path)
+
+    def test_a_disk_that_is_full_of_the_vocabulary(self, tmp_path):
+        write_corpus(tmp_path / "text")
+        load(tmp_path)  # from now on only the vocabulary is new
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+            with pytest.raises(
+                OSError, match=r"must be written to .*/cache; that failed .*Set data\.cache_dir elsewhere"
+            ):
+                load(tmp_path, train_limit=4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     def test_a_cache_that_cannot_be_written(self, tmp_path):
         write_corpus(tmp_path / "text")
