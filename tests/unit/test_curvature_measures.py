@@ -14,6 +14,7 @@ from torch import nn
 from dsgdac_accel import VirtualWorkers
 from dsgdac_accel.curvature import (
     HessianOperator,
+    Spectrum,
     alignment,
     consensus_errors,
     curvature_exposure,
@@ -26,6 +27,7 @@ from dsgdac_accel.curvature import (
     random_direction_baseline,
     set_parameters,
 )
+from dsgdac_accel.curvature.lanczos import warn_unless_converged
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -121,6 +123,22 @@ def test_a_large_residual_of_what_is_asked_is_a_warning():
         warnings.simplefilter("error")
         spectrum = lanczos(separated, iterations=15, which="largest")
     assert spectrum.values[0].item() == pytest.approx(torch.linalg.eigvalsh(separated.matrix)[-1].item(), rel=1e-6)
+
+
+def test_residuals_are_judged_relative_to_the_value_but_for_values_near_zero():
+    def judged(value, residual):
+        found = Spectrum(torch.tensor([2.0, value]), torch.tensor([0.0, residual]), (), torch.eye(2))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_unless_converged(found, -1, stacklevel=1)
+        return len(caught)
+
+    assert [judged(-1.0, residual) for residual in (0.0009, 0.0011)] == [0, 1]
+    assert [judged(1e-12, residual) for residual in (1e-9, 1e-8)] == [0, 1]
+    with warnings.catch_warnings(record=True) as both:
+        warnings.simplefilter("always")
+        lanczos(with_spectrum(torch.linspace(-1, 1, 200).tolist()), iterations=5)
+    assert [str(warning.message).split()[0] for warning in both] == ["largest", "smallest"]
 
 
 def test_start_vectors_depend_on_the_seed_alone():
@@ -305,8 +323,28 @@ def test_gradient_noise_of_some_batches_is_measured_against_the_mean_of_all():
     assert two.raw_stderr == pytest.approx(forms.std().item() / math.sqrt(2))
     assert two.normalized == pytest.approx((forms.sum() / sum(xi @ xi for xi in noise)).item())
     assert math.isnan(gradient_noise_alignment(HessianOperator(net, classify, batches[:1]), 2.0).normalized)
+    x, y = batches[0]
+    reordered = HessianOperator(net, classify, [(x, y), (x.flip(0), y.flip(0))])  # they differ by rounding alone
+    assert gradient_noise_alignment(reordered, 2.0).raw != 0
+    assert math.isnan(gradient_noise_alignment(reordered, 2.0).normalized)
+    assert gradient_noise_alignment(hvp, 2.0, max_batches=9) == gradient_noise_alignment(hvp, 2.0)
     with pytest.raises(ValueError, match="max_batches=0"):
         gradient_noise_alignment(hvp, 2.0, max_batches=0)
+
+
+def test_rounding_is_judged_by_worker():
+    net, batches, _ = small_case()
+    hvp = HessianOperator(net, classify, batches)
+    rounding = 8 * torch.finfo(torch.float64).eps * hvp.point.norm()
+    direction = torch.nn.functional.normalize(torch.randn(hvp.dim, dtype=torch.float64), dim=0)
+    for factor, expected in ((0.9, True), (1.1, False)):
+        assert measure_penalty([factor * rounding * direction] * 4, hvp).rounding is expected
+
+
+def test_a_negative_top_eigenvalue_leaves_errors_positive():
+    found = random_direction_baseline(with_spectrum([-1.0, -2.0, -3.0, -4.0]), -1.0, probes=5)
+    assert found.value > 0
+    assert found.stderr > 0
 
 
 def test_alignment_of_mere_rounding_is_nan():

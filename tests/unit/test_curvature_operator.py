@@ -366,12 +366,15 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     kept = len(hvp._graphs)
     assert kept == {2**30: 4, 0: 0}.get(graph_memory, kept)
     assert graph_memory != 6_000 or 0 < kept < 4
+    assert hvp._graph_bytes <= graph_memory
     hvp.release()
     gc.disable()
     try:  # nothing waits for the garbage collector
         assert live() <= before
     finally:
         gc.enable()
+    hvp(v)
+    assert len(hvp._graphs) == kept, "there is as much room as at first"
 
 
 # ---- refusals

@@ -243,9 +243,12 @@ def test_sizes_and_whole_batches_are_those_of_their_context():
     def computed_by():
         return workers(x)[:, 0].tolist()
 
-    with pytest.raises(KeyError), workers.cut_at([1, 1, 4]):
+    with workers.cut_at([1, 1, 4]):
         assert computed_by() == [0, 1, 2, 2, 2, 2]
-        raise KeyError
+    with pytest.raises(RuntimeError), workers.cut_at([1, 1, 4]):
+        workers(x[:, :1])
+    with pytest.raises(ValueError, match="there are 3 workers in this process; got 2 sizes"), workers.cut_at([3, 3]):
+        pass
     assert computed_by() == [0, 0, 1, 1, 2, 2]
     with workers.whole():
         with workers.whole():
@@ -268,6 +271,16 @@ def test_sizes_and_whole_batches_are_those_of_their_context():
 def test_what_cannot_be_cut_or_copied_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_models_own_errors_are_passed_on():
+    with pytest.raises(ValueError, match=r"^a mistake of the model's$"):
+        VirtualWorkers(_Mistaken(), 2)(torch.zeros(4, 1))
+
+
+class _Mistaken(nn.Module):
+    def forward(self, x):
+        raise ValueError("a mistake of the model's")
 
 
 class _Ragged(nn.Module):
