@@ -56,9 +56,12 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
     The panels are those of `plot_run`; the legend names each run by the algorithm in its summary.json and, where
     runs would share a name or there is no summary, by its folder.
 
-    Raises ValueError without runs or if no run has metrics to plot, and the errors of `plot_run`.
+    Raises ValueError without runs, if no run has metrics to plot or `output` does not end in .png, and the errors of
+    `plot_run`.
     """
-    folders = [Path(folder) for folder in output_dirs]
+    folders, output = [Path(folder) for folder in output_dirs], Path(output)
+    if output.suffix != ".png":
+        raise ValueError(f"output must be a file that ends in .png; got {output}.")
     if not folders:
         raise ValueError("compare_runs needs at least one output_dir; got none.")
     runs = [
@@ -76,7 +79,6 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
         if not panel.has_data(runs):
             panel_axes.text(0.5, 0.5, "not logged", ha="center", transform=panel_axes.transAxes, color="0.5")
     _add_run_legend(figure, runs)
-    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=DPI)
     return output
@@ -94,7 +96,7 @@ def read_metrics(path: Path | str) -> Records:
     if not path.is_file():
         raise FileNotFoundError(f"{path} must exist; a run writes it into its output_dir. Pass the folder of a run.")
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         record = _parse(line)
         if record is not None:
             records.append(record)
@@ -104,32 +106,44 @@ def read_metrics(path: Path | str) -> Records:
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> Series:
-    """Steps and values of one metric, by step; null is NaN. Of a step logged twice (a resumed run) the last counts.
-    A record that repeats an earlier measurement says when that was, under "<key>_step".
+    """Steps and values of one metric, by step; null, and what is no number, is NaN. Of a step logged twice (a resumed
+    run) the last counts. A record that repeats an earlier measurement says when that was, under "<key>_step".
 
     >>> series([{"step": 2, "train/loss": 0.5}, {"step": 1, "train/loss": None}, {"step": 3}], "train/loss")
     ([1, 2], [nan, 0.5])
     """
-    values = {
-        record.get(f"{key}_step", record["step"]): record[key]
-        for record in records
-        if key in record and record.get("step") is not None
-    }
+    logged = [(record.get(f"{key}_step", record.get("step")), record[key]) for record in records if key in record]
+    values = {step: value for step, value in logged if math.isfinite(_number(step))}
     steps = sorted(values)
-    return steps, [math.nan if values[step] is None else float(values[step]) for step in steps]
+    return steps, [_number(values[step]) for step in steps]
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
     """Name each run by its algorithm, adding its folder where names would coincide."""
     algorithms = [_algorithm(folder) for folder in folders]
     return [
-        folder.resolve().name
-        if not name
-        else name
-        if algorithms.count(name) == 1
-        else f"{name} ({folder.resolve().name})"
-        for name, folder in zip(algorithms, folders, strict=True)
+        name if not algorithm else algorithm if algorithms.count(algorithm) == 1 else f"{algorithm} ({name})"
+        for algorithm, name in zip(algorithms, _folder_names(folders), strict=True)
     ]
+
+
+def _folder_names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, or as many as tell all folders apart: those of a sweep all end in seed_0."""
+    paths = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
 
 
 Run = tuple[str, str, Records]
@@ -285,17 +299,19 @@ def _make_logarithmic(axes: Any) -> bool:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
 def _algorithm(folder: Path) -> str | None:
+    """By the run's summary; None where there is none that can be read."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
-    return summary.get("algorithm")
+    algorithm = summary.get("algorithm") if isinstance(summary, dict) else None
+    return algorithm if isinstance(algorithm, str) else None
 
 
 def _listed(folders: Sequence[Path]) -> str:

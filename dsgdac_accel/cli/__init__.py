@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from dsgdac_accel.cli import doctor, launch, runs, scaling, sweeps, theory
 from dsgdac_accel.version import __version__
@@ -56,9 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _StoreOnce(argparse.Action):
+    """Refuses an option that is given twice, of which argparse would drop the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = vars(namespace).setdefault("given", set())
+        if option_string is not None and self.dest in given:
+            parser.error(f"{option_string} is given twice. Keep one.")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+class _StrictParser(argparse.ArgumentParser):
+    """Takes options by their whole names, each once; so do the parsers of its commands, which are of this class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _StrictParser(
         prog="dsgdac",
         description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies, launches.",
         epilog=EXAMPLES,

@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml -m dsgdac_accel doctor \\
     --config configs/digits.yaml
 """
+LONGEST_TIMEOUT = 1e9
 DEFAULT_PARAMETERS = 10_000_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _GRACE_SECONDS = 3.0  # in which the launcher ends the others, so that worker 0 alone says what is wrong
@@ -63,8 +64,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not options.timeout > 0:
-        raise ValueError(f"--timeout must be a number of seconds > 0; got {options.timeout}.")
+    if not 0 < options.timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"--timeout must be a number of seconds > 0 and <= {LONGEST_TIMEOUT:g}; got {options.timeout}."
+        )
     if options.json is not None and options.json.is_dir():
         raise ValueError(f"--json must be a file; {options.json} is a folder.")
     if options.config is None:

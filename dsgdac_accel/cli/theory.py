@@ -99,6 +99,8 @@ def _topology(options: argparse.Namespace) -> int:
         return 0
     if options.workers is None:
         raise ValueError("topology needs the number of workers, as in `dsgdac topology one_peer_ring 8`.")
+    if options.matrices and options.workers > MOST_MATRIX_WORKERS:
+        raise ValueError(f"--matrices is for up to {MOST_MATRIX_WORKERS} workers; got {options.workers}.")
     topology = build_topology(options.name, options.workers)
     print(f"{topology.name}, {topology.num_workers} workers, period {topology.period}")
     print(f"spectral gap of a period   {topology.spectral_gap():.6g}")
@@ -117,8 +119,6 @@ def _topology(options: argparse.Namespace) -> int:
 def _print_round(topology: Topology, number: int, as_matrix: bool) -> None:
     print(f"\nround {number}")
     if as_matrix:
-        if topology.num_workers > MOST_MATRIX_WORKERS:
-            raise ValueError(f"--matrices is for up to {MOST_MATRIX_WORKERS} workers; got {topology.num_workers}.")
         for row in topology.rounds[number]:
             print("  " + " ".join(f"{weight:6.4f}" if weight else "     ." for weight in row))
         return
@@ -133,6 +133,8 @@ def _print_round(topology: Topology, number: int, as_matrix: bool) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
+    from dsgdac_accel.config.checks import check_writable
+
     if options.epochs < 1:
         raise ValueError(f"--epochs must be at least 1; got {options.epochs}.")
     if not 0 <= options.warmup < math.inf:
@@ -141,8 +143,10 @@ def _schedule(options: argparse.Namespace) -> int:
         raise ValueError(f"--start must be an epoch from 0 to {options.epochs}; got {options.start}.")
     if options.lines < 1:
         raise ValueError(f"--lines must be at least 1; got {options.lines}.")
-    if options.plot is not None and (options.plot.is_dir() or options.plot.suffix != ".png"):
-        raise ValueError(f"--plot must be a file that ends in .png; got {options.plot}.")
+    if options.plot is not None:
+        if options.plot.is_dir() or options.plot.suffix != ".png":
+            raise ValueError(f"--plot must be a file that ends in .png; got {options.plot}.")
+        check_writable("--plot", options.plot)
     steps = 100  # an epoch
     rates = [_rate(options)(step, options.warmup * steps) for step in range(options.epochs * steps)]
     gammas = {power: _gammas(rates, power, options.start * steps, options) for power in options.power}

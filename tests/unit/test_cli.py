@@ -64,6 +64,39 @@ def test_words_that_are_not_understood_end_with_status_2(capsys, words):
     assert "usage: " in error
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["schedule", "--epochs", "3", "--epochs=4"], "--epochs is given twice. Keep one."),
+        (["schedule", "--epoch", "3"], "unrecognized arguments: --epoch 3"),
+        (["scaling", "--bits", "8", "--bits", "8"], "--bits is given twice"),
+        (["report", "a.yaml", "--out", "folder"], "unrecognized arguments: --out folder"),
+        (["launch", "-n", "2", "--workers", "3", "a.py"], "--workers is given twice"),
+        (["doctor", "--timeout", "1e300"], "--timeout must be a number of seconds > 0 and <= 1e+09; got 1e+300"),
+    ],
+)
+def test_an_option_has_its_whole_name_and_stands_once(capsys, words, message):
+    status, out, error = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert message in error
+
+
+def test_what_may_be_repeated_can_be(capsys, tmp_path):
+    (tmp_path / "base.yaml").write_text("a: 1\n")
+    (tmp_path / "task.py").touch()
+    (tmp_path / "sweep.yaml").write_text("{task: task.py, base: base.yaml, output_dir: out, seeds: [0, 1, 2]}")
+    only = ["--only", "base/seed_0", "--only", "base/seed_2", "--set", "a=2", "--set", "b=3"]
+    status, out, _ = run(capsys, "sweep", str(tmp_path / "sweep.yaml"), "--list", *only)
+    assert (status, out.split()) == (0, ["missing", "base/seed_0", "missing", "base/seed_2"])
+
+
+@pytest.mark.parametrize("words", [["topology", "ring", "17", "--matrices"], ["schedule", "--plot", "/proc/no/a.png"]])
+def test_what_cannot_be_done_is_said_before_anything_is_printed(capsys, words):
+    status, out, error = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert error.startswith("error: --")
+
+
 @pytest.mark.parametrize("module", ["dsgdac_accel", "dsgdac_accel.cli"])
 def test_it_runs_as_a_module(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dsgdac", "topology", "ringg", "4"])

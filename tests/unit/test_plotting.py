@@ -161,6 +161,45 @@ def test_labels_tell_runs_apart(tmp_path):
     assert run_labels(folders) == ["dsgd (seed0)", "dsgd (seed1)", "sgd", "unfinished"]
 
 
+def test_labels_of_runs_of_a_sweep_say_which_setting_they_are(tmp_path):
+    runs = [write_run(tmp_path / setting / "seed_0", algorithm="dsgd_ac") for setting in ("power=2", "power=3")]
+    assert run_labels(runs) == ["dsgd_ac (power=2/seed_0)", "dsgd_ac (power=3/seed_0)"]
+    assert run_labels([runs[0], runs[0]]) == ["dsgd_ac (seed_0)"] * 2  # the same run
+
+
+@pytest.mark.parametrize("summary", ["", "{", "[1]", '{"algorithm": 3}', "\udcff"])
+def test_a_summary_that_names_no_algorithm_is_as_none(tmp_path, summary, drawn):
+    run = write_run(tmp_path / "odd")
+    (run / "summary.json").write_bytes(summary.encode(errors="surrogateescape"))
+    compare_runs([run, write_run(tmp_path / "b", algorithm="dsgd")], tmp_path / "both.png")
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["odd", "dsgd"]
+
+
+def test_what_is_no_number_is_not_drawn(tmp_path, drawn):
+    odd = [{"step": step, "train/loss": 9.0} for step in ("1", None, [2], {}, True, math.nan, 10**400)]
+    odd += [{"step": step, "train/loss": loss} for step, loss in enumerate(["low", [1.0], {}, True, 10**400, 0.5])]
+    run = write_run(tmp_path, odd, tail="[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match="line 14 is truncated or no record"):
+        plot_run(run)
+    (losses,) = lines_of(drawn[0]).values()
+    assert losses[-1] == 0.5
+    assert all(math.isnan(loss) for loss in losses[:-1])
+    assert len(losses) == 6
+
+
+def test_only_a_newline_ends_a_record(tmp_path):
+    records = [{"step": 1, "note": "a\u2028b\x85c"}, {"step": 2}]
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\r\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    assert read_metrics(tmp_path / "metrics.jsonl") == records
+
+
+@pytest.mark.parametrize("name", ["plot", "plot.jpg", "."])
+def test_a_comparison_is_a_png_file(tmp_path, name):
+    with pytest.raises(ValueError, match=r"output must be a file that ends in \.png; got"):
+        compare_runs([write_run(tmp_path)], tmp_path / name)
+
+
 def test_what_cannot_be_plotted_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl must exist"):
         plot_run(tmp_path)
