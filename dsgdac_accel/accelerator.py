@@ -15,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import Forward
@@ -40,6 +41,7 @@ from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.refusals import refuse_unsupported_launch, refuse_unsupported_model
 from dsgdac_accel.restarts import meeting_after_restart
+from dsgdac_accel.resuming import inner_loader
 from dsgdac_accel.saving import KeepsEveryWorker
 from dsgdac_accel.step import GossipStep
 from dsgdac_accel.stopping import StopsOnSignals
@@ -274,6 +276,9 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsC
             return self.resumed_batches(dataloader)
         if isinstance(dataloader, EqualSteps):
             return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
+        inner = inner_loader(dataloader)
+        if isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
+            num_batches *= inner.batches_per_fetch  # Accelerate would leave out that many of what worker 0 reads
         return super().skip_first_batches(dataloader, num_batches)
 
     @contextmanager
@@ -452,6 +457,8 @@ class GossipAccelerator(HoldsWorkers, KeepsEveryWorker, StopsOnSignals, RepeatsC
         self._end_gossip()  # what is in flight is waited for: its other side would wait for ever
         for optimizer in self._optimizers:
             optimizer.gossip = None  # prepared again, it gossips again
+        for model in self._models:
+            vars(model).pop("_is_accelerate_prepared", None)  # or no accelerator would wrap it in DDP again
         self._seeded = False
         self._places = {}
         return super().free_memory(*objects)

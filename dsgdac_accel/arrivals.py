@@ -38,15 +38,17 @@ class ChecksArrivals:
         self.checks_late = self.group.device.type == "cuda"
         """Whether to look a step later at what was found of the parameters that arrived."""
         self.neighbor_disagreement: Tensor | float = 0.0
-        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last step: from this worker to the mean of its neighbours; of
-        several workers in this process their mean."""
+        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part: its distance to the
+        mean of its neighbours; of several workers in this process their mean."""
         self._unread: tuple[HostCopy, int] | None = None
         """Whether an update was left out, and the step."""
 
     def _check_arrivals(self) -> None:
         """Keep a neighbour's NaN out."""
         norms = [update.norm() for update in self._updates if update]
-        if not norms:  # everything is frozen, or all sit out
+        if not self._updates:  # nobody here takes part in the round: what was found in the last one stays
+            return
+        if not norms:  # everything is frozen
             self.neighbor_disagreement = 0.0
             return
         total = norms[0] if self.per_process == 1 else torch.stack(norms).sum() / self.per_process

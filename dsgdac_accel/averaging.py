@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -44,13 +45,14 @@ def deployed_model(
     Args:
         model: the model; may be compiled or wrapped by Accelerate. Out of DDP and of `VirtualWorkers`, the inner module
             is yielded.
-        mixers: those of all its parameters; empty for a baseline whose workers are equal anyway.
+        mixers: those of all its parameters; empty for a baseline, whose workers are equal.
         calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or any other loader or
             iterable of this worker's own batches.
         calibration_forward: called as `calibration_forward(model, batch)`.
         frozen: BatchNorm layers whose statistics are not to be touched, beside those in eval mode while `model` trains.
 
     Raises:
+        ValueError: nothing mixes the workers, and they differ.
         WorkerLostError: a worker did not come along.
         WorkersChangedError: a worker was lost inside, and the others go on without it: enter the context once more.
     """
@@ -65,6 +67,8 @@ def deployed_model(
         try:
             for mixer in mixers:
                 mixer.swap_in_average()
+            if not mixers and group.size > 1:
+                _require_one_model(model, group)
             _deploy_buffers(model, layers, group)
             if calibrate is None:
                 pool_batch_norm(layers_of, group)
@@ -78,6 +82,18 @@ def deployed_model(
         finally:
             for mixer in mixers:
                 mixer.restore()
+
+
+def _require_one_model(model: nn.Module, group: WorkerGroup) -> None:
+    """Raise ValueError on every worker unless all have the same parameters, which nobody mixes."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    if len(set(group.gather(digest.hexdigest(), "comparing the models of all workers"))) > 1:
+        raise ValueError(
+            "the workers hold different models, and no optimizer was prepared: nothing has mixed them, and there is no "
+            "average to deploy. Train with an optimizer that went through `prepare(model, optimizer)`."
+        )
 
 
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:

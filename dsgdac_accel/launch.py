@@ -175,8 +175,8 @@ class _Run:
         if worker.status and not by_us:
             left = sum(other.status is None for other in self.workers)
             others = (
-                f"; {left} of {len(self.workers)} go on"
-                if left and not self._ending and worker.status != STOPPED
+                f"; {left} of {len(self.workers)} still run"
+                if left and not (self._ending or self.received) and worker.status != STOPPED
                 else ""
             )
             _say(f"worker {worker.rank} {_in_words(worker.status)}{others}")

@@ -45,6 +45,12 @@ may need longer than the first of these.
 """
 
 
+_AVERAGING = "averaging the workers"
+_ON_ALL_WORKERS = (
+    "Enter `deployed_model` and call `save_model` and evaluation on all workers, not under `is_main_process`. "
+)
+
+
 class WorkerLostError(RuntimeError):
     """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
 
@@ -165,12 +171,13 @@ class HandlesLosses:
         else:
             gone, late = ([], []) if self._reports.first() else self._reports.missing()
             blamed = sorted(gone + late if silent else gone)
-        who = f"worker {', '.join(map(str, blamed))}" if blamed else "a worker"
+        who = _named(blamed) if blamed else "a worker"
         if not (named or peer is not None or blamed) and late:
-            who = f"worker {', '.join(map(str, late))}, which does not answer,"
+            who = f"{_named(late)}, which {'do' if len(late) > 1 else 'does'} not answer,"
         if any(self._reports.lives(number) is False for number in blamed):
             silent = False  # it has ended, however that came to light
-        happened = f"did not answer within {self.timeout:g} s" if silent else "was lost"
+        lost = "were lost" if len(blamed) > 1 else "was lost"
+        happened = f"did not answer within {self.timeout:g} s" if silent else lost
         me = self.numbers[self.rank]
         mine = f"{who} {happened} in {what}, as worker {me} saw it"
         first = self.report(mine)
@@ -179,11 +186,12 @@ class HandlesLosses:
             # The peer may itself have waited in vain for another worker: then that one is to blame.
             reported = self._reports.of(self.numbers[peer])
             news += f" Worker {self.numbers[peer]} reports: {reported}." if reported else ""
+        advice = _ON_ALL_WORKERS if what.startswith(_AVERAGING) else ""
         return WorkerLostError(
             f"worker {me}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
-            f"If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass its "
-            f"loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take every step, "
-            f"since each one mixes. ({cause})"
+            f"{advice}If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, pass "
+            f"its loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take every "
+            f"step, since each one mixes. ({cause})"
         )
 
     def report(self, message: str) -> str:
@@ -309,6 +317,10 @@ class HandlesLosses:
         finally:
             self._connect_patience = None
         return ""
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _means_silence(cause: str) -> bool:

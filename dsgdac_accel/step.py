@@ -111,8 +111,10 @@ class GossipStep:
             self._check_workers_once()
         self.watch.check(self.optimizer)
         before, self.rate = self.rate, current_rate(self.optimizer)
-        self._warn_of_rise(before)
+        was_active = self.schedule.active_since is not None
         self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
+        if was_active and self.rate > before:
+            self._warn_of_rise()
         self.skipped.settle()
         if scaler is None:
             finite = self.skipped.look()
@@ -139,14 +141,16 @@ class GossipStep:
         if self.estimate is not None:
             self.estimate.post(self.mixer.flats, self.mixer.step)
 
-    def _warn_of_rise(self, before: float) -> None:
+    def _warn_of_rise(self) -> None:
         """Say once that gamma stays 1 because nobody knows yet how far the rate will rise."""
         looks_ahead = self._planned or isinstance(self.config.max_rate, float) or self.config.constant is not None
-        if looks_ahead or self._warned_of_rise or self.config.power == 0 or self.rate <= before:
+        if looks_ahead or self._warned_of_rise or self.config.power == 0 or self.mixer.step == 0:
             return
-        if self.schedule.active_since is None or self.mixer.step == 0:
+        if self.gamma < 1:  # it has been higher, as in a schedule that begins anew
             return
         self._warned_of_rise = True
+        if self.group.rank > 0:  # all see the same rates
+            return
         logger.warning(
             "the learning rate rises after adaptive consensus began, and its maximum is not known ahead: gamma is 1 "
             "until it falls. Prepare a scheduler and give total_steps, give max_rate as a number, or start after the "

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers.trainer
-from accelerate.data_loader import DataLoaderDispatcher
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -142,8 +140,6 @@ class TrainerCheckpoints:
                     "length (__len__) to go on exactly.",
                     self._pass + 1,
                 )
-        elif isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
-            count *= getattr(inner, "batches_per_fetch", 1)
         return self._accelerator.skip_first_batches(loader, count)
 
     # ---- resuming

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -317,3 +319,73 @@ def test_a_topology_that_needs_a_power_of_two_is_refused_for_three():
 def test_gossip_must_be_a_gossip_config():
     with pytest.raises(TypeError, match="GossipConfig"):
         GossipAccelerator(gossip={"power": 3}, cpu=True)
+
+
+# ---- what is told
+
+
+def rates_seen(rates: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(start_step=1), cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rates[0]))
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        accelerator.backward(model(inputs(0, 0)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [record.message for record in caplog.records if "learning rate rises" in record.message]
+
+
+def test_a_rate_that_rises_beyond_what_was_seen_is_warned_of_once(caplog):
+    assert len(rates_seen([0.1, 0.1, 0.2, 0.3], caplog)) == 1
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.3, 0.2, 0.1], [0.3, 0.3, 0.0, 0.1, 0.2]], ids=["falls", "begins anew"])
+def test_a_rate_below_the_largest_one_is_nothing_to_warn_of(rates, caplog):
+    assert rates_seen(rates, caplog) == []
+
+
+def disagreements(rank: int) -> list[float]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="one_peer_ring", **FAST))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for step in range(6):
+        accelerator.backward(model(inputs(rank, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(accelerator.gossip_steps[0].metrics()["neighbor_disagreement"])
+    return found
+
+
+def test_who_sits_a_round_out_keeps_what_it_found_in_the_last_one():
+    sat_out = 0
+    for found in run_workers(disagreements, 3):
+        assert all(value > 0 for value in found[2:])
+        sat_out += sum(a == b for a, b in itertools.pairwise(found))
+    assert sat_out >= 4
+
+
+def skipped_and_whole(rank: int) -> list[list[float]]:
+    configuration = DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=True)
+    accelerator = GossipAccelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(DataLoader(torch.arange(24.0), batch_size=2))
+    return [[batch.tolist() for batch in part] for part in (loader, accelerator.skip_first_batches(loader, 2))]
+
+
+def test_skipping_counts_the_batches_of_each_worker_also_where_worker_0_reads_for_all():
+    for whole, rest in run_workers(skipped_and_whole, 2):
+        assert rest == whole[2:]
+
+
+def train_again_without_gossip(rank: int) -> bool:
+    accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))
+    model = make_model()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.deploy(model)
+    accelerator.free_memory()
+    return isinstance(Accelerator(cpu=True).prepare(model), DistributedDataParallel)
+
+
+def test_a_deployed_model_can_be_trained_on_by_ddp():
+    assert run_workers(train_again_without_gossip, 2) == [True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy
 import pytest
@@ -12,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import GossipAccelerator
+from dsgdac_accel import GossipAccelerator, GossipConfig
 from tests.multiprocess.batch_norm_model import Net, Vectors, everything, make_accelerator
-from tests.workers import run_workers
+from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -272,3 +273,41 @@ def test_a_backward_pass_inside_leaves_an_open_accumulation_window_alone():
         assert all(p.grad is None for p in deployed.parameters())
         deployed(torch.randn(4, 3)).square().sum().backward()
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
+
+
+def without_optimizer(rank: int, trains: bool) -> str:
+    accelerator = make_accelerator()
+    model = accelerator.prepare(Net())
+    if trains:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        optimizer.step()
+    try:
+        with accelerator.deployed_model(model) as deployed:
+            return f"deployed {sum(float(p.sum()) for p in deployed.parameters())}"
+    except ValueError as error:
+        return str(error)
+
+
+def test_workers_that_nothing_mixes_are_no_average():
+    assert all("no optimizer was prepared" in told for told in run_workers(without_optimizer, 2, True))
+    first, second = run_workers(without_optimizer, 2, False)
+    assert first == second
+    assert first.startswith("deployed"), "equal workers can be evaluated"
+
+
+def on_the_main_process_only(rank: int) -> None:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=3))
+    model = Net()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if accelerator.is_main_process:
+        with accelerator.deployed_model(model):
+            pass
+    else:
+        time.sleep(5)  # busy with something of its own
+
+
+def test_who_evaluates_alone_is_told_to_do_so_on_all_workers():
+    told = " ".join(outcome.error for outcome in try_workers(on_the_main_process_only, 3))
+    assert "workers 1, 2 did not answer within 3 s in averaging the workers at step 0" in told
+    assert "on all workers, not under `is_main_process`" in told

@@ -172,12 +172,12 @@ def test_others_go_on_when_a_worker_is_lost(tmp_path):
         say("finished", rank)
         """
     command = Command(tmp_path, "-n", 3, "script.py", script=script)
-    command.await_output("2 of 3 go on")
+    command.await_output("2 of 3 still run")
     (tmp_path / "go").write_text("")
     status, out = command.end()
     assert status == 0
     assert {"finished 1", "finished 2"} < set(out.splitlines())
-    assert "worker 0 was ended by SIGKILL; 2 of 3 go on" in out
+    assert "worker 0 was ended by SIGKILL; 2 of 3 still run" in out
     assert out.endswith("finished without worker 0\n")
 
 
