@@ -148,6 +148,29 @@ def test_start_vectors_depend_on_the_seed_alone():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("form", [torch.stack, tuple, iter])
+def test_consensus_errors_may_be_rows_of_a_tensor_or_come_one_by_one(form):
+    deltas = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    matrix = torch.diag(torch.tensor([4.0, 1.0, 0.0, -2.0]).double())
+    dense = (deltas @ matrix * deltas).sum()
+    errors = list(deltas)
+    assert measure_penalty(form(errors), Matrix(matrix)).value == pytest.approx(float(dense))
+    assert curvature_exposure(form(errors), Matrix(matrix), 4.0) == pytest.approx(float(dense) / 4)
+    assert alignment(form(errors), Matrix(matrix), 4.0) == pytest.approx(float(dense / 4 / deltas.square().sum()))
+
+
+def test_counts_seeds_and_ends_are_refused_by_name():
+    net, batches = nn.Linear(3, 2), [torch.randn(4, 3)]
+    mean_square = lambda model, x: model(x).square().mean()  # noqa: E731
+    for name, value in (("iterations", 2.5), ("probes", True), ("noise_batches", -1), ("seed", -1), ("seed", 2**70)):
+        with pytest.raises(ValueError, match=f"{name} must be an integer"):
+            measure_curvature(net, mean_square, batches, **{name: value})
+    with pytest.raises(ValueError, match="which must be one of both, largest, smallest; got 'top'"):
+        lanczos(diagonal(1.0), which="top")
+    with pytest.raises(ValueError, match="dim must be an integer >= 1; got 0"):
+        lanczos(lambda v: v, dim=0)
+
+
 def test_bad_questions_are_refused():
     with pytest.raises(ValueError, match="at least one iteration; got 0"):
         lanczos(diagonal(1.0), iterations=0)
@@ -359,6 +382,19 @@ def test_alignment_of_mere_rounding_is_nan():
         assert math.isnan(alignment(list(unit * rounding), hvp, 1.0))
         assert math.isfinite(alignment(list(unit * 100 * rounding), hvp, 1.0))
         assert math.isfinite(curvature_exposure(list(unit * rounding), hvp, 1.0))
+
+
+def test_errors_below_the_rounding_of_the_mean_are_exact():
+    ulp = 2.0**-23
+    errors, _ = consensus_errors([{"weight": torch.tensor([[x]])} for x in (1.0, 1.0 + ulp)], nn.Linear(1, 1, False))
+    assert [error.item() for error in errors] == [-ulp / 2, ulp / 2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("iterations", 0), ("probes", -1), ("noise_batches", -1)])
+def test_impossible_counts_are_refused_by_name(name, value):
+    net, batches, deltas = small_case()
+    with pytest.raises(ValueError, match=rf"{name} must be .*{value + 1}; got {value}"):
+        measure_curvature(net, classify, batches, deltas, **{name: value})
 
 
 def test_a_synchronous_baseline_and_parts_left_out():

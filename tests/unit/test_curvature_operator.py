@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 
@@ -15,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from dsgdac_accel.curvature import HessianOperator, flatten, set_parameters
+from dsgdac_accel.curvature.fixed_batches import checksum
+from dsgdac_accel.curvature.surroundings import fresh_batch
 
 VOCABULARY = 5
 
@@ -233,6 +236,33 @@ def test_products_are_symmetric_repeatable_and_leave_no_trace(graph_memory):
     assert (HessianOperator(net, loss, x, seed=1)(u) - hu).norm() > 1e-3 * hu.norm()
 
 
+def test_a_buffer_that_modules_share_is_one_for_each_batch():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    net[1].running_mean = net[0].running_mean
+    with fresh_batch(net, seed=0, number=0):
+        assert net[0].running_mean is net[1].running_mean
+        net[0].running_mean.fill_(7)
+    assert net[0].running_mean is net[1].running_mean
+    assert net[0].running_mean.tolist() == [0, 0, 0]
+
+
+def test_matrix_products_are_of_full_precision_meanwhile():
+    seen, before = [], torch.get_float32_matmul_precision()
+
+    def loss(model, batch):
+        seen.append(torch.get_float32_matmul_precision())
+        return squared(model, batch)
+
+    net, batches = simple()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        HessianOperator(net, loss, batches)(torch.ones(8))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"] * len(batches)
+
+
 class Checkpointed(nn.Module):
     """Forgets the activations of its first part, and computes them again in the backward pass."""
 
@@ -385,6 +415,13 @@ def simple():
     return nn.Linear(3, 2), inputs(2, dtype=torch.float32)
 
 
+def test_checksums_tell_names_shapes_and_kinds_apart():
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)]
+    things = [{"a": 1}, {"b": 1}, [1], (1, 1), None, *tensors, *(tensor.numpy() for tensor in tensors)]
+    assert len({checksum(thing) for thing in things}) == len(things)
+    assert [checksum(thing) for thing in things] == [checksum(copy.deepcopy(thing)) for thing in things]
+
+
 def test_batches_that_are_not_a_list_or_empty_are_refused():
     net, batches = simple()
     loader = torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=4)
@@ -479,3 +516,16 @@ def test_models_without_exact_parameters_are_refused():
         HessianOperator(nn.Linear(3, 2).bfloat16(), squared, batches)
     with pytest.raises(ValueError, match="all of the model's are frozen"):
         HessianOperator(nn.Linear(3, 2).requires_grad_(False), squared, batches)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.ParameterList([torch.zeros(0)])])
+def test_a_model_without_parameters_is_not_called_frozen(model):
+    with pytest.raises(ValueError, match="needs a trainable parameter; the model has none, or empty ones"):
+        HessianOperator(model, squared, simple()[1])
+
+
+def test_a_batch_of_one_sample_is_named_where_batch_norm_cannot_take_it():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    batches = [inputs(1, rows=count)[0] for count in (4, 1)]
+    with pytest.raises(ValueError, match=r"batch 1 has a single sample, of which BatchNorm .*Leave that batch out"):
+        HessianOperator(net, squared, batches)(torch.ones(34, dtype=torch.float64))
