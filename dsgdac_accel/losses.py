@@ -190,8 +190,8 @@ class HandlesLosses:
         return WorkerLostError(
             f"worker {me}: {who} {happened} in {what}.{news} Look at that worker's own output for its error. "
             f"{advice}If it only was slow (a long evaluation, a long save), raise `timeout`; if it ran out of data, "
-            f"pass its loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take every "
-            f"step, since each one mixes. ({cause})"
+            f"pass its loader through `prepare` or `equal_steps`; if it left out an `optimizer.step()`, let it take "
+            f"every step, since each one mixes. ({cause})"
         )
 
     def report(self, message: str) -> str:
