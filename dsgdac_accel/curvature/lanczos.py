@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dsgdac_accel.config.checks import check_choice, check_integer
+
 Matvec = Callable[[Tensor], Tensor]
 """v (d,) -> H v (d,), H symmetric; a `HessianOperator`, for example."""
 
@@ -86,6 +88,7 @@ def lanczos(
     >>> values.round(decimals=5).tolist()
     [3.0, -5.0]
     """
+    check_choice("which", which, ("both", "largest", "smallest"))
     spectrum = run_lanczos(hvp, iterations, seed=seed, dim=dim, dtype=dtype, device=device)
     for end, number in {"largest": 0, "smallest": -1}.items():
         if which in ("both", end):
@@ -117,6 +120,7 @@ def run_lanczos(
     """`lanczos` without its warning."""
     if iterations < 1:
         raise ValueError(f"Lanczos needs at least one iteration; got {iterations}.")
+    check_integer("iterations", iterations, minimum=1)
     dim, dtype, device = space_of(hvp, dim, dtype, device)
     start = torch.randn(dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     basis = [(start / start.norm()).to(device, dtype)]
@@ -156,6 +160,7 @@ def space_of(
     dim = getattr(hvp, "dim", None) if dim is None else dim
     if dim is None:
         raise ValueError(f"the dimension is unknown: {type(hvp).__name__} has no attribute `dim`. Pass dim=...")
+    dim = check_integer("dim", dim, minimum=1)
     dtype = dtype or getattr(hvp, "dtype", torch.float32)
     device = device or getattr(hvp, "device", torch.device("cpu"))
     assert isinstance(dtype, torch.dtype)

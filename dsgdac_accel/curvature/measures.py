@@ -7,13 +7,14 @@ processes, and the functions are collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsgdac_accel.config.checks import check_integer
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.curvature.lanczos import Matvec, dot, space_of
 from dsgdac_accel.curvature.operator import HessianOperator
@@ -51,15 +52,16 @@ class Penalty:
 
 
 @torch.no_grad()
-def measure_penalty(deltas: Sequence[Tensor], hvp: Matvec, group: WorkerGroup | None = None) -> Penalty:
+def measure_penalty(deltas: Iterable[Tensor], hvp: Matvec, group: WorkerGroup | None = None) -> Penalty:
     """E and the norm of the consensus errors: one product for each worker of the run.
 
     Args:
-        deltas: x_i - mean of x for this process's workers, each (d,) in the order of the operator's parameters.
+        deltas: x_i - mean of x for this process's workers, each (d,) in the order of the operator's parameters, or all
+            of them (N, d).
         hvp: the product with the Hessian at the mean.
         group: the processes; default `hvp.group`, if there is one.
     """
-    group = group or getattr(hvp, "group", None)
+    group, deltas = group or getattr(hvp, "group", None), list(deltas)
     space = (len(deltas), *((deltas[0].numel(), deltas[0].dtype) if deltas else (None, None)))
     spaces = [space] if group is None else group.gather(space, "counting the workers for curvature")
     value = squared_norm = 0.0
@@ -96,7 +98,7 @@ def _rounding_of(hvp: Any) -> float:
 
 
 def curvature_exposure(
-    deltas: Sequence[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None
+    deltas: Iterable[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None
 ) -> float:
     """Curvature exposure Q = sum_i delta_i' H delta_i / lambda_1 over all workers.
 
@@ -110,7 +112,7 @@ def curvature_exposure(
     return measure_penalty(deltas, hvp, group).exposure(float(top))
 
 
-def alignment(deltas: Sequence[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None) -> float:
+def alignment(deltas: Iterable[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None) -> float:
     """Normalised alignment A = Q / ||Delta||_F^2 of the consensus errors with the curvature, at most 1.
 
     NaN where it is undefined: `top` is 0 or not finite, the errors vanish, or they are mere rounding, below 8 machine
@@ -138,6 +140,7 @@ def hutchinson_trace(
     """
     if probes < 1:
         raise ValueError(f"a trace needs at least one probe; got {probes}.")
+    check_integer("probes", probes, minimum=1)
     dim, dtype, device = space_of(hvp, dim, dtype, device)
     generator = torch.Generator().manual_seed(seed)
     samples = []

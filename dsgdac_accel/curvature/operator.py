@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from dsgdac_accel.config.checks import check_integer
 from dsgdac_accel.curvature.collective import rank_of, size_of, summed
 from dsgdac_accel.curvature.fixed_batches import FixedBatches, checksum
 from dsgdac_accel.curvature.parameters import ParameterLayout, State
@@ -22,6 +23,8 @@ from dsgdac_accel.curvature.surroundings import (
 from dsgdac_accel.group import WorkerGroup
 from dsgdac_accel.worker_state import bare
 from dsgdac_accel.workers import VirtualWorkers
+
+_ONE_SAMPLE = "Expected more than 1 value per channel when training"  # torch's words
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """`loss_fn(model, batch)`: the mean loss of the batch, shape ()."""
@@ -94,7 +97,7 @@ class HessianOperator:
             )
         self.loss_fn = loss_fn
         self.group = group
-        self.seed = seed
+        self.seed = check_integer("seed", seed, minimum=0)
         self.graph_memory = graph_memory
         self.layout = ParameterLayout.of(self.model)
         self.batches = FixedBatches(batches)
@@ -237,7 +240,15 @@ class HessianOperator:
     def _build(self, number: int) -> _Graph:
         with fresh_batch(self.model, self.seed, number):
             batch = send_to_device(self.batches.batches[number], self.device)
-            loss = self.loss_fn(self.model, batch)
+            try:
+                loss = self.loss_fn(self.model, batch)
+            except ValueError as error:
+                if not str(error).startswith(_ONE_SAMPLE):
+                    raise
+                raise ValueError(
+                    f"batch {number} has a single sample, of which BatchNorm in training mode cannot take the variance "
+                    f"({error}). Leave that batch out, or freeze the layers."
+                ) from error
             self._require_loss(loss, number)
             self._refuse_reentrant_checkpoints(loss)
             gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, allow_unused=True)

@@ -47,8 +47,10 @@ class ParameterLayout:
         """
         inner = bare(model)
         trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-        if not trainable:
-            raise ValueError("curvature needs a trainable parameter; all of the model's are frozen. Unfreeze some.")
+        if not any(parameter.numel() for parameter in trainable.values()):
+            some = any(parameter.numel() for parameter in inner.parameters())
+            problem = "all of the model's are frozen. Unfreeze some." if some else "the model has none, or empty ones."
+            raise ValueError(f"curvature needs a trainable parameter; {problem}")
         for name, parameter in trainable.items():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise ValueError(

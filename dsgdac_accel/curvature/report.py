@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
+from dsgdac_accel.config.checks import check_integer
 from dsgdac_accel.curvature.lanczos import run_lanczos, warn_unless_converged
 from dsgdac_accel.curvature.measures import (
     baseline_of,
@@ -61,7 +62,7 @@ def measure_curvature(
     model: nn.Module,
     loss_fn: LossFunction,
     batches: Sequence[Any],
-    deltas: Sequence[Tensor] = (),
+    deltas: Iterable[Tensor] = (),
     *,
     group: WorkerGroup | None = None,
     seed: int = 0,
@@ -80,8 +81,8 @@ def measure_curvature(
         model: the average of the workers, so call it inside `deployed_model`; nothing of it changes.
         loss_fn: called as `loss_fn(model, batch)`; returns the mean loss of the batch.
         batches: fixed list of training batches, the same on all processes, which share the work.
-        deltas: x_i - mean of x of this process's workers, each (d,); see `consensus_errors`. Empty where all workers
-            are equal: then Q is 0 and A NaN.
+        deltas: x_i - mean of x of this process's workers, each (d,), or all of them (N, d); see `consensus_errors`.
+            Empty where all workers are equal: then Q is 0 and A NaN.
         group: the processes; None for this one alone.
         seed: of dropout, start vector and probes.
         frozen: modules that stay in eval mode; see `HessianOperator`, also for `graph_memory`.
@@ -89,10 +90,11 @@ def measure_curvature(
         probes: of the trace; 0 leaves trace and B out, as NaN.
         noise_batches: at most so many batches for A_grad; 0 leaves it out, as NaN.
     """
-    counts = (("iterations", iterations, 1), ("probes", probes, 0), ("noise_batches", noise_batches, 0))
+    counts = (
+        ("iterations", iterations, 1), ("probes", probes, 0), ("noise_batches", noise_batches, 0), ("seed", seed, 0),
+    )  # fmt: skip
     for name, value, smallest in counts:
-        if value < smallest:
-            raise ValueError(f"{name} must be at least {smallest}; got {value}.")
+        check_integer(name, value, minimum=smallest)
     hvp = HessianOperator(model, loss_fn, batches, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory)
     spectrum = run_lanczos(hvp, iterations, seed=seed)
     warn_unless_converged(spectrum, 0, stacklevel=3)

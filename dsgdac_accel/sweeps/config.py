@@ -196,8 +196,12 @@ def spelled(value: Any) -> str:
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        raise ValueError(f"a section cannot be one value on the command line; got {value}. Name the keys in it.")
     if isinstance(value, list | tuple):
         for item in value:
+            if isinstance(item, list | tuple | dict):
+                raise ValueError(f"a list on the command line holds plain values; got {item} in one. Use the base.")
             if isinstance(item, str) and "," in item:
                 raise ValueError(f"a list on the command line is cut at its commas; {item!r} holds one. Use the base.")
         return ",".join(map(spelled, value)) or "[]"

@@ -115,7 +115,7 @@ def settings_of(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | Non
 def planned_runs(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None) -> list[PlannedRun]:
     """All runs: one setting after the other for the first seed, then for the next, so that comparisons fill evenly.
 
-    Arguments and errors are those of `settings_of`.
+    Arguments and errors are those of `settings_of`; ConfigError also for a value that no command line can spell.
     """
     base = base_values(sweep.base)
     launch = {name: getattr(sweep.launch, name) for name in ("kind", "processes", "threads")}
@@ -124,11 +124,18 @@ def planned_runs(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | No
     for seed, setting in itertools.product(sweep.seeds, settings_of(sweep, folder, extra)):
         output = sweep.output_dir / setting.folder / f"seed_{seed}"
         given = setting.overrides | {"seed": seed}
-        arguments = [f"--{key}={spelled(value)}" for key, value in (given | {"output_dir": output}).items()]
+        arguments = [_argument(key, value) for key, value in (given | {"output_dir": output}).items()]
         command = (*launcher(sweep), str(sweep.task), "--config", str(sweep.base), *arguments)
         expected = _merged({key: value for key, value in base.items() if key != "output_dir"}, given)
         runs.append(PlannedRun(setting, seed, output, command, expected, launch))
     return runs
+
+
+def _argument(key: str, value: Any) -> str:
+    try:
+        return f"--{key}={spelled(value)}"
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def launcher(sweep: SweepConfig) -> list[str]:
