@@ -112,6 +112,8 @@ class _Run:
             common = _environment(plan, port, attempt)
             echo = None
             for local in range(plan.workers):
+                if self.workers and {signal.SIGTERM, signal.SIGINT} & set(self.received):
+                    break  # those that are there are told to end
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
                 log = log_file(plan, first + local)
                 if log is not None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_MOST_WORKERS = 1024
+
 
 class LaunchError(ValueError):
     """What was asked for cannot be launched."""
@@ -42,6 +44,11 @@ class Launch:
             value = getattr(self, name)
             if not least <= value < float("inf"):
                 raise LaunchError(f"{name} must be at least {least}; got {value:g}.")
+        if self.workers > _MOST_WORKERS:
+            raise LaunchError(
+                f"workers must be at most {_MOST_WORKERS}, each a process of its own here; got {self.workers}. "
+                f"For more of them let each process hold several: gossip.workers_per_process."
+            )
         if not 0 <= self.machine_index < self.machines:
             raise LaunchError(f"the machine index must be in 0..{self.machines - 1}; got {self.machine_index}.")
         if self.machines > 1 and self.address is None:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from dsgdac_accel import launch as launcher
 from dsgdac_accel.cli import main
 from dsgdac_accel.launch import DROPPED, MEETING, MET, STOPPED
+from dsgdac_accel.launch_plan import Launch
 from dsgdac_accel.stopping import EXIT_STOPPED
 from tests.workers import fork
 
@@ -384,6 +385,7 @@ def test_restarts_come_to_an_end(tmp_path):
     ("words", "message"),
     [
         (["-n", 0, "script.py"], "workers must be at least 1; got 0"),
+        (["-n", 99999999, "script.py"], "workers must be at most 1024"),
         (["-n", 1, "--max-restarts", -1, "script.py"], "max_restarts must be at least 0; got -1"),
         (["-n", 1, "--grace", "nan", "script.py"], "grace must be at least 0; got nan"),
         (["-n", 1], "name the script"),
@@ -481,3 +483,20 @@ def test_machines_that_were_told_different_things_are_refused(tmp_path):
         True,
     )
     os.kill(first.process.pid, signal.SIGKILL)
+
+
+def test_who_is_told_to_end_while_starting_workers_starts_no_more(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    run = launcher._Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
+    start, started = launcher.start_worker, []
+
+    def start_and_tell(*args):
+        started.append(start(*args))
+        if len(started) == 2:
+            run.received.append(signal.SIGTERM)
+            run._pending.append(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(launcher, "start_worker", start_and_tell)
+    assert run.once(0) == 128 + signal.SIGTERM
+    assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
