@@ -122,8 +122,9 @@ def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
 def test_only_finite_numbers_of_finished_runs_are_values(tmp_path):
     file = run_here(write_sweep(tmp_path, seeds=[2]))
     folder = plan(file)[0].folder
-    with open(folder / "metrics.jsonl", "a") as log:
-        log.write('{"step": 13, "epoch": 3, "gossip/radius": NaN}\n')
+    log = folder / "metrics.jsonl"
+    not_finite = [json.dumps({"step": step, "gossip/radius": math.nan}) + "\n" for step in (1, 13)]
+    log.write_text(not_finite[0] + log.read_text() + not_finite[1])
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"diverged": True}))
     largest, last, flag = columns_of(ReportConfig(columns=["gossip/radius@max", "gossip/radius", "diverged"]))
@@ -236,6 +237,12 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert radius.get_yscale() == "log"
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
+
+
+def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
+    file = run_here(write_sweep(tmp_path, report={"figures": ["accuracy"]}))
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    assert list(drawn[0].axes[0].lines[0].get_ydata()) == pytest.approx([0, 10, 20])
 
 
 def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):

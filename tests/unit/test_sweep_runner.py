@@ -239,6 +239,23 @@ def test_a_script_that_cannot_start_is_a_failed_run_with_a_log(tmp_path, capsys)
     assert "SyntaxError" in capsys.readouterr().err
 
 
+def test_a_run_does_not_take_itself_for_the_process_that_the_sweep_is(tmp_path, monkeypatch):
+    task = tmp_path / "task.py"
+    task.write_text("import os; print({name: os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'KEPT')})")
+    for name in ("RANK", "WORLD_SIZE", "KEPT"):
+        monkeypatch.setenv(name, "7")
+    main(["sweep", str(write_sweep(tmp_path, task=str(task)))])
+    log = (tmp_path / "runs" / "base" / "seed_0" / LOG).read_text()
+    assert log.startswith("{'RANK': None, 'WORLD_SIZE': None, 'KEPT': '7'}")
+
+
+def test_a_finished_run_without_its_summary_has_to_go_on(tmp_path):
+    file = write_sweep(tmp_path)
+    assert main(["sweep", str(file)]) == 0
+    (plan(file)[0].folder / "summary.json").unlink()
+    assert statuses(file) == ["unfinished"]
+
+
 def test_a_pattern_that_selects_nothing_is_an_error(tmp_path, capsys):
     assert main(["sweep", str(write_sweep(tmp_path)), "--only", "ours"]) == 2
     assert "--only ours selects no run. Runs are called base/seed_0" in capsys.readouterr().err
