@@ -11,16 +11,16 @@ from dsgdac_accel.version import __version__
 
 if TYPE_CHECKING:
     from dsgdac_accel.accelerator import GossipAccelerator
-    from dsgdac_accel.arrivals import NonFiniteError
     from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
     from dsgdac_accel.config import GossipConfig
-    from dsgdac_accel.group import WorkerGroup
-    from dsgdac_accel.losses import WorkerLostError
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
-    from dsgdac_accel.mixing import Mixer
+    from dsgdac_accel.mixing.arrivals import NonFiniteError
+    from dsgdac_accel.mixing.mixer import Mixer
+    from dsgdac_accel.processes.group import WorkerGroup
+    from dsgdac_accel.processes.losses import WorkerLostError
+    from dsgdac_accel.processes.stopping import EXIT_STOPPED, StoppedBySignal
+    from dsgdac_accel.processes.survivors import WorkersChangedError
     from dsgdac_accel.schedule import AdaptiveConsensus
-    from dsgdac_accel.stopping import EXIT_STOPPED, StoppedBySignal
-    from dsgdac_accel.survivors import WorkersChangedError
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
     from dsgdac_accel.workers import VirtualWorkers
@@ -51,20 +51,20 @@ _MODULES = {
     "AdaptiveConsensus": "schedule",
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
-    "EXIT_STOPPED": "stopping",
+    "EXIT_STOPPED": "processes.stopping",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
     "GossipConfig": "config",
     "JsonlSink": "metrics",
-    "Mixer": "mixing",
-    "NonFiniteError": "arrivals",
-    "StoppedBySignal": "stopping",
+    "Mixer": "mixing.mixer",
+    "NonFiniteError": "mixing.arrivals",
+    "StoppedBySignal": "processes.stopping",
     "Topology": "topology",
     "VirtualWorkers": "workers",
     "WorkerCountError": "checkpoint",
-    "WorkerGroup": "group",
-    "WorkerLostError": "losses",
-    "WorkersChangedError": "survivors",
+    "WorkerGroup": "processes.group",
+    "WorkerLostError": "processes.losses",
+    "WorkersChangedError": "processes.survivors",
     "build_topology": "topology",
 }
 

@@ -19,8 +19,8 @@ from dsgdac_accel.calibration import (
     pool_batch_norm,
     sharded_batches,
 )
-from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.mixing import Mixer
+from dsgdac_accel.mixing.mixer import Mixer
+from dsgdac_accel.processes.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.workers import VirtualWorkers, first_replica, replicas_of
 

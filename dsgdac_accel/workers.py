@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join, requires_grad, with_scaled_gradient
+from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes, join, requires_grad, with_scaled_gradient
 from dsgdac_accel.randomness import StreamsOfWorkers
 
 logger = logging.getLogger(__name__)

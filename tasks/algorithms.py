@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.averaging import deployed_model
 from dsgdac_accel.calibration import Forward
+from dsgdac_accel.checkpoint.saving import KeepsEveryWorker
+from dsgdac_accel.processes.restarts import meeting_after_restart
+from dsgdac_accel.processes.stopping import StopsOnSignals
 from dsgdac_accel.randomness import seed_workers_differently
-from dsgdac_accel.restarts import meeting_after_restart
-from dsgdac_accel.saving import KeepsEveryWorker
-from dsgdac_accel.stopping import StopsOnSignals
 from dsgdac_accel.workers import first_replica
 
 SYNCHRONOUS = ("sgd", "sam", "adam")

@@ -25,7 +25,7 @@ from benchmarks.training import Training
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line, config_to_dict
 from dsgdac_accel.config.checks import check_integer, check_number, check_writable
-from dsgdac_accel.mixing import Mixer
+from dsgdac_accel.mixing.mixer import Mixer
 
 _WARM_UP = 2  # steps: the first makes the optimizer's state, the second finds all memory there
 

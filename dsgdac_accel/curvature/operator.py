@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from dsgdac_accel.checkpoint.worker_state import bare
 from dsgdac_accel.config.checks import check_integer
 from dsgdac_accel.curvature.collective import rank_of, size_of, summed
 from dsgdac_accel.curvature.fixed_batches import FixedBatches, checksum
@@ -20,8 +21,7 @@ from dsgdac_accel.curvature.surroundings import (
     surroundings,
     training_modes,
 )
-from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.worker_state import bare
+from dsgdac_accel.processes.group import WorkerGroup
 from dsgdac_accel.workers import VirtualWorkers
 
 _ONE_SAMPLE = "Expected more than 1 value per channel when training"  # torch's words

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsgdac_accel.checkpoint.worker_state import bare, eager
 from dsgdac_accel.curvature.collective import summed
-from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.worker_state import bare, eager
+from dsgdac_accel.processes.group import WorkerGroup
 from dsgdac_accel.workers import VirtualWorkers, first_replica
 
 State = Mapping[str, Any]

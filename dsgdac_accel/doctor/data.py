@@ -13,10 +13,10 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from dsgdac_accel.data.equal_steps import EqualSteps, known_length
+from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.doctor.facts import Facts
 from dsgdac_accel.doctor.report import Finding, named_workers
-from dsgdac_accel.equal_steps import EqualSteps, known_length
-from dsgdac_accel.loaders import preserved_loaders
 from dsgdac_accel.randomness import random_state, set_random_state
 
 MOST_SAMPLES = 200_000

@@ -19,8 +19,8 @@ from dsgdac_accel.doctor.links import check_links, measure_links
 from dsgdac_accel.doctor.meeting import SilentWorkersError, default_store, lost, roll_call
 from dsgdac_accel.doctor.report import Finding, Report, named_workers, size_text
 from dsgdac_accel.doctor.settings import check_gossip, check_topology
-from dsgdac_accel.group import WorkerGroup
-from dsgdac_accel.losses import WorkerLostError
+from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.processes.losses import WorkerLostError
 from dsgdac_accel.topology import Topology, build_topology
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.doctor.report import Finding, size_text, time_text
-from dsgdac_accel.exchange import Exchange
-from dsgdac_accel.group import WorkerGroup
+from dsgdac_accel.mixing.exchange import Exchange
+from dsgdac_accel.processes.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
 PROBE_BYTES = 2**20

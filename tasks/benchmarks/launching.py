@@ -20,8 +20,8 @@ from benchmarks.names import VariantName
 from benchmarks.relay_process import RelayClient, running_relay
 from benchmarks.relayed_store import RelayedStore
 from dsgdac_accel import WorkerGroup, WorkerLostError
-from dsgdac_accel.launch import launch
-from dsgdac_accel.launch_plan import Launch
+from dsgdac_accel.processes.launch import launch
+from dsgdac_accel.processes.launch_plan import Launch
 from dsgdac_accel.topology import Topology, build_topology
 
 # Variables of the environment from the launcher to its workers:

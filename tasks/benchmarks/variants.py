@@ -20,8 +20,8 @@ from benchmarks.config import BenchmarkConfig, StallConfig
 from benchmarks.models import Workload, build_workload
 from benchmarks.names import VariantName
 from dsgdac_accel import WorkerGroup
+from dsgdac_accel.mixing.step import GossipStep
 from dsgdac_accel.scaling import ring_all_reduce
-from dsgdac_accel.step import GossipStep
 
 DECENT_DP = "0.2.3"
 """The version of decent-dp that it is compared with."""

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig, exchange
+from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpoint, read_manifest
+from dsgdac_accel.mixing import exchange
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import build_topology
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
@@ -313,7 +314,7 @@ def lost_while_writing(rank, victim, dies_at, folder):
     accelerator.save_state(folder)
     if rank == victim:
         monkey = pytest.MonkeyPatch()
-        monkey.setattr("dsgdac_accel.checkpoint._Saving.write_encoded", lambda self, state: time.sleep(60))
+        monkey.setattr("dsgdac_accel.checkpoint.writer._Saving.write_encoded", lambda self, state: time.sleep(60))
     steps(2)
     accelerator.save_state(folder, wait=False)
     steps(8)

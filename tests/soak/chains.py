@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgdac_accel.checkpoint import CheckpointError, load_worker
-from dsgdac_accel.manifest import MANIFEST, complete_checkpoints, read_manifest
+from dsgdac_accel.checkpoint.manifest import MANIFEST, complete_checkpoints, read_manifest
 from tests.soak.launches import AFTER, Launch
 from tests.soak.runs import KEEP, SAVE_EVERY, Setup, differences, left_by, prepare
 from tests.soak.sabotage import Fault

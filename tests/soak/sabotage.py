@@ -27,21 +27,21 @@ from typing import Any
 TASKS = str(Path(__file__).resolve().parents[2] / "tasks")
 
 MOMENTS = {
-    "starting up": ("dsgdac_accel.group", "WorkerGroup.__init__", ""),
-    "loading a checkpoint": ("dsgdac_accel.saving", "load_checkpoint", ""),
+    "starting up": ("dsgdac_accel.processes.group", "WorkerGroup.__init__", ""),
+    "loading a checkpoint": ("dsgdac_accel.checkpoint.saving", "load_checkpoint", ""),
     "between steps": ("checkpoints", "Checkpoints.save_if_due", ""),
-    "in the exchange": ("dsgdac_accel.mixing", "Mixer.finish", ""),
+    "in the exchange": ("dsgdac_accel.mixing.mixer", "Mixer.finish", ""),
     "averaging gradients": ("algorithms", "SynchronousAccelerator.backward", ""),
-    "copying the state to save": ("dsgdac_accel.checkpoint", "encode", ""),
-    "writing its file": ("dsgdac_accel.checkpoint", "safetensors_parts", ""),
-    "before its file is renamed": ("dsgdac_accel.state_files", "os.fsync", ""),
-    "having written its file": ("dsgdac_accel.checkpoint", "_Saving.leave_receipt", ""),
-    "writing the manifest": ("dsgdac_accel.checkpoint", "_Saving.commit", ""),
-    "finishing a checkpoint": ("dsgdac_accel.checkpoint", "_Saving.conclude", ""),
-    "deleting an old checkpoint": ("dsgdac_accel.manifest", "shutil.rmtree", ""),
-    "averaging the workers": ("dsgdac_accel.mixing", "Mixer.swap_in_average", ""),
+    "copying the state to save": ("dsgdac_accel.checkpoint.writer", "encode", ""),
+    "writing its file": ("dsgdac_accel.checkpoint.writer", "safetensors_parts", ""),
+    "before its file is renamed": ("dsgdac_accel.checkpoint.state_files", "os.fsync", ""),
+    "having written its file": ("dsgdac_accel.checkpoint.writer", "_Saving.leave_receipt", ""),
+    "writing the manifest": ("dsgdac_accel.checkpoint.writer", "_Saving.commit", ""),
+    "finishing a checkpoint": ("dsgdac_accel.checkpoint.writer", "_Saving.conclude", ""),
+    "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
+    "averaging the workers": ("dsgdac_accel.mixing.mixer", "Mixer.swap_in_average", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
-    "in evaluation": ("dsgdac_accel.group", "WorkerGroup.gather", "evaluating"),
+    "in evaluation": ("dsgdac_accel.processes.group", "WorkerGroup.gather", "evaluating"),
     "in decoding": ("translation.decoding", "_translate_batch", ""),
     "writing the summary": ("run_folder", "RunFolder.write_summary", ""),
 }
@@ -160,8 +160,8 @@ def delay(seed: str) -> None:
         return wrapped
 
     wrap("checkpoints", "Checkpoints.save_if_due", late)
-    wrap("dsgdac_accel.checkpoint", "_Saving.write_encoded", late)
-    wrap("dsgdac_accel.checkpoint", "_Saving.commit_when_received", late)
+    wrap("dsgdac_accel.checkpoint.writer", "_Saving.write_encoded", late)
+    wrap("dsgdac_accel.checkpoint.writer", "_Saving.commit_when_received", late)
 
 
 def main() -> None:

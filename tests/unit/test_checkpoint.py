@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-import dsgdac_accel.state_files
+import dsgdac_accel.checkpoint.state_files
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.checkpoint import (
     CheckpointError,
@@ -40,9 +40,9 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     worker_parameters,
 )
-from dsgdac_accel.manifest import Manifest
-from dsgdac_accel.other_count import average_of_workers
-from dsgdac_accel.state_files import Encoded, decode, encode, safetensors_parts, write_whole
+from dsgdac_accel.checkpoint.manifest import Manifest
+from dsgdac_accel.checkpoint.other_count import average_of_workers
+from dsgdac_accel.checkpoint.state_files import Encoded, decode, encode, safetensors_parts, write_whole
 
 
 @pytest.fixture
@@ -136,9 +136,10 @@ def test_values_of_one_name_are_kept_apart():
 
 def test_conjugate_and_negative_views_are_saved_as_what_they_show():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
-    back = decode(encode([numbers.conj(), numbers.conj().imag]))
-    assert back[0].tolist() == [1 - 2j, 3 + 4j]
-    assert back[1].tolist() == [-2, 4]
+    views = [numbers.conj(), numbers.conj().imag, torch._neg_view(torch.ones(2))]
+    assert [view.is_conj() or view.is_neg() for view in views] == [True] * 3
+    back = decode(encode(views))
+    assert [view.tolist() for view in back] == [[1 - 2j, 3 + 4j], [-2, 4], [-1, -1]]
 
 
 def test_arrays_can_be_written_to_again():
@@ -243,8 +244,8 @@ def test_files_are_on_disk_before_they_get_their_names_and_names_before_the_mani
         events.append(f"name {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(dsgdac_accel.state_files.os, "fsync", note_fsync)
-    monkeypatch.setattr(dsgdac_accel.state_files.os, "replace", note_replace)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "fsync", note_fsync)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "replace", note_replace)
     save_checkpoint(tmp_path / "c", 1, alone, step=1)
     assert [event for event in events if event != f"sync {tmp_path.name}"] == [
         "sync 00000.safetensors.partial", "name 00000.safetensors", "sync workers",
@@ -253,7 +254,7 @@ def test_files_are_on_disk_before_they_get_their_names_and_names_before_the_mani
 
 
 def test_plain_values_beyond_what_the_format_holds_are_refused(monkeypatch):
-    monkeypatch.setattr(dsgdac_accel.state_files, "_MAX_HEADER", 1000)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files, "_MAX_HEADER", 1000)
     with pytest.raises(CheckpointError, match=r"may take 1,000 bytes as JSON; these take [\d,]+. Give long lists"):
         list(safetensors_parts(encode([0] * 1000)))
 
@@ -346,7 +347,7 @@ def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
         really(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dsgdac_accel.state_files.os, "replace", replace)
+        patch.setattr(dsgdac_accel.checkpoint.state_files.os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
     assert saved_steps(tmp_path) == ([1] if overwrite else [])
@@ -369,7 +370,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, alone, monkeypatc
             raise OSError(28, "No space left on device")
         really(handle)
 
-    monkeypatch.setattr(dsgdac_accel.state_files.os, "fsync", fsync)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "fsync", fsync)
     with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*Worker 0: .*No space left.*Free space"):
         save_checkpoint(tmp_path / "new", torch.ones(3), alone, step=2)
     assert opened
@@ -397,8 +398,8 @@ def test_a_file_that_worker_0_does_not_see_is_one_error(tmp_path, alone, monkeyp
         path.unlink()
         return written
 
-    monkeypatch.setattr("dsgdac_accel.checkpoint._VISIBLE_SECONDS", 0.1)
-    monkeypatch.setattr("dsgdac_accel.checkpoint.write_whole", write_elsewhere)
+    monkeypatch.setattr("dsgdac_accel.checkpoint.writer._VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr("dsgdac_accel.checkpoint.writer.write_whole", write_elsewhere)
     with pytest.raises(CheckpointError, match=r"worker 0 does not see it\. Save to a folder on a file system that all"):
         save_checkpoint(tmp_path / "c", 1, alone, step=1)
 
@@ -532,7 +533,7 @@ def test_writing_in_the_background_takes_the_state_of_the_moment(tmp_path, alone
         assert changed_since.wait(20)
         return write_whole(path, parts)
 
-    monkeypatch.setattr("dsgdac_accel.checkpoint.write_whole", write_later)
+    monkeypatch.setattr("dsgdac_accel.checkpoint.writer.write_whole", write_later)
     writer = CheckpointWriter(alone)
     state = {"x": torch.zeros(1000)}
     assert writer.save(tmp_path / "a", state, step=1) is None
@@ -620,6 +621,7 @@ def test_pruning_leaves_what_may_be_wanted_or_under_way(tmp_path, alone):
     (tmp_path / "step-1" / "workers" / "notes.txt").write_text("mine")
     damaged(tmp_path / "step-2", "no manifest")  # another run may be writing it
     newest = (tmp_path / "step-4" / "gossip.json").stat().st_mtime
+    os.utime(tmp_path / "step-1", (newest - 1, newest - 1))
     os.utime(tmp_path / "step-2", (newest + 1, newest + 1))
     assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step-3"]
     os.utime(tmp_path / "step-2", (newest - 1, newest - 1))
@@ -756,9 +758,10 @@ def state_of(rank):
 
 def test_other_workers_start_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
-    monkeypatch.setattr("dsgdac_accel.other_count.load_worker", lambda folder, rank: decode(encode(states[rank])))
+    other_count = "dsgdac_accel.checkpoint.other_count"
+    monkeypatch.setattr(f"{other_count}.load_worker", lambda folder, rank: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
-    monkeypatch.setattr("dsgdac_accel.other_count.read_manifest", lambda folder: manifest)
+    monkeypatch.setattr(f"{other_count}.read_manifest", lambda folder: manifest)
     average = average_of_workers(tmp_path, launched=2)
 
     def stack(take):

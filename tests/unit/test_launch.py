@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from dsgdac_accel import launch as launcher
 from dsgdac_accel.cli import main
-from dsgdac_accel.launch import DROPPED, MEETING, MET, STOPPED
-from dsgdac_accel.launch_plan import Launch
-from dsgdac_accel.stopping import EXIT_STOPPED
+from dsgdac_accel.processes import launch as launcher
+from dsgdac_accel.processes.launch import DROPPED, MEETING, MET, STOPPED
+from dsgdac_accel.processes.launch_plan import Launch
+from dsgdac_accel.processes.stopping import EXIT_STOPPED
 from tests.workers import fork
 
 BEGIN = """

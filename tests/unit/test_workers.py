@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers
-from dsgdac_accel.batch_parts import batch_size, cut, even_sizes, join
+from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes, join
 from dsgdac_accel.randomness import StreamsOfWorkers, seed_workers_differently
 
 

@@ -1,0 +1,37 @@
+"""Checkpoints of all workers: complete or absent, checked when read, written on the spot or in the background.
+
+    folder/workers/00000.safetensors    state of worker 0, one file per worker
+    folder/gossip.json                  the manifest, written last: without it there is no checkpoint
+
+The folder must be on a file system that all workers share.
+"""
+
+from dsgdac_accel.checkpoint.manifest import (
+    Manifest,
+    WorkerCountError,
+    is_complete,
+    newest_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+)
+from dsgdac_accel.checkpoint.reader import load_checkpoint, load_worker, worker_parameters
+from dsgdac_accel.checkpoint.state_files import CheckpointError
+from dsgdac_accel.checkpoint.worker_state import load_model_state, model_state
+from dsgdac_accel.checkpoint.writer import CheckpointWriter, save_checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWriter",
+    "Manifest",
+    "WorkerCountError",
+    "is_complete",
+    "load_checkpoint",
+    "load_model_state",
+    "load_worker",
+    "model_state",
+    "newest_checkpoint",
+    "prune_checkpoints",
+    "read_manifest",
+    "save_checkpoint",
+    "worker_parameters",
+]

@@ -1,0 +1,80 @@
+"""Reading checkpoints, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dsgdac_accel.checkpoint.manifest import (
+    WorkerCountError,
+    read_manifest,
+)
+from dsgdac_accel.checkpoint.state_files import (
+    CheckpointError,
+    read_state,
+)
+from dsgdac_accel.checkpoint.worker_state import by_replica
+from dsgdac_accel.processes.group import WorkerGroup
+
+
+def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
+    """The state of this worker, as it was given to `save_checkpoint`. Collective; on all workers or on none.
+
+    Raises:
+        WorkerCountError: it is of another number of workers.
+        CheckpointError: there is no complete checkpoint, or a file is damaged, altered, or of another format.
+    """
+    state = error = manifest = None
+    try:
+        manifest = read_manifest(folder)
+        if manifest.workers == group.size:
+            state = read_state(Path(folder), manifest.files[group.rank])
+    except CheckpointError as problem:
+        error = str(problem)
+    seen = group.gather((error, manifest), "loading a checkpoint")
+    problems = list(dict.fromkeys(problem for problem, _ in seen if problem))
+    if problems:
+        raise CheckpointError(problems[0])
+    for rank, (_, other) in enumerate(seen):
+        if other != seen[0][1]:
+            raise CheckpointError(
+                f"all workers must load the same checkpoint; worker {rank} finds another one in {folder} than worker "
+                f"0. Give all of them one folder, on a file system that they share."
+            )
+    assert manifest is not None
+    if manifest.workers != group.size:
+        raise WorkerCountError(Path(folder), manifest.workers, group.size)
+    return state
+
+
+def load_worker(folder: Path | str, rank: int) -> Any:
+    """The state of one worker of a checkpoint, whoever asks; no communication.
+
+    Raises CheckpointError as `load_checkpoint`.
+    """
+    manifest = read_manifest(folder)
+    if not 0 <= rank < manifest.workers:
+        raise CheckpointError(
+            f"the checkpoint {folder} holds the state of workers 0 to {manifest.workers - 1}; asked was worker {rank}."
+        )
+    return read_state(Path(folder), manifest.files[rank])
+
+
+def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:
+    """The parameters of every worker by name, from a checkpoint of `save_state`; no communication.
+
+    Args:
+        folder: the checkpoint; also one whose processes held several workers each.
+        model: which of the prepared models, in order.
+
+    Raises CheckpointError as `load_checkpoint`, and for a checkpoint without that model.
+    """
+    workers: list[dict[str, Tensor]] = []
+    for rank in range(read_manifest(folder).workers):
+        models = load_worker(folder, rank).get("models", {})
+        if model not in models:
+            raise CheckpointError(f"{folder} holds the models {sorted(models)}; there is no model {model} in it.")
+        workers += by_replica(models[model]["parameters"])
+    return workers

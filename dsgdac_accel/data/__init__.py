@@ -1,0 +1,1 @@
+"""Which samples a worker gets, in which order, and for how many steps."""

@@ -1,0 +1,130 @@
+"""The same number of steps for all workers, whatever data each of them has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dsgdac_accel.processes.group import WorkerGroup
+
+
+def known_length(loader: Any) -> int | None:
+    """Batches in `loader`, or None where it cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class EqualSteps:
+    """Any iterable of this worker's batches, cut so that all workers take the same number of steps per pass.
+
+    Every mix needs all workers. Where lengths are known, the shortest is agreed on once, here; where one is not, the
+    workers ask each other before every batch whether it is the last of one of them, which costs a small collective
+    per batch. Construction and iteration are collective.
+
+    Args:
+        loader: this worker's batches.
+        group: the workers.
+        active: whether passes are cut now; evaluation must see all its data. Default: always.
+    """
+
+    def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[], bool] = lambda: True) -> None:
+        self.loader = loader
+        self.group = group
+        self.active = active
+        self.lengths = group.gather(known_length(loader), "comparing the lengths of data loaders")
+        known = [length for length in self.lengths if length is not None]
+        self.steps = min(known) if len(known) == group.size else None
+        self._said = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether the workers' lengths differ or are unknown; otherwise the loader can be used as it is."""
+        return self.steps is None or len(set(self.lengths)) > 1
+
+    def __len__(self) -> int:
+        if not self.active():
+            return len(self.loader)  # type: ignore[arg-type]
+        if self.steps is None:
+            raise TypeError("the number of batches is unknown on some worker")
+        return self.steps
+
+    def __getattr__(self, name: str) -> Any:  # dataset, batch_size, set_epoch, ...: those of the loader
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.active():
+            yield from self.loader
+            return
+        batches = iter(self.loader)
+        pairs = self._with_last(batches)
+        # A pass that goes on in its middle begins after the batches that were taken before.
+        last, taken = False, getattr(self.loader, "batches_left_out", 0)
+        while not last:
+            batch, last_here = next(pairs, (None, None))
+            last_of_all = self._last_of_all(taken + 1, last_here)
+            if last_of_all is None:  # some worker has no batch at all
+                break
+            last = last_of_all
+            taken += 1
+            if last:
+                self._mark_end()
+            yield batch
+        if last_here:
+            next(pairs, None)  # lets the loader end its pass by itself
+        elif last_here is not None:
+            self._warn_of_rest(taken)
+            self._end_early(batches)
+
+    def _with_last(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """Each batch, and whether it is this worker's last. Accelerate's loaders know; elsewhere, look one ahead."""
+        if hasattr(self.loader, "end_of_dataloader"):
+            for batch in batches:
+                yield batch, self.loader.end_of_dataloader
+            return
+        nothing = object()
+        batch = next(batches, nothing)
+        while batch is not nothing:
+            following = next(batches, nothing)
+            yield batch, following is nothing
+            batch = following
+
+    def _last_of_all(self, number: int, last_here: bool | None) -> bool | None:
+        """Whether batch `number` is the last that all workers have; None if some worker has not even this one."""
+        if self.steps is not None:
+            return number == self.steps if number <= self.steps else None
+        states = self.group.gather(last_here, "asking whether every worker has another batch")
+        return None if None in states else any(states)
+
+    def _warn_of_rest(self, taken: int) -> None:
+        longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
+        if self._said or (self.steps is not None and self.group.rank != longest):
+            return
+        self._said = True
+        if self.steps is None:
+            message = f"worker {self.group.rank} has more batches than another; this pass stops after {taken}."
+        else:
+            message = (
+                f"the workers have different numbers of batches ({', '.join(map(str, self.lengths))}); "
+                f"every pass stops at the shortest, {self.steps}."
+            )
+        warnings.warn(message, stacklevel=3)
+
+    def _mark_end(self) -> None:
+        """Tell Accelerate that this batch is the last, so that a left-over accumulation window is stepped by all."""
+        if hasattr(self.loader, "end_of_dataloader"):
+            self.loader.end_of_dataloader = True
+
+    def _end_early(self, batches: Iterator[Any]) -> None:
+        """End a pass before its loader does, counting the epoch as an Accelerate loader does at its end."""
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+        if hasattr(self.loader, "iteration"):
+            self.loader.iteration += 1
+        if hasattr(self.loader, "end"):
+            self.loader.end()
