@@ -68,13 +68,15 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
         (label, COLOURS[number % len(COLOURS)], read_metrics(folder / "metrics.jsonl"))
         for number, (label, folder) in enumerate(zip(run_labels(folders), folders, strict=True))
     ]
-    score = "bleu.png" if PANELS["bleu.png"].has_data(runs) else "accuracy.png"
-    panels = [PANELS[name] for name in ("rate_gamma.png", "consensus.png", "loss.png", score)]
+    scores = [name for name in ("accuracy.png", "bleu.png") if PANELS[name].has_data(runs)] or ["accuracy.png"]
+    panels = [PANELS[name] for name in ("rate_gamma.png", "consensus.png", "loss.png", *scores)]
     if not any(panel.has_data(runs) for panel in panels):
         keys = ", ".join(key for panel in PANELS.values() for key in panel.keys)
         raise ValueError(f"Runs to compare need logged metrics; found none of {keys} in {_listed(folders)}.")
-    figure, axes = _new_figure(2, 2)
-    for panel, panel_axes in zip(panels, axes, strict=True):
+    figure, axes = _new_figure(2, -(-len(panels) // 2))
+    for blank in axes[len(panels) :]:
+        blank.set_visible(False)
+    for panel, panel_axes in zip(panels, axes, strict=False):
         panel.draw(panel_axes, runs)
         if not panel.has_data(runs):
             panel_axes.text(0.5, 0.5, "not logged", ha="center", transform=panel_axes.transAxes, color="0.5")
@@ -170,7 +172,7 @@ def _draw_rate_and_gamma(axes: Any, runs: Sequence[Run]) -> None:
         _line(right, series(records, "gossip/gamma"), "gamma", VERMILION if alone else colour)
     title = "learning rate and gamma" if right.lines else "learning rate"
     _finish(axes, "learning rate" if alone else "learning rate (dashed)", title)
-    right.set_ylabel("consensus factor gamma")
+    right.set_ylabel("consensus factor gamma" if alone else "consensus factor gamma (solid)")
     # Gamma is in [0, 1]: one scale for all plots, and both axes have their zero at one height.
     right.set_ylim(-0.03, 1.03)
     if peak := max((rate for line in axes.lines for rate in line.get_ydata() if math.isfinite(rate)), default=0.0):
@@ -185,8 +187,8 @@ def _draw_consensus(axes: Any, runs: Sequence[Run]) -> None:
         _line(axes, series(records, "gossip/radius"), "consensus radius", colour)
         disagreement = series(records, "gossip/neighbor_disagreement")
         _line(axes, disagreement, "neighbour disagreement", VERMILION if alone else colour, dashed=True)
-    if _make_logarithmic(axes):
-        axes.set_yscale("log")
+    if _hide_what_is_not_positive(axes):
+        set_logarithmic(axes)
     title = "consensus" if alone else "consensus radius (solid), neighbour disagreement (dashed)"
     _finish(axes, "distance (parameter norm)", title)
     _add_legend([axes], runs)
@@ -194,12 +196,13 @@ def _draw_consensus(axes: Any, runs: Sequence[Run]) -> None:
 
 def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
     alone = _is_alone(runs)
+    splits = list(dict.fromkeys(_evaluated_split(records, "loss") for *_, records in runs))
     for _, colour, records in runs:
         split = _evaluated_split(records, "loss")
         train, evaluated = series(records, "train/loss"), series(records, f"{split}/loss")
         _line(axes, train, "train (workers)", colour, dashed=not alone, faint=not alone)
         _line(axes, evaluated, f"{split} (deployed model)", VERMILION if alone else colour)
-    _finish(axes, "loss (nats)", "loss" if alone else f"loss: {split} (solid), train (dashed)")
+    _finish(axes, "loss (nats)", "loss" if alone else f"loss: {' or '.join(splits)} (solid), train (dashed)")
     _add_legend([axes], runs)
 
 
@@ -239,7 +242,7 @@ def _new_figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Plots need matplotlib: pip install dsgdac-accel[tasks]") from error
-    size = (6.4, 4.0) if rows * columns == 1 else (11.0, 7.6)
+    size = (6.4, 4.0) if rows * columns == 1 else (5.5 * columns, 3.8 * rows)
     figure = Figure(figsize=size, layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
@@ -286,8 +289,20 @@ def _add_run_legend(figure: Any, runs: Sequence[Run]) -> None:
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 4), frameon=False)
 
 
-def _make_logarithmic(axes: Any) -> bool:
-    """Hide what is not positive (a radius of 0 has no logarithm); whether anything is left to show."""
+def set_logarithmic(axes: Any) -> None:
+    """Scale y by its logarithm, once the lines are drawn, with enough ticks in plain numbers also within a decade."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+
+
+def _hide_what_is_not_positive(axes: Any) -> bool:
+    """A radius of 0 has no logarithm. Whether anything is left to show."""
     positive = [[value if value > 0 else math.nan for value in line.get_ydata()] for line in axes.lines]
     if not any(value > 0 for values in positive for value in values):
         return False

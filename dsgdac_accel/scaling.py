@@ -276,7 +276,7 @@ def plot(cluster: Cluster, largest: int, path: Path | str) -> Path:
 
     Raises the errors of `check_plot`.
     """
-    from dsgdac_accel.plotting import BLUE, DPI, GREEN, ORANGE, VERMILION
+    from dsgdac_accel.plotting import BLUE, DPI, GREEN, ORANGE, VERMILION, set_logarithmic
 
     path = check_plot(Path(path))
     from matplotlib.figure import Figure
@@ -290,7 +290,7 @@ def plot(cluster: Cluster, largest: int, path: Path | str) -> Path:
         panels[0].plot(counts, [step.seconds for step in steps], dashes, color=colour, label=name)
         panels[1].plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, color=colour, label=name)
     panels[0].axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
-    panels[0].set_yscale("log")
+    set_logarithmic(panels[0])
     panels[1].set_ylim(bottom=0)
     for panel, label in zip(panels, ("seconds per step", "MB sent per worker and step"), strict=True):
         panel.set_xscale("log")

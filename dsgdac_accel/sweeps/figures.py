@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.plotting import COLOURS, DPI, FEW_POINTS, _new_figure
+from dsgdac_accel.plotting import COLOURS, DPI, FEW_POINTS, _new_figure, set_logarithmic
 from dsgdac_accel.sweeps.columns import Column, Spread, columns_of
 from dsgdac_accel.sweeps.config import FIGURES, ReportConfig, SweepConfig, value_label
 from dsgdac_accel.sweeps.curves import Curve, curve_of
@@ -93,17 +93,19 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
     colours = _colours(len(rows))
     handles: dict[str, Any] = {}
     for panel, panel_axes, panel_curves in zip(panels, axes, curves, strict=True):
+        shown = [value for curve in panel_curves if curve is not None for value in curve.mean]
+        logarithmic = panel.logarithmic and not any(value < 0 for value in shown)
         for row, colour, curve in zip(rows, colours, panel_curves, strict=True):
             if curve is None or not curve.epochs:
                 continue
-            if panel.logarithmic and not any(value > 0 for value in curve.mean):
+            if logarithmic and not any(value > 0 for value in curve.mean):
                 continue  # such as the radius of a baseline: nothing to see, so nothing in the legend
-            line = _draw(panel_axes, curve, colour, panel.logarithmic)
+            line = _draw(panel_axes, curve, colour, logarithmic)
             handles.setdefault(_name_in_group(row, group), line)
             reference = curve_of(row, (panel.reference,), panel.scale) if panel.reference else None
             if reference is not None:
-                _draw(panel_axes, reference, colour, panel.logarithmic, dashed=True)
-        _finish(panel_axes, "epoch", panel.label, panel.logarithmic and bool(panel_axes.lines))
+                _draw(panel_axes, reference, colour, logarithmic, dashed=True)
+        _finish(panel_axes, "epoch", panel.label, logarithmic and bool(panel_axes.lines))
     _legend(figure, handles, ", ".join(group))
     return figure
 
@@ -203,7 +205,7 @@ def _colours(count: int) -> list[Any]:
 
 def _finish(axes: Any, xlabel: str, ylabel: str, logarithmic: bool) -> None:
     if logarithmic and any(value > 0 for line in axes.lines for value in line.get_ydata()):
-        axes.set_yscale("log")
+        set_logarithmic(axes)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(True, color="0.9")

@@ -221,3 +221,30 @@ def test_neither_import_nor_plot_touches_pyplot(tmp_path):
         f"plot_run({str(write_run(tmp_path))!r}); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2e-4, 3.0), (0.7, 6.0), (3.1, 3.9), (0.02, 0.9)])
+def test_a_logarithmic_axis_has_ticks_that_can_be_read(low, high):
+    figure, (axes,) = plotting._new_figure(1, 1)
+    axes.plot([0, 1], [low, high])
+    plotting.set_logarithmic(axes)
+    figure.draw_without_rendering()
+    bottom, top = axes.get_ylim()
+    labels = [
+        label.get_text()
+        for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        if bottom <= tick <= top
+    ]
+    assert len([label for label in labels if label]) >= 3
+    assert not any("times" in label for label in labels)
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+
+
+def test_tasks_with_scores_of_their_own_are_all_shown(tmp_path, drawn):
+    write_run(tmp_path / "a", [{"step": step, "test/accuracy": 0.5, "test/loss": 1.0} for step in (1, 2)])
+    write_run(tmp_path / "b", [{"step": step, "validation/bleu": 20.0, "validation/loss": 1.0} for step in (1, 2)])
+    compare_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")
+    titles = [axes.get_title() for axes in drawn[-1].axes if axes.get_visible()]
+    assert "accuracy of the deployed model" in titles
+    assert "BLEU of the deployed model" in titles
+    assert "loss: test or validation (solid), train (dashed)" in titles
