@@ -26,6 +26,8 @@ def starting_up() -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        _leave_the_reader()
     except (ValueError, OSError, RuntimeError) as error:
         rank = _rank()
         if rank:
@@ -69,10 +71,15 @@ def quiet_ends() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end has nowhere to go
-        _end("", 0)
+        _leave_the_reader()
     except KeyboardInterrupt:
         _end("interrupted", 130)
+
+
+def _leave_the_reader() -> NoReturn:
+    """Whoever read the output has enough, as `| head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end has nowhere to go
+    _end("", 0)
 
 
 def _rank() -> int:

@@ -93,10 +93,17 @@ class RunFolder:
             self._lock.acquire()
         except Timeout:
             raise BlockingIOError(f"another run is writing into it: {self.folder}") from None
-        stale = [self.folder / name for name in ("summary.json", *PANELS)]
+        if self.resumed_at is None and self._log.exists():
+            print(f"{self.folder} holds an earlier run, whose logs, plots and models this one replaces", flush=True)
+        stale = [self.folder / name for name in ("summary.json", "curvature.json", *PANELS)]
         patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
         if self.resumed_at is None:
-            patterns += ["metrics.jsonl", f"{TRACKER}/**/events.out.tfevents.*", "averages/*"]
+            patterns += [
+                "metrics.jsonl",
+                f"{TRACKER}/**/events.out.tfevents.*",
+                f"{TRACKER}/**/hparams.yml",
+                "averages/*",
+            ]
         for pattern in patterns:
             stale += self.folder.glob(pattern)
         for file in stale:

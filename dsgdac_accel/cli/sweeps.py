@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,8 @@ def _sweep(options: argparse.Namespace) -> int:
         print(f"\n{failure_report(result)}", file=sys.stderr)
         print(f"\n{len(result.failed)} of {len(runs)} runs failed.", file=sys.stderr)
         return 1
-    print(f"all {len(runs)} runs are finished; tables and figures: dsgdac report {options.sweep}")
+    settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
+    print(f"all {len(runs)} runs are finished; tables and figures: dsgdac report {options.sweep}{settings}")
     return 0
 
 

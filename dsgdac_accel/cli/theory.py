@@ -102,7 +102,9 @@ def _topology(options: argparse.Namespace) -> int:
     if options.matrices and options.workers > MOST_MATRIX_WORKERS:
         raise ValueError(f"--matrices is for up to {MOST_MATRIX_WORKERS} workers; got {options.workers}.")
     topology = build_topology(options.name, options.workers)
-    print(f"{topology.name}, {topology.num_workers} workers, period {topology.period}")
+    print(
+        f"{topology.name}, {topology.num_workers} worker{'s' * (topology.num_workers != 1)}, period {topology.period}"
+    )
     print(f"spectral gap of a period   {topology.spectral_gap():.6g}")
     print(f"steps to mix to 1e-3       {steps_to_mix(topology, 1e-3)}")
     # Some reach the exact average within one period; others only ever come nearer.

@@ -21,6 +21,8 @@ LOG = "log.txt"
 
 Status = Literal["finished", "changed", "failed", "unfinished", "missing"]
 
+_NOT_SET = "not set"
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -89,9 +91,13 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
     if record:
         old, new = record.get("settings", {}), run.expected
         keys = [key for key in (new | old) if not _is_place(key)]
-        changes = [_change(key, old.get(key), new.get(key)) for key in keys if _differ(old.get(key), new.get(key))]
-        launched = record.get("launch", {})
-        before, now = launched.get("processes"), run.launch["processes"]  # threads change nothing but the speed
+        changes = [
+            _change(key, old.get(key, _NOT_SET), new.get(key, _NOT_SET))
+            for key in keys
+            if _differ(old.get(key), new.get(key))
+        ]
+        # Threads change nothing but the speed.
+        before, now = record.get("launch", {}).get("processes"), run.launch["processes"]
         return changes if before == now else [*changes, _change("launch.processes", before, now)]
     # Started by hand or by a job array: the run's own configuration says what it was.
     resolved = run.folder / "config.yaml"
@@ -99,7 +105,7 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
         return []
     old = base_values(resolved)
     return [
-        _change(key, old.get(key), value)
+        _change(key, old.get(key, _NOT_SET), value)
         for key, value in run.expected.items()
         if not _is_place(key) and _differ(old.get(key), value) and not _same_path(old.get(key), value)
     ]

@@ -101,9 +101,8 @@ def score_file(arguments: Sequence[str]) -> None:
         predictions=hypotheses, references=references
     )
     assert scores is not None
-    print(f"{scores['bleu']:.4f}  {scores['bleu_signature']}")
-    print(f"{scores['chrf']:.4f}  {scores['chrf_signature']}")
-    print(f"{scores['bleu_tokenized']:.4f}  {scores['bleu_tokenized_signature']}")
+    for name in ("bleu", "chrf", "bleu_tokenized"):
+        print(f"{name:14} {scores[name]:.4f}  {scores[f'{name}_signature']}")
 
 
 def _lines(key: str, file: Path) -> list[str]:

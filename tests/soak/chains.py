@@ -331,8 +331,8 @@ def names(fault: Fault, message: str) -> bool:
         return "was altered since it was written" in message and f"{fault.victim:05d}" in message
     if re.search(r"^error: (worker \d+: )?(wait timeout|Gloo connectFullMesh)", message):
         return True  # torch's own words: the workers had not met yet
-    who = rf"worker (\d+, )*{fault.victim}(, \d+)*(, which does not answer,)?"
-    return bool(re.search(rf"{who} (did not answer|was lost)", message))
+    who = rf"workers? (\d+, )*{fault.victim}(, \d+)*(, which do(es)? not answer,)?"
+    return bool(re.search(rf"{who} (did not answer|was lost|were lost)", message))
 
 
 # ---- chains

@@ -133,7 +133,7 @@ def test_the_scores_are_those_of_the_files_beside_them(first_run, work):
     out = succeed(forked(), work, "score", *files)
     bleu = sacrebleu.corpus_bleu(lines(folder / "test.hypotheses.txt"), [lines(folder / "test.references.txt")])
     assert bleu.score == pytest.approx(summary(folder)["bleu"], abs=1e-12)
-    assert out.startswith(f"{bleu.score:.4f}  nrefs:1|case:mixed")
+    assert out.startswith(f"bleu           {bleu.score:.4f}  nrefs:1|case:mixed")
     by_split = succeed(forked(), work, "score", *files[:2], "--data.path", "text", "--data.cache_dir", "cache")
     assert by_split == out
 

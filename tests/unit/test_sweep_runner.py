@@ -66,7 +66,7 @@ def test_a_run_that_ends_well_without_a_summary_has_failed(tmp_path, capsys):
     ("changed", "message"),
     [
         ({"variants": {"ours": {"rate": 0.25}}}, "rate: 0.5 -> 0.25"),
-        ({"variants": {"ours": {"momentum": 0.9}}}, "momentum: None -> 0.9"),
+        ({"variants": {"ours": {"momentum": 0.9}}}, "momentum: not set -> 0.9"),
         ({"launch": {"kind": "torchrun", "processes": 2}}, "launch.processes: None -> 2"),
     ],
 )
@@ -87,13 +87,13 @@ def test_a_key_that_the_base_no_longer_sets_is_a_change(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text(base.read_text() + "momentum: 0.9\n")
     assert statuses(file) == ["changed"]
-    assert state_of(plan(file)[0]).changes == ("momentum: None -> 0.9",)
+    assert state_of(plan(file)[0]).changes == ("momentum: not set -> 0.9",)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({"momentum": 0.9}, {}, "momentum: 0.9 -> None"),
+        ({"momentum": 0.9}, {}, "momentum: 0.9 -> not set"),
         ({"betas": [0.9]}, {"betas": [0.9, 0.98]}, "betas: [0.9] -> [0.9, 0.98]"),
     ],
 )
