@@ -1,5 +1,8 @@
 """The agreement of survivors, with threads in the place of workers."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.processes.failures import FailureReports
+from dsgdac_accel.processes.failures import FailureReports, this_machine
 from dsgdac_accel.processes.launch import DROPPED
 from dsgdac_accel.processes.survivors import SignsOfLife, Standing, WatchedStore, agree
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
@@ -63,7 +66,7 @@ def test_one_that_kept_another_waiting_has_a_few_seconds_to_say_that_it_is_there
     found = meet(standings, [0, 1, 2], accused=[1], delays=[(1, 0.2)])
     assert found[1].members == (0, 1, 2)
     monkeypatch.setattr("dsgdac_accel.processes.survivors._GRACE_SECONDS", 0.5)
-    found = meet(standings, [0, 1, 2], accused=[1], last=1)
+    found = meet(standings, [0, 1, 2], timeout=300.0, accused=[1], last=1)
     assert found[0].members == found[2].members == (0, 2)
     assert found[1] is None  # it comes when the others have given it up
 
@@ -164,6 +167,34 @@ def test_without_a_loss_the_weights_stay_to_the_bit():
 def test_a_directed_topology_is_not_cut_into_one_that_moves_the_mean():
     cycle = torch.eye(4).roll(1, 0) / 2 + torch.eye(4) / 2
     assert Topology.from_matrices([cycle]).of_survivors([0, 1, 3]) == build_topology("base_graph", 3)
+
+
+@pytest.fixture
+def ended():
+    """A process that has ended and that nobody has collected yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
+
+
+def test_who_lives_is_seen_on_this_machine_alone(ended):
+    here = this_machine()
+    reports = FailureReports(0, {0: (here, os.getpid())})
+    reports.processes |= {1: (here, ended), 2: (here, 2**22 + 1), 3: ("elsewhere", os.getpid())}  # above the largest
+    assert [reports.lives(number) for number in range(4)] == [True, False, False, None]
+
+
+def test_who_does_not_sign_is_gone_unless_its_process_is_there(ended, monkeypatch):
+    monkeypatch.setattr(f"{FailureReports.__module__}._ROLL_CALL_SECONDS", 0.3)
+    here = this_machine()
+    reports = FailureReports(0, {0: (here, os.getpid())})
+    reports.store = dist.HashStore()
+    reports.processes |= {1: (here, ended), 2: (here, os.getppid()), 3: ("elsewhere", 1), 4: (here, os.getpid())}
+    other = FailureReports(4, {4: (here, os.getpid())})
+    other.store = reports.store
+    other.missing()
+    assert reports.missing() == ([1, 3], [2])
 
 
 def test_the_launcher_is_told_of_workers_that_were_given_up():
