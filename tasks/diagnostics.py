@@ -99,6 +99,8 @@ def measure_in_training(
     seed: int,
 ) -> CurvatureReport:
     """Measure inside `with accelerator.deployed_model(model) as deployed`. Collective."""
+    products = config.iterations + config.probes
+    accelerator.print(f"measuring the curvature: {products} Hessian products and more, {len(batches)} batches each")
     deltas, frozen = [], []
     if isinstance(accelerator, GossipAccelerator):
         deltas = [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)]
