@@ -1,4 +1,4 @@
-"""The mean over workers, of one process that holds several of them, against torch's."""
+"""A group of one process: the mean over the workers that it holds, against torch's, and its use for another training."""
 
 import torch
 
@@ -24,3 +24,13 @@ def test_the_mean_is_that_of_all_workers_element_by_element_and_leaves_the_other
         expected = torch.stack([x, *others]).double().mean(0).float()
         assert torch.equal(WorkerGroup(torch.device("cpu")).mean_(x, "a test", others), expected)
         assert all(torch.equal(other, before) for other, before in zip(others, kept, strict=True))
+
+
+def test_a_group_serves_another_training_until_it_is_closed():
+    cpu = torch.device("cpu")
+    group = WorkerGroup(cpu, timeout=5.0)
+    assert group.serves(cpu, 5.0)
+    assert not group.serves(cpu, 6.0)
+    assert not group.serves(torch.device("meta"), 5.0)
+    group.close()
+    assert not group.serves(cpu, 5.0)
