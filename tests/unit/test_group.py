@@ -1,4 +1,4 @@
-"""A group of one process: the mean over the workers that it holds, against torch's, and its use for another training."""
+"""A group of one process: the mean over the workers that it holds, against torch's; its use for another training."""
 
 import torch
 

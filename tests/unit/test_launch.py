@@ -16,6 +16,7 @@ from dsgdac_accel.cli import main
 from dsgdac_accel.processes import launch as launcher
 from dsgdac_accel.processes.launch import DROPPED, MEETING, MET, STOPPED
 from dsgdac_accel.processes.launch_plan import Launch
+from dsgdac_accel.processes.restarts import meeting_after_restart
 from dsgdac_accel.processes.stopping import EXIT_STOPPED
 from tests.workers import fork
 
@@ -35,6 +36,12 @@ def await_end(other):  # of a worker that has signed, as the launcher sees it
     while not (os.path.exists(f"here{other}") and (process := open(f"here{other}").read())):
         time.sleep(0.01)
     while os.path.exists(f"/proc/{process}"):
+        time.sleep(0.01)
+
+def await_death(other):  # of a worker that has signed, whether or not the launcher has seen it
+    while not (os.path.exists(f"here{other}") and (process := open(f"here{other}").read())):
+        time.sleep(0.01)
+    while os.path.exists(f"/proc/{process}") and " Z " not in open(f"/proc/{process}/stat").read():
         time.sleep(0.01)
 
 """
@@ -81,6 +88,7 @@ def _launch(words, folder, output, variables):
     for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         os.environ.pop(name, None)
     launcher.STOP_SECONDS = float(variables.pop("STOP_SECONDS", launcher.STOP_SECONDS))
+    launcher._POLL_SECONDS = float(variables.pop("POLL_SECONDS", launcher._POLL_SECONDS))
     os.environ.update(variables)
     try:
         status = main(words)
@@ -192,6 +200,22 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
         sys.exit(6)
         """
     assert run(tmp_path, "-n", 2, "script.py", script=script)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "status"), [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", STOPPED, STOPPED)]
+)
+def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the_best_counts(
+    tmp_path, first, last, status
+):
+    script = f"""
+        if rank == 1:
+            sign()
+            {first}
+        await_death(1)
+        sys.exit({last})
+        """
+    assert run(tmp_path, "-n", 2, "script.py", script=script, POLL_SECONDS="1")[0] == status
 
 
 def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
@@ -376,6 +400,22 @@ def test_stopped_and_failed_runs_are_started_anew(tmp_path):
 def test_restarts_come_to_an_end(tmp_path):
     status, out = run(tmp_path, "-n", 1, "--max-restarts", 2, "script.py", script="sys.exit(4)")
     assert (status, out.count("worker 0 ended with status 4")) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "dsgdac-restarted://"),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, None),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, None),
+        ({"GROUP_WORLD_SIZE": "2"}, None),  # machines do not agree on how often they have restarted
+    ],
+)
+def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeypatch, changes, expected):
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    for name, value in (launched | changes).items():
+        monkeypatch.setenv(name, value)
+    assert meeting_after_restart() == expected
 
 
 # ---- mistakes
