@@ -45,6 +45,8 @@ class Case:
     topology: str = "one_peer_ring"
     epochs: int = 3
     even_batches: bool = True
+    dispatch: bool = False
+    """Worker 0 reads for all."""
     skip: str = "resumed_batches"
     """How the batches that were taken are passed over."""
 
@@ -108,7 +110,9 @@ class Training:
             gossip,
             60,
             gradient_accumulation_steps=case.accumulation,
-            dataloader_config=DataLoaderConfiguration(even_batches=case.even_batches),
+            dataloader_config=DataLoaderConfiguration(
+                even_batches=case.even_batches, dispatch_batches=case.dispatch or None
+            ),
             **accelerate,
         )
         if case.scaled:
@@ -208,11 +212,21 @@ def same(one: dict[str, Any], other: dict[str, Any], last: int | None = None) ->
         ),  # 5 an epoch: 5 is its end
         (2, Case(loader_workers=2, accumulation=2, optimizer="adam", start_step=2, epochs=2), (3,)),  # inside a window
         (2, Case(data="stream", epochs=2, start_step=None, start_epoch=1), (4,)),
+        (2, Case(dispatch=True, epochs=2), (4,)),
         (2, Case(samples=30, batch_size=6, even_batches=False, skip="skip_first_batches"), (2, 3)),  # 3 batches and 2
         (1, Case(samples=12), (4,)),
         (3, Case(algorithm="sgd", samples=30), (4,)),
     ],
-    ids=["sgd", "adam of 3", "accumulation and loader workers", "dispatched stream", "uneven", "alone", "synchronous"],
+    ids=[
+        "sgd",
+        "adam of 3",
+        "accumulation and loader workers",
+        "dispatched stream",
+        "dispatched",
+        "uneven",
+        "alone",
+        "synchronous",
+    ],
 )
 def test_a_resumed_run_is_the_unbroken_one(workers, case, places, tmp_path):
     folders = {place: str(tmp_path / str(place)) for place in places}

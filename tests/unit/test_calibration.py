@@ -1,0 +1,73 @@
+"""The deployed model in one process: which statistics are measured or pooled, and what of the model stays as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import WorkerGroup
+from dsgdac_accel.averaging import cloned, deployed_model
+from dsgdac_accel.calibration import calibrate_batch_norm, frozen_layers, pool_batch_norm, run_model
+
+BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+
+@pytest.fixture
+def group():
+    return WorkerGroup(torch.device("cpu"))
+
+
+def layers_with(*variances):
+    layers = []
+    for variance in variances:
+        layers.append(nn.BatchNorm1d(2))
+        layers[-1].running_var.fill_(variance)
+    return layers
+
+
+def test_statistics_of_diverged_workers_are_left_out_unless_all_have_diverged(group):
+    for variances, expected in (((2.0, 4.0), 3.0), ((2.0, math.nan), 2.0), ((math.inf, 4.0), 4.0)):
+        layers = layers_with(*variances)
+        pool_batch_norm([[layer] for layer in layers], group)
+        assert layers[0].running_var.tolist() == [expected] * 2
+    layers = layers_with(math.nan, math.nan)
+    pool_batch_norm([[layer] for layer in layers], group)
+    assert layers[0].running_var.isnan().all()
+
+
+def test_a_model_in_eval_mode_has_no_layers_frozen_by_their_mode(group):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[0].eval()
+    assert frozen_layers(model) == [model[0]]
+    assert frozen_layers(model.eval()) == []
+    calibrate_batch_norm(model, BATCHES, group)
+    torch.testing.assert_close(model[0].running_mean, torch.cat(BATCHES).mean(0))
+
+
+@pytest.mark.parametrize("calibrate", [None, BATCHES])
+def test_the_deployed_model_is_in_eval_mode_and_afterwards_in_its_own(group, calibrate):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 1))
+    model[1].eval()
+    with deployed_model(model, [], group, calibrate=calibrate) as deployed:
+        assert not any(module.training for module in deployed.modules())
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_a_forward_that_takes_any_name_is_given_all_of_the_batch():
+    class Model(nn.Module):
+        def forward(self, x, **others):
+            return sorted(others)
+
+    assert run_model(Model(), {"x": 1, "mask": 2, "labels": 3}) == ["labels", "mask"]
+
+
+def test_copies_share_memory_where_all_of_a_tensor_is_shared_and_have_their_own_shapes():
+    whole = torch.arange(6.0)
+    state = {"a": whole, "b": whole, "begin": whole[:2], "square": whole.view(2, 3), "empty": torch.empty(0), "n": 3}
+    copies = cloned(state)
+    assert copies["a"] is copies["b"]
+    assert len({id(value) for value in copies.values()}) == len(state) - 1
+    whole.zero_()
+    assert copies["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [copies[name].shape for name in state if name != "n"] == [state[name].shape for name in state if name != "n"]
