@@ -18,7 +18,7 @@ from dsgdac_accel.mixing.flat import FlatParameters
 if TYPE_CHECKING:
     from dsgdac_accel.mixing.exchange import Exchange, RoundPlan
 
-_PIECE = 2**17  # elements
+_PIECE = 2**17  # elements for each thread: they stay in its cache
 
 
 @dataclass
@@ -155,5 +155,6 @@ def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
     """out <- a - b, all (D,); and the squared norms of its pieces, each taken while the piece is in the cache."""
     if out.device.type != "cpu":  # nothing stays in the cache, and `dot` would read the difference twice
         return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
-    pieces = zip(a.split(_PIECE), b.split(_PIECE), out.split(_PIECE), strict=True)
+    piece = _PIECE * torch.get_num_threads()
+    pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
     return [torch.dot(torch.sub(mine, theirs, out=difference), difference) for mine, theirs, difference in pieces]
