@@ -316,6 +316,7 @@ def share(samples, **changes):
         ([share(range(8)), share(range(8, 16))], []),
         ([share(range(8)), share([8, 9, 10, 11, 12, 13, 0, 1])], []),  # filled up
         ([share(range(8)), share(range(8))], [("error", "shards")]),
+        ([share([0, 1]), share([0, 1])], [("error", "shards")]),  # though so few might fill a last batch
         ([share(range(8)), share(range(8, 18))], [("warning", "steps")]),
         ([share(range(8), prepared=False), share(range(8, 18), prepared=False)], [("error", "steps")]),
         ([share(range(8)), share(range(0))], [("error", "steps")]),
@@ -368,6 +369,19 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkey
 
 
 # ---- in one process
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "copies"),
+    [(torch.optim.SGD, {}, 1), (torch.optim.SGD, {"momentum": 0.9}, 2), (torch.optim.AdamW, {}, 3)],
+)
+def test_a_checkpoint_holds_the_parameters_and_what_the_optimizer_keeps_of_each(tmp_path, optimizer, options, copies):
+    accelerator = GossipAccelerator(gossip=GossipConfig())
+    model = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(model, optimizer(model.parameters(), lr=0.1, **options))
+    report = examine(accelerator, model, output_dir=tmp_path)
+    (finding,) = [finding for finding in report.findings if finding.subject == "disk"]
+    assert f"a checkpoint takes some {copies * 24} bytes" in finding.message
 
 
 def test_one_process_is_told_how_to_launch(capsys):

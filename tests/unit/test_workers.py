@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -89,6 +91,16 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
         for worker in range(3):
             use(worker)
             assert torch.equal(torch.cat([drawn[worker], torch.rand(2)]), expected[worker])
+
+
+def test_a_salt_gives_a_worker_other_random_numbers_and_the_same_again():
+    def drawn(*salt):
+        torch.manual_seed(7)
+        seed_workers_differently(SimpleNamespace(rank=1, gather=lambda seed, what: [seed]), *salt)
+        return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+    assert drawn(5) == drawn(5)
+    assert all(len({*draws}) == 3 for draws in zip(drawn(), drawn(5), drawn(6), strict=True))
 
 
 @dataclass
