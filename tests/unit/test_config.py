@@ -159,8 +159,10 @@ def test_gossip_config_is_frozen_and_stores_plain_numbers():
 
 
 def test_gossip_config_takes_the_ends_of_its_ranges():
-    GossipConfig(power=0, floor=0, constant=0, log_every=0, sketch=0, start_epoch=0, mix_every=1)
-    GossipConfig(floor=1, constant=1, start_step=10, total_steps=10, max_consecutive_nonfinite=1)
+    smallest = {"power": 0, "floor": 0, "constant": 0, "log_every": 0, "sketch": 0, "start_epoch": 0, "mix_every": 1}
+    largest = {"floor": 1, "constant": 1, "start_step": 10, "total_steps": 10, "max_consecutive_nonfinite": 1}
+    for values in (smallest, largest):
+        assert config_to_dict(GossipConfig(**values)).items() >= values.items()
 
 
 def test_every_field_of_gossip_config_explains_itself():
