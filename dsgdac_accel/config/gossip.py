@@ -178,6 +178,6 @@ def _checked_max_rate(max_rate: Any) -> Any:
 def _check_within(start_step: int | None, total_steps: int) -> None:
     if start_step is not None and start_step > total_steps:
         raise ValueError(
-            f"start_step must be <= total_steps = {total_steps}, or adaptive consensus never begins; got {start_step}. "
+            f"start_step must be <= total_steps = {total_steps}, beyond which there is no step; got {start_step}. "
             "Lower it, or use power 0 for plain DSGD."
         )

@@ -63,8 +63,8 @@ class HessianOperator:
         batches: list of batches, moved to the model's device one by one.
         group: the processes that share the work; None for this one alone.
         seed: of dropout, per batch.
-        frozen: modules (BatchNorm layers that are not to adapt) that stay in eval mode, where the whole model is in
-            eval mode now. Of a model in training mode, the modes of all modules are taken as they are.
+        frozen: modules (BatchNorm layers that are not to adapt) that stay in eval mode. The others are in training mode
+            if the whole model is in eval mode now, else in the mode that they are in.
         graph_memory: bytes of each process for graphs; 0 builds every graph anew.
 
     Raises:

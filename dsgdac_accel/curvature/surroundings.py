@@ -23,7 +23,7 @@ Modes = Sequence[tuple[nn.Module, bool]]
 
 
 def training_modes(model: nn.Module, frozen: Collection[nn.Module] = ()) -> Modes:
-    """The modes of training: those of a model that trains, or all modules but those in `frozen` of one in eval mode.
+    """The modes of training: those of a model that trains, or all modules of one in eval mode; never those in `frozen`.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).eval()
     >>> [training for module, training in training_modes(net, frozen=[net[0]])]
