@@ -52,7 +52,6 @@ def deployed_model(
         frozen: BatchNorm layers whose statistics are not to be touched, beside those in eval mode while `model` trains.
 
     Raises:
-        ValueError: nothing mixes the workers, and they differ.
         WorkerLostError: a worker did not come along.
         WorkersChangedError: a worker was lost inside, and the others go on without it: enter the context once more.
     """
@@ -67,8 +66,6 @@ def deployed_model(
         try:
             for mixer in mixers:
                 mixer.swap_in_average()
-            if not mixers and group.size > 1:
-                _require_one_model(model, group)
             _deploy_buffers(model, layers, group)
             if calibrate is None:
                 pool_batch_norm(layers_of, group)
@@ -84,16 +81,20 @@ def deployed_model(
                 mixer.restore()
 
 
-def _require_one_model(model: nn.Module, group: WorkerGroup) -> None:
-    """Raise ValueError on every worker unless all have the same parameters, which nobody mixes."""
+def require_one_model(model: nn.Module, group: WorkerGroup) -> None:
+    """Raise ValueError on every worker unless all have the same parameters, where nothing mixes them. Collective.
+
+    Reads all of the parameters.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    if len(set(group.gather(digest.hexdigest(), "comparing the models of all workers"))) > 1:
-        raise ValueError(
-            "the workers hold different models, and no optimizer was prepared: nothing has mixed them, and there is no "
-            "average to deploy. Train with an optimizer that went through `prepare(model, optimizer)`."
-        )
+    group.require_equal(
+        digest.hexdigest(),
+        "parameters (SHA-256)",
+        "There is no average to deploy, since no optimizer was prepared and nothing has mixed the workers. Train with "
+        "one that went through `prepare(model, optimizer)`.",
+    )
 
 
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:

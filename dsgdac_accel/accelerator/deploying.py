@@ -12,11 +12,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from dsgdac_accel.accelerator.holding import HoldsWorkers
-from dsgdac_accel.averaging import cloned, deployed_model
+from dsgdac_accel.averaging import cloned, deployed_model, require_one_model
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.data.loaders import (
-    preserved_loaders,
-)
+from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.mixing.step import GossipStep
 from dsgdac_accel.workers import replicas_of, values_of
 
@@ -40,11 +38,15 @@ class DeploysAverage(HoldsWorkers, Accelerator):
         Collective. See `dsgdac_accel.averaging.deployed_model` for `calibrate`, a loader of training data from which
         BatchNorm statistics are measured. All prepared models are averaged; `model` is put into eval mode with its
         buffers deployed. Contexts nest, for another model or another calibration.
+
+        Raises ValueError where no optimizer was prepared and the workers differ.
         """
         references = list(self.gradient_state.dataloader_references)
         mixers = [] if self._deployed else [step.mixer for step in self.gossip_steps]
         frozen = [layer for step in self.gossip_steps for layer in step.watch.frozen]
         model = self._holder(model)
+        if not (self.gossip_steps or self._deployed) and self.group.size > 1:
+            require_one_model(model, self.group)
         self._deployed += 1
         try:
             with (
