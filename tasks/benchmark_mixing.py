@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from benchmarks.measurement import quartiles_of
 from benchmarks.models import build_workload, check_model_name
-from benchmarks.training import Training
+from benchmarks.training import Training, this_device
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line, config_to_dict
@@ -234,9 +234,7 @@ def _met(met: bool) -> str:
 def main() -> None:
     """Measure, print, write the JSON."""
     config = config_from_command_line(MixingBenchmarkConfig, description=__doc__)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    assert device is not None
-    place = f"{torch.get_num_threads()} thread(s)" if device.type == "cpu" else torch.cuda.get_device_name()
+    device, place = this_device()
     print(f"{config.gossip.workers_per_process} workers in one process, {place}, torch {torch.__version__}", flush=True)
     results = []
     for case in config.cases:

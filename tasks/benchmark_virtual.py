@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from benchmarks.measurement import quartiles
-from benchmarks.training import Training
+from benchmarks.training import Training, this_device
 from images.models import build_image_model
 from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
@@ -247,10 +247,8 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure, print the table, write the JSON."""
     config = config_from_command_line(VirtualBenchmarkConfig, description=__doc__)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    assert device is not None
+    device, place = this_device()
     clock = "processor time" if device.type == "cpu" else "wall clock"
-    place = f"{torch.get_num_threads()} thread(s)" if device.type == "cpu" else torch.cuda.get_device_name()
     print(f"{config.workers} workers in one process, {place}, {clock}, torch {torch.__version__}")
     results = []
     for name_of_case in config.cases:

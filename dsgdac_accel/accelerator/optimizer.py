@@ -6,9 +6,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from dsgdac_accel.data.loaders import (
-    epoch_of,
-)
+from dsgdac_accel.data.loaders import epoch_of
 from dsgdac_accel.mixing.step import GossipStep
 
 

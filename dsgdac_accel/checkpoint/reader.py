@@ -7,14 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.manifest import (
-    WorkerCountError,
-    read_manifest,
-)
-from dsgdac_accel.checkpoint.state_files import (
-    CheckpointError,
-    read_state,
-)
+from dsgdac_accel.checkpoint.manifest import WorkerCountError, read_manifest
+from dsgdac_accel.checkpoint.state_files import CheckpointError, read_state
 from dsgdac_accel.checkpoint.worker_state import by_replica
 from dsgdac_accel.processes.group import WorkerGroup
 

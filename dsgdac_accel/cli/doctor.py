@@ -20,7 +20,6 @@ EXAMPLES = """examples:
   accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml -m dsgdac_accel doctor \\
     --config configs/digits.yaml
 """
-LONGEST_TIMEOUT = 1e9
 DEFAULT_PARAMETERS = 10_000_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _GRACE_SECONDS = 3.0  # in which the launcher ends the others, so that worker 0 alone says what is wrong
@@ -64,6 +63,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
+    from dsgdac_accel.config.checks import LONGEST_TIMEOUT
+
     if not 0 < options.timeout <= LONGEST_TIMEOUT:
         raise ValueError(
             f"--timeout must be a number of seconds > 0 and <= {LONGEST_TIMEOUT:g}; got {options.timeout}."

@@ -19,6 +19,9 @@ LARGEST_INTEGER = 2**63 - 1
 LARGEST_FLOAT32 = 3.4e38
 """For numbers that meet float32 parameters."""
 
+LONGEST_TIMEOUT = 1e9
+"""In seconds: 31 years, which every clock on the way can count in milliseconds."""
+
 LARGEST_SEED = 2**32 - 1
 """Of the seeds that NumPy takes."""
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsgdac_accel.config.checks import check_choice, check_flag, check_integer, check_number, did_you_mean
+from dsgdac_accel.config.checks import (
+    LONGEST_TIMEOUT,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    did_you_mean,
+)
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
 _COMM_DTYPES = ("full", "bf16", "int8")
@@ -13,7 +20,6 @@ _ORDERS = ("local_first", "mix_first")
 _RATE_WORDS = ("active", "run")
 _OTHER_COUNTS = ("refuse", "deployed")
 _ON_LOSS = ("stop", "continue")
-_LONGEST_TIMEOUT = 1e9  # 31 years, which every clock on the way can count in milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +151,7 @@ class GossipConfig:
         advice = "Use 0 for no estimate of the radius between exact measurements, or about 1024."
         self._set("sketch", check_integer("sketch", self.sketch, minimum=0, advice=advice))
         advice = "It is in seconds."
-        self._set("timeout", check_number("timeout", self.timeout, above=0, maximum=_LONGEST_TIMEOUT, advice=advice))
+        self._set("timeout", check_number("timeout", self.timeout, above=0, maximum=LONGEST_TIMEOUT, advice=advice))
         check_choice("on_worker_loss", self.on_worker_loss, _ON_LOSS)
         check_choice("on_other_worker_count", self.on_other_worker_count, _OTHER_COUNTS)
         advice = "Use 1 to stop at the first."

@@ -11,6 +11,14 @@ from torch.nn import Parameter
 OPTIMIZERS = ("sgd", "adam")
 
 
+def this_device() -> tuple[torch.device, str]:
+    """What to compute on, the GPU if there is one, and what to call it."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
+        return torch.device("cpu"), f"{torch.get_num_threads()} thread(s)"
+    return device, torch.cuda.get_device_name()
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained in one comparison."""
