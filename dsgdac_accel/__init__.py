@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from dsgdac_accel.accelerator import GossipAccelerator
     from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
     from dsgdac_accel.config import GossipConfig
+    from dsgdac_accel.core.arrivals import NonFiniteError
+    from dsgdac_accel.core.mixer import Mixer
+    from dsgdac_accel.distributed.failure_detection import WorkerLostError
+    from dsgdac_accel.distributed.group import WorkerGroup
+    from dsgdac_accel.distributed.stopping import EXIT_STOPPED, StoppedBySignal
+    from dsgdac_accel.elastic.membership import WorkersChangedError
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
-    from dsgdac_accel.mixing.arrivals import NonFiniteError
-    from dsgdac_accel.mixing.mixer import Mixer
-    from dsgdac_accel.processes.group import WorkerGroup
-    from dsgdac_accel.processes.losses import WorkerLostError
-    from dsgdac_accel.processes.stopping import EXIT_STOPPED, StoppedBySignal
-    from dsgdac_accel.processes.survivors import WorkersChangedError
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
-    from dsgdac_accel.workers import VirtualWorkers
+    from dsgdac_accel.virtual_workers import VirtualWorkers
 
 __all__ = [
     "EXIT_STOPPED",
@@ -51,20 +51,20 @@ _MODULES = {
     "AdaptiveConsensus": "schedule",
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
-    "EXIT_STOPPED": "processes.stopping",
+    "EXIT_STOPPED": "distributed.stopping",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
     "GossipConfig": "config",
     "JsonlSink": "metrics",
-    "Mixer": "mixing.mixer",
-    "NonFiniteError": "mixing.arrivals",
-    "StoppedBySignal": "processes.stopping",
+    "Mixer": "core.mixer",
+    "NonFiniteError": "core.arrivals",
+    "StoppedBySignal": "distributed.stopping",
     "Topology": "topology",
-    "VirtualWorkers": "workers",
+    "VirtualWorkers": "virtual_workers",
     "WorkerCountError": "checkpoint",
-    "WorkerGroup": "processes.group",
-    "WorkerLostError": "processes.losses",
-    "WorkersChangedError": "processes.survivors",
+    "WorkerGroup": "distributed.group",
+    "WorkerLostError": "distributed.failure_detection",
+    "WorkersChangedError": "elastic.membership",
     "build_topology": "topology",
 }
 

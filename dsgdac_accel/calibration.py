@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from dsgdac_accel.data.equal_steps import EqualSteps
 from dsgdac_accel.data.loaders import preserved_loaders
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 
 Forward = Callable[[nn.Module, Any], Any]

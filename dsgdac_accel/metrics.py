@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.mixing.step import GossipStep
+from dsgdac_accel.core.step import GossipStep
 
 PREFIX = "gossip/"
 

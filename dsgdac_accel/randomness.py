@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def shared_seed(group: WorkerGroup) -> int:

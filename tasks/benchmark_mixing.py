@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from benchmarks.measurement import quartiles_of
-from benchmarks.models import build_workload, check_model_name
-from benchmarks.training import Training, this_device
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line, config_to_dict
 from dsgdac_accel.config.checks import check_integer, check_number, check_writable
-from dsgdac_accel.mixing.mixer import Mixer
+from dsgdac_accel.core.mixer import Mixer
+from tasks.benchmarks.measurement import quartiles_of
+from tasks.benchmarks.models import build_workload, check_model_name
+from tasks.benchmarks.training import Training, this_device
 
 _WARM_UP = 2  # steps: the first makes the optimizer's state, the second finds all memory there
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from images.models import build_image_model
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line
 from dsgdac_accel.config.checks import check_integer
+from tasks.images.models import build_image_model
 
 VARIANTS = ("none", "background", "waiting")
 _WARM_UP = 5  # steps before the first turn

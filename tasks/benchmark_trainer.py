@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.measurement import quartiles
-from images.models import build_image_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dsgdac_accel import GossipCallback, GossipConfig, Mixer, WorkerGroup, build_topology
 from dsgdac_accel.config import config_from_command_line
+from tasks.benchmarks.measurement import quartiles
+from tasks.images.models import build_image_model
 
 VARIANTS = ("local", "core", "callback")
 _WARM_UP = 2  # steps of each turn that are not timed

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.measurement import quartiles
-from benchmarks.training import Training, this_device
-from images.models import build_image_model
 from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.config import config_from_command_line
 from dsgdac_accel.config.checks import check_integer
+from tasks.benchmarks.measurement import quartiles
+from tasks.benchmarks.training import Training, this_device
+from tasks.images.models import build_image_model
 
 VARIANTS = ("accumulation", "separate", "virtual", "vmap")
 _WARM_UP = 2  # steps, after which virtual and vmap must still be the same training

@@ -12,9 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from algorithms import make_accelerator
-from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
-from diagnostics import (
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+from tqdm.auto import tqdm
+
+from dsgdac_accel.config import ConfigError, parse_config
+from dsgdac_accel.curvature import CurvatureReport
+from tasks.common.algorithms import make_accelerator
+from tasks.common.checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
+from tasks.common.cli_errors import starting_up
+from tasks.common.diagnostics import (
     CurvatureConfig,
     Measurable,
     described,
@@ -23,21 +30,14 @@ from diagnostics import (
     measure_run,
     refuse_batches_of_one,
 )
-from endings import starting_up
-from images.augment import CropAndFlip, normalise
-from images.config import CifarConfig
-from images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
-from images.models import build_image_model, load_image_model, save_image_model
-from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder, lost_workers, writing_model
-from sam import SharpnessAwareBackward
-from task import run_task
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
-from tqdm.auto import tqdm
-
-from dsgdac_accel.config import ConfigError, parse_config
-from dsgdac_accel.curvature import CurvatureReport
+from tasks.common.output_dir import RunFolder, lost_workers, writing_model
+from tasks.common.progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
+from tasks.common.runner import run_task
+from tasks.common.sam import SharpnessAwareBackward
+from tasks.images.augment import CropAndFlip, normalise
+from tasks.images.config import CifarConfig
+from tasks.images.data import ImageData, ImageTensors, collate, load_image_data, with_label_noise
+from tasks.images.models import build_image_model, load_image_model, save_image_model
 
 TASK = "cifar"
 MAY_CHANGE = ("eval_batch_size",)

@@ -17,13 +17,13 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
-from translation.config import ModelConfig
-from translation.grammar import grammar_splits
-from translation.model import build_model
-from translation.scores import compute_metrics, decode_ids
-from translation.tokenizer import END, PAD, train_tokenizer
 
 from dsgdac_accel import GossipCallback, GossipConfig
+from tasks.translation.config import ModelConfig
+from tasks.translation.grammar import grammar_splits
+from tasks.translation.model import build_model
+from tasks.translation.scores import compute_metrics, decode_ids
+from tasks.translation.tokenizer import END, PAD, train_tokenizer
 
 
 def main() -> None:

@@ -14,32 +14,32 @@ import numpy as np
 import torch
 import transformers
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
-from algorithms import SYNCHRONOUS, make_accelerator
-from checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
-from diagnostics import described, logged, measure_in_training
-from endings import quiet_ends, starting_up
-from progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
-from run_folder import RunFolder, lost_workers, writing_model
-from task import run_task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import MarianMTModel
-from translation.averages import LastModels, averaged_parameters, trained_state
-from translation.batches import Collate, TokenBatches
-from translation.commands import COMMANDS
-from translation.config import TranslationConfig
-from translation.curvature import curvature_batches, translation_loss
-from translation.data import load_translation_data
-from translation.decoding import Translations
-from translation.evaluation import Evaluator, write_translations
-from translation.loss import smoothed_loss
-from translation.model import DEFAULT_POSITIONS, build_model, save_translator, trained_parameters
-from translation.scores import TranslationScores, one_line
 
-from dsgdac_accel.averaging import cloned
 from dsgdac_accel.config import ConfigError
 from dsgdac_accel.curvature import CurvatureReport
+from dsgdac_accel.deployed_model import cloned
+from tasks.common.algorithms import SYNCHRONOUS, make_accelerator
+from tasks.common.checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
+from tasks.common.cli_errors import quiet_ends, starting_up
+from tasks.common.diagnostics import described, logged, measure_in_training
+from tasks.common.output_dir import RunFolder, lost_workers, writing_model
+from tasks.common.progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch
+from tasks.common.runner import run_task
+from tasks.translation.averages import LastModels, averaged_parameters, trained_state
+from tasks.translation.batches import Collate, TokenBatches
+from tasks.translation.commands import COMMANDS
+from tasks.translation.config import TranslationConfig
+from tasks.translation.curvature import curvature_batches, translation_loss
+from tasks.translation.data import load_translation_data
+from tasks.translation.decoding import Translations
+from tasks.translation.evaluation import Evaluator, write_translations
+from tasks.translation.loss import smoothed_loss
+from tasks.translation.model import DEFAULT_POSITIONS, build_model, save_translator, trained_parameters
+from tasks.translation.scores import TranslationScores, one_line
 
 TASK = "wmt14"
 MAY_CHANGE = ("epochs", "max_steps", "decoding.", "show_translations", "data.cache_dir")

@@ -10,17 +10,17 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 
-from dsgdac_accel.accelerator.collectives import RepeatsCollectives
 from dsgdac_accel.accelerator.deploying import DeploysAverage
 from dsgdac_accel.accelerator.preparing import PreparesForGossip
+from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.distributed.failure_reports import announce
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.stopping import StopsOnSignals
+from dsgdac_accel.elastic.collectives import RepeatsCollectives
+from dsgdac_accel.elastic.rendezvous import meeting_after_restart
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
-from dsgdac_accel.mixing.step import GossipStep
-from dsgdac_accel.processes.failures import announce
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.processes.restarts import meeting_after_restart
-from dsgdac_accel.processes.stopping import StopsOnSignals
-from dsgdac_accel.refusals import refuse_unsupported_launch
 
 
 class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, RepeatsCollectives, Accelerator):

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from dsgdac_accel.accelerator.holding import HoldsWorkers
-from dsgdac_accel.averaging import cloned, deployed_model, require_one_model
 from dsgdac_accel.calibration import Forward
+from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.loaders import preserved_loaders
-from dsgdac_accel.mixing.step import GossipStep
-from dsgdac_accel.workers import replicas_of, values_of
+from dsgdac_accel.deployed_model import cloned, deployed_model, require_one_model
+from dsgdac_accel.virtual_workers import replicas_of, values_of
 
 
 class DeploysAverage(HoldsWorkers, Accelerator):
@@ -35,7 +35,7 @@ class DeploysAverage(HoldsWorkers, Accelerator):
     ) -> Iterator[nn.Module]:
         """Inside, `model` is the average of the workers in eval mode; on exit training goes on as if nothing had been.
 
-        Collective. See `dsgdac_accel.averaging.deployed_model` for `calibrate`, a loader of training data from which
+        Collective. See `deployed_model.deployed_model` for `calibrate`, a loader of training data from which
         BatchNorm statistics are measured. All prepared models are averaged; `model` is put into eval mode with its
         buffers deployed. Contexts nest, for another model or another calibration.
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.mixing.flat import as_parameter_list
-from dsgdac_accel.mixing.gradients import any_sparse, clip_grad_norm_
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.workers import VirtualWorkers, first_replica
+from dsgdac_accel.core.buckets import as_parameter_list
+from dsgdac_accel.core.gradients import any_sparse, clip_grad_norm_
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
 
 class HoldsWorkers:

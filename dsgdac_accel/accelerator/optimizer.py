@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
+from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.loaders import epoch_of
-from dsgdac_accel.mixing.step import GossipStep
 
 
 class GossipOptimizer(AcceleratedOptimizer):

@@ -15,9 +15,13 @@ from torch.utils.data import IterableDataset
 
 from dsgdac_accel.accelerator.holding import HoldsWorkers
 from dsgdac_accel.accelerator.optimizer import GossipOptimizer
-from dsgdac_accel.checkpoint.resuming import inner_loader
+from dsgdac_accel.checkpoint.dataloader_state import inner_loader
 from dsgdac_accel.checkpoint.saving import KeepsEveryWorker
+from dsgdac_accel.compatibility import refuse_unsupported_model
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.buckets import as_parameter_list
+from dsgdac_accel.core.parameter_guard import ModelWatch
+from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.equal_steps import EqualSteps, known_length
 from dsgdac_accel.data.loaders import (
     count_passes,
@@ -28,12 +32,8 @@ from dsgdac_accel.data.loaders import (
     warn_of_own_shards,
 )
 from dsgdac_accel.doctor import quick_check
-from dsgdac_accel.mixing.flat import as_parameter_list
-from dsgdac_accel.mixing.step import GossipStep
-from dsgdac_accel.mixing.watch import ModelWatch
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
-from dsgdac_accel.refusals import refuse_unsupported_model
-from dsgdac_accel.workers import VirtualWorkers
+from dsgdac_accel.virtual_workers import VirtualWorkers
 
 
 class PreparesForGossip(HoldsWorkers, KeepsEveryWorker, Accelerator):

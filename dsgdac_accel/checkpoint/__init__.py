@@ -15,7 +15,7 @@ from dsgdac_accel.checkpoint.manifest import (
     read_manifest,
 )
 from dsgdac_accel.checkpoint.reader import load_checkpoint, load_worker, worker_parameters
-from dsgdac_accel.checkpoint.state_files import CheckpointError
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import load_model_state, model_state
 from dsgdac_accel.checkpoint.writer import CheckpointWriter, save_checkpoint
 

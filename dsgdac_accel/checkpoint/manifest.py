@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.state_files import FORMAT, PARTIAL, CheckpointError, SavedFile
+from dsgdac_accel.checkpoint.serialization import FORMAT, PARTIAL, CheckpointError, SavedFile
 from dsgdac_accel.version import __version__
 
 MANIFEST = "gossip.json"

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.manifest import WorkerCountError, read_manifest
-from dsgdac_accel.checkpoint.state_files import CheckpointError, read_state
+from dsgdac_accel.checkpoint.serialization import CheckpointError, read_state
 from dsgdac_accel.checkpoint.worker_state import by_replica
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:

@@ -19,9 +19,9 @@ from dsgdac_accel.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from dsgdac_accel.checkpoint.dataloader_state import DataPosition, Recorded, ResumedBatches, inner_loader, recorded
 from dsgdac_accel.checkpoint.manifest import MANIFEST, delete_checkpoint, is_complete, is_leftover, read_manifest
-from dsgdac_accel.checkpoint.other_count import average_of_workers
-from dsgdac_accel.checkpoint.resuming import DataPosition, Recorded, ResumedBatches, inner_loader, recorded
+from dsgdac_accel.checkpoint.rescale import average_of_workers
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
     load_gradients,

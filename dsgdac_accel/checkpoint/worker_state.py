@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dsgdac_accel.checkpoint.state_files import CheckpointError
-from dsgdac_accel.mixing.flat import as_parameter_list
+from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.core.buckets import as_parameter_list
 
 _SHOWN = 3  # differences named in an error
 _OF_REPLICA = re.compile(r"replicas\.(\d+)\.(.+)")  # what VirtualWorkers puts before the names of a model

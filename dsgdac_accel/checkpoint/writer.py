@@ -20,7 +20,7 @@ from dsgdac_accel.checkpoint.manifest import (
     WORKERS,
     Manifest,
 )
-from dsgdac_accel.checkpoint.state_files import (
+from dsgdac_accel.checkpoint.serialization import (
     CheckpointError,
     Encoded,
     SavedFile,
@@ -29,8 +29,8 @@ from dsgdac_accel.checkpoint.state_files import (
     sync_folder,
     write_whole,
 )
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.processes.survivors import WorkersChangedError
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.elastic.membership import WorkersChangedError
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
-import sys
 import time
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,18 +125,12 @@ def _examine_bare(report: Report, config: Any, parameters: int, options: argpars
 
 
 def _task_examination() -> Any:
-    """The function by which the repository's tasks examine a run of theirs.
-
-    Looked for in the repository that the installed package lies in, then below the working directory.
-    """
-    places = [Path(__file__).resolve().parents[2] / "tasks", Path.cwd() / "tasks"]
-    for place in places:
-        if (place / "examination.py").is_file():
-            sys.path.insert(0, str(place))
-            return importlib.import_module("examination").examination_of
+    """The function by which the installed tasks examine a run of theirs."""
+    for plugin in entry_points(group="dsgdac.preflight"):
+        return plugin.load()
     raise FileNotFoundError(
-        f"--config needs the tasks, which are in the repository, not in the installed package; they are in neither "
-        f"{places[0]} nor {places[1]}. Run it there, or call dsgdac_accel.doctor.examine in your own script."
+        "--config needs the tasks of the repository; install it with pip install -e '.[tasks]'. "
+        "Or call dsgdac_accel.doctor.examine in your own script."
     )
 
 

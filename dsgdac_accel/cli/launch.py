@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.processes.launch import STOP_SECONDS
+from dsgdac_accel.elastic.launch import STOP_SECONDS
 
 
 def add_commands(commands: Any) -> None:
@@ -57,8 +57,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from dsgdac_accel.processes.launch import launch
-    from dsgdac_accel.processes.launch_plan import Launch
+    from dsgdac_accel.elastic.launch import launch
+    from dsgdac_accel.elastic.launch_plan import Launch
 
     return launch(
         Launch(

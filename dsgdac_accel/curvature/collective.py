@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def size_of(group: WorkerGroup | None) -> int:

@@ -18,7 +18,7 @@ from dsgdac_accel.config.checks import check_integer
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.curvature.lanczos import Matvec, dot, space_of
 from dsgdac_accel.curvature.operator import HessianOperator
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 _ROUNDING = 8  # times the machine epsilon, relative to the weights: 1e-6 in float32
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.worker_state import bare
 from dsgdac_accel.config.checks import check_integer
+from dsgdac_accel.curvature.batches import FixedBatches, checksum
 from dsgdac_accel.curvature.collective import rank_of, size_of, summed
-from dsgdac_accel.curvature.fixed_batches import FixedBatches, checksum
-from dsgdac_accel.curvature.parameters import ParameterLayout, State
-from dsgdac_accel.curvature.surroundings import (
+from dsgdac_accel.curvature.measurement_context import (
     fresh_batch,
     surroundings,
     training_modes,
 )
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.workers import VirtualWorkers
+from dsgdac_accel.curvature.parameters import ParameterLayout, State
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.virtual_workers import VirtualWorkers
 
 _ONE_SAMPLE = "Expected more than 1 value per channel when training"  # torch's words
 

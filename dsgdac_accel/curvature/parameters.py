@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.worker_state import bare, eager
 from dsgdac_accel.curvature.collective import summed
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.workers import VirtualWorkers, first_replica
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
 State = Mapping[str, Any]
 """Names and values: a `state_dict()`, or the "parameters" of a checkpoint."""

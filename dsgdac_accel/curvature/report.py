@@ -20,7 +20,7 @@ from dsgdac_accel.curvature.measures import (
     measure_penalty,
 )
 from dsgdac_accel.curvature.operator import HessianOperator, LossFunction
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 
 @dataclass(frozen=True)

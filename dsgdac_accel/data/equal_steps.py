@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dsgdac_accel.processes.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def known_length(loader: Any) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsgdac_accel.checkpoint.state_files import CheckpointError
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.data.loaders import generator_state, is_generator, parts_of, set_generator_state
 
 _COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")

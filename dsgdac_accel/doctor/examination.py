@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.distributed.failure_detection import WorkerLostError
+from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor.checks import check_facts, check_room, wrong_run
 from dsgdac_accel.doctor.data import check_shares, share_of
 from dsgdac_accel.doctor.facts import Facts, collect_facts, flat_settings, parameter_bytes, stream_fingerprints
@@ -19,8 +21,6 @@ from dsgdac_accel.doctor.links import check_links, measure_links
 from dsgdac_accel.doctor.meeting import SilentWorkersError, default_store, lost, roll_call
 from dsgdac_accel.doctor.report import Finding, Report, named_workers, size_text
 from dsgdac_accel.doctor.settings import check_gossip, check_topology
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.processes.losses import WorkerLostError
 from dsgdac_accel.topology import Topology, build_topology
 
 T = TypeVar("T")

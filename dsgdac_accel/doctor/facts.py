@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.version import __version__
-from dsgdac_accel.workers import VirtualWorkers, first_replica
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
 PACKAGES = ("torch", "accelerate", "transformers", "numpy", "safetensors")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.doctor.meeting import SilentWorkersError, join, launched, lost, open_store
 from dsgdac_accel.doctor.report import Finding, Report, named_workers
-from dsgdac_accel.processes.losses import WorkerLostError
 
 GRACE_SECONDS = 3.0
 """How long the others wait for worker 0 to speak; launchers end all processes of a machine when one fails."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor.report import Finding, size_text, time_text
-from dsgdac_accel.mixing.exchange import Exchange
-from dsgdac_accel.processes.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
 PROBE_BYTES = 2**20

@@ -23,20 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dsgdac_accel.accelerator import GossipAccelerator
-from dsgdac_accel.averaging import separate_state
 from dsgdac_accel.calibration import Forward
+from dsgdac_accel.compatibility import refuse_unsupported_trainer
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes
+from dsgdac_accel.deployed_model import separate_state
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.stopping import StoppedBySignal
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
-from dsgdac_accel.mixing.step import GossipStep
-from dsgdac_accel.processes.group import WorkerGroup
-from dsgdac_accel.processes.stopping import StoppedBySignal
 from dsgdac_accel.randomness import set_random_state
-from dsgdac_accel.refusals import refuse_unsupported_trainer
 from dsgdac_accel.schedule import planned_rates
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployed import TrainerDeployment
-from dsgdac_accel.workers import VirtualWorkers
+from dsgdac_accel.virtual_workers import VirtualWorkers
 
 logger = logging.getLogger(__name__)
 

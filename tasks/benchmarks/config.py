@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.models import check_model_name
-from benchmarks.names import VariantName
-from benchmarks.targets import Target
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config.checks import check_integer, check_number
+from tasks.benchmarks.models import check_model_name
+from tasks.benchmarks.names import VariantName
+from tasks.benchmarks.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True)

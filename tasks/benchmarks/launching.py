@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from benchmarks import LAUNCHED, namespaces
-from benchmarks.config import BenchmarkConfig, NetworkConfig
-from benchmarks.names import VariantName
-from benchmarks.relay_process import RelayClient, running_relay
-from benchmarks.relayed_store import RelayedStore
 from dsgdac_accel import WorkerGroup, WorkerLostError
-from dsgdac_accel.processes.launch import launch
-from dsgdac_accel.processes.launch_plan import Launch
+from dsgdac_accel.elastic.launch import launch
+from dsgdac_accel.elastic.launch_plan import Launch
 from dsgdac_accel.topology import Topology, build_topology
+from tasks.benchmarks import LAUNCHED, namespaces
+from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig
+from tasks.benchmarks.names import VariantName
+from tasks.benchmarks.relay_process import RelayClient, running_relay
+from tasks.benchmarks.relayed_store import RelayedStore
 
 # Variables of the environment from the launcher to its workers:
 _RELAY = "BENCHMARK_RELAY"  # port of the relay

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.config import BenchmarkConfig
-from benchmarks.memory import all_storages, extra_copies
-from benchmarks.variants import LeftOut, Variant, build_variant, synchronize
 from dsgdac_accel import WorkerGroup
+from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.memory import all_storages, extra_copies
+from tasks.benchmarks.variants import LeftOut, Variant, build_variant, synchronize
 
 _WARM_UP = 3
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from images.transformer import TransformerLayer
 from torch import Tensor, nn
 
-from benchmarks.sleeping import SleepingModel
+from tasks.benchmarks.sleeping import SleepingModel
+from tasks.images.transformer import TransformerLayer
 
 TRANSFORMERS = {"transformer-10m": (384, 8), "transformer-40m": (768, 8)}
 """Width and layers."""
@@ -83,7 +83,7 @@ def check_model_name(name: str, image_size: int) -> None:
             if int(found[1]) < 1:
                 raise ValueError(f"model must have at least 1 of its {what}; got {name!r}.")
             return
-    from images.models import build_image_model  # takes seconds, and most benchmarks need none
+    from tasks.images.models import build_image_model  # takes seconds, and most benchmarks need none
 
     try:
         with torch.device("meta"):
@@ -118,8 +118,8 @@ def build_workload(
 
 
 def _translator(size: Any) -> nn.Module:
-    from translation.config import ModelConfig
-    from translation.model import build_model
+    from tasks.translation.config import ModelConfig
+    from tasks.translation.model import build_model
 
     return build_model(ModelConfig(size=size), _LARGE_VOCABULARY, pad=0, end=1)
 
@@ -138,7 +138,7 @@ def _model_and_batch(
         return TinyLayers(int(found[1])), lambda: (torch.randn(batch, width), torch.randint(width, (batch,)))
     if found := _SLEEPING.fullmatch(key):
         return SleepingModel(int(found[1]), seconds), lambda: (torch.ones(1), torch.zeros(1))
-    from images.models import build_image_model
+    from tasks.images.models import build_image_model
 
     shape = (batch, 3, size, size)
     model = build_image_model(key, 10, 3, (size, size))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.config import NetworkConfig
+from tasks.benchmarks.config import NetworkConfig
 
 DEVICE = "e0"
 """Of a worker, in its namespace."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.config import BenchmarkConfig
-from benchmarks.names import VariantName
 from dsgdac_accel.scaling import Cluster, Step, complete_gossip, one_peer_gossip, ring_ddp
+from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.names import VariantName
 
 _OF_TOPOLOGY = {
     "one_peer_ring": one_peer_gossip,

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from benchmarks.link import Network
+from tasks.benchmarks.link import Network
 
 _PIECE_SECONDS = 0.001  # of the line, so that messages mix as packets would, and yet few pieces have to be handled
 _SMALLEST_PIECE, _LARGEST_PIECE = 4096, 65536

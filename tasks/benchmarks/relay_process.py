@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-_TASKS = Path(__file__).resolve().parents[1]
 _PATIENCE = 30.0
 
 
@@ -82,11 +79,8 @@ def running_relay(rate: float, delay: float, queue: float) -> Iterator[int]:
 
     Raises RuntimeError where it does not start.
     """
-    command = [sys.executable, "-m", "benchmarks.relay", *map(str, (rate, delay, queue))]
-    variables = os.environ | {"PYTHONPATH": str(_TASKS)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, process_group=0
-    )
+    command = [sys.executable, "-m", "tasks.benchmarks.relay", *map(str, (rate, delay, queue))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin, process.stdout:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.relay_process import RelayClient
+from tasks.benchmarks.relay_process import RelayClient
 
 _ADDRESS = re.compile(rb"\x02\x00(?P<port>..)\x7f\x00\x00\x01\x00{8}", re.DOTALL)
 """A sockaddr_in of 127.0.0.1, in the bytes by which gloo announces a worker."""

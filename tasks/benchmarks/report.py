@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.config import BenchmarkConfig
-from benchmarks.measurement import Measured, quartiles_of, summarise
-from benchmarks.predictions import predicted_seconds
-from benchmarks.targets import Target, Verdict
 from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.config.checks import check_writable
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE
+from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.measurement import Measured, quartiles_of, summarise
+from tasks.benchmarks.predictions import predicted_seconds
+from tasks.benchmarks.targets import Target, Verdict
 
 REFERENCES = ("local", "ddp", "decent_dp")
 """What others are compared with, as far as it is measured."""

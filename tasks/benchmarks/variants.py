@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.config import BenchmarkConfig, StallConfig
-from benchmarks.models import Workload, build_workload
-from benchmarks.names import VariantName
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.mixing.step import GossipStep
+from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.scaling import ring_all_reduce
+from tasks.benchmarks.config import BenchmarkConfig, StallConfig
+from tasks.benchmarks.models import Workload, build_workload
+from tasks.benchmarks.names import VariantName
 
 DECENT_DP = "0.2.3"
 """The version of decent-dp that it is compared with."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from accelerate.utils import LoggerType
-from diagnostics import CurvatureConfig
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
-from images.decoding import Resampling
+from tasks.common.diagnostics import CurvatureConfig
+from tasks.images.decoding import Resampling
 
 
 @dataclass(frozen=True, kw_only=True)

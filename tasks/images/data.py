@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from images.decoding import Resampling, decode_images, stack_splits
-from images.sources import choose_splits, find_image_column, find_label_column, open_splits
+from tasks.images.decoding import Resampling, decode_images, stack_splits
+from tasks.images.sources import choose_splits, find_image_column, find_label_column, open_splits
 
 DIGITS_TEST_FRACTION = 360 / 1797
 """Held-out part of the digits, which come without a split."""

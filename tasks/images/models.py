@@ -12,9 +12,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from images.data import ImageData
-from images.transformer import RowTransformer
-from images.wide_resnet import WideResNet
+from tasks.images.data import ImageData
+from tasks.images.transformer import RowTransformer
+from tasks.images.wide_resnet import WideResNet
 
 WIDE_RESNET_NAME = re.compile(r"wrn-?(\d+)-(\d+)")
 POOLED_CNN_NAME = re.compile(r"cnn((?:-\d+)+)")

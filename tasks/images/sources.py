@@ -8,7 +8,8 @@ from pathlib import Path
 
 import datasets
 from datasets import ClassLabel, Dataset, Features, Value
-from sources import (
+
+from tasks.common.sources import (
     TEST_NAMES,
     TRAIN_NAMES,
     VALIDATION_NAMES,

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diagnostics import measure_run
 from torch import nn
 
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.config.checks import check_integer
-from translation.config import DecodingConfig, TextConfig
-from translation.curvature import to_measure
-from translation.data import default_cache_dir, open_text
-from translation.decoding import translate
-from translation.model import load_translator
-from translation.scores import TranslationScores
-from translation.text_files import decode_line, read_lines
-from translation.tokenizer import encode_sources
+from tasks.common.diagnostics import measure_run
+from tasks.translation.config import DecodingConfig, TextConfig
+from tasks.translation.curvature import to_measure
+from tasks.translation.data import default_cache_dir, open_text
+from tasks.translation.decoding import translate
+from tasks.translation.model import load_translator
+from tasks.translation.scores import TranslationScores
+from tasks.translation.text_files import decode_line, read_lines
+from tasks.translation.tokenizer import encode_sources
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from accelerate.utils import LoggerType
-from diagnostics import CurvatureConfig
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
+from tasks.common.diagnostics import CurvatureConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diagnostics import CurvatureConfig, Measurable
 from torch import Tensor, nn
 
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.curvature.operator import LossFunction
-from translation.batches import IGNORED, Collate
-from translation.config import TranslationConfig
-from translation.data import load_translation_data
-from translation.loss import smoothed_loss
-from translation.model import DEFAULT_POSITIONS, build_model, load_translator
+from tasks.common.diagnostics import CurvatureConfig, Measurable
+from tasks.translation.batches import IGNORED, Collate
+from tasks.translation.config import TranslationConfig
+from tasks.translation.data import load_translation_data
+from tasks.translation.loss import smoothed_loss
+from tasks.translation.model import DEFAULT_POSITIONS, build_model, load_translator
 
 
 def curvature_batches(

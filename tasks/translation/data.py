@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
-from sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
 from transformers import PreTrainedTokenizerFast
 
-from translation.batches import Lengths, TokenizedPairs
-from translation.cache import build_once, digest_of
-from translation.config import TextConfig
-from translation.sources import Corpus, open_corpus
-from translation.tokenizer import (
+from tasks.common.sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
+from tasks.translation.batches import Lengths, TokenizedPairs
+from tasks.translation.cache import build_once, digest_of
+from tasks.translation.config import TextConfig
+from tasks.translation.sources import Corpus, open_corpus
+from tasks.translation.tokenizer import (
     VERSION,
     encode,
     encode_sources,

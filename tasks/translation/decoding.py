@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MarianMTModel, PreTrainedTokenizerFast
 
 from dsgdac_accel import WorkerGroup
-from translation.batches import pad_rows
-from translation.config import DecodingConfig
-from translation.model import allow_positions
-from translation.scores import decode_ids, one_line
+from tasks.translation.batches import pad_rows
+from tasks.translation.config import DecodingConfig
+from tasks.translation.model import allow_positions
+from tasks.translation.scores import decode_ids, one_line
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from dsgdac_accel import WorkerGroup
-from translation.batches import Collate
-from translation.config import DecodingConfig
-from translation.data import EvaluationPairs
-from translation.decoding import Translations, full_precision, length_batches, translate
-from translation.loss import losses_and_tokens
-from translation.model import allow_positions
-from translation.scores import TranslationScores, one_line
+from tasks.translation.batches import Collate
+from tasks.translation.config import DecodingConfig
+from tasks.translation.data import EvaluationPairs
+from tasks.translation.decoding import Translations, full_precision, length_batches, translate
+from tasks.translation.loss import losses_and_tokens
+from tasks.translation.model import allow_positions
+from tasks.translation.scores import TranslationScores, one_line
 
 
 @dataclass(frozen=True)

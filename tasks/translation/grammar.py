@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeVar
 
-from translation.lexicon import (
+from tasks.translation.lexicon import (
     ADJECTIVES,
     BE,
     DEFINITE,

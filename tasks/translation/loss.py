@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from translation.batches import IGNORED
+from tasks.translation.batches import IGNORED
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
-from translation.config import DecodingConfig, ModelConfig
-from translation.tokenizer import load_tokenizer
+from tasks.translation.config import DecodingConfig, ModelConfig
+from tasks.translation.tokenizer import load_tokenizer
 
 DEFAULT_POSITIONS = 1024
 

@@ -16,7 +16,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from translation.batches import IGNORED
+from tasks.translation.batches import IGNORED
 
 _LINE_BREAK = re.compile(r"\r\n|\n|\r")
 _HYPHEN = re.compile(rb"(\S)-(\S)")

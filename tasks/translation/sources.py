@@ -15,10 +15,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
-from sources import TRAIN_NAMES, find_split_files, open_hub, saved_splits
 
-from translation.cache import build_once, digest_of
-from translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
+from tasks.common.sources import TRAIN_NAMES, find_split_files, open_hub, saved_splits
+from tasks.translation.cache import build_once, digest_of
+from tasks.translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
 
 HUB_NAMES = {"wmt14": ("wmt/wmt14", "de-en")}
 """Short names of data sets that live under an owner's name on the Hub, with the configuration to take."""
@@ -100,7 +100,7 @@ def open_corpus(
 
 
 def _open_grammar(direction: Direction) -> Corpus:
-    from translation.grammar import grammar_splits
+    from tasks.translation.grammar import grammar_splits
 
     if {direction.source, direction.target} != {"en", "de"}:
         raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, GossipConfig, build_topology
-from dsgdac_accel.mixing import exchange
+from dsgdac_accel.core import exchange
 from dsgdac_accel.simulation import Simulation
 from tests.workers import run_workers
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError, WorkerGroup
-from dsgdac_accel.mixing.step import GossipStep
+from dsgdac_accel.core.step import GossipStep
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess

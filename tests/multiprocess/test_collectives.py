@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.processes.losses import WorkerLostError
+from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from tests.workers import try_workers
 
 NAMES = (

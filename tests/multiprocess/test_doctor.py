@@ -77,7 +77,7 @@ def failing_loader(rank, run):
 def slow_link(rank, run):
     """Messages of worker 1 to worker 2 take longer."""
     if rank == 1:
-        from dsgdac_accel.mixing import exchange
+        from dsgdac_accel.core import exchange
 
         send = exchange.dist.isend
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dsgdac_accel.checkpoint.state_files import PARTIAL, write_whole
-from dsgdac_accel.processes.forking import no_fork
+from dsgdac_accel.checkpoint.serialization import PARTIAL, write_whole
+from dsgdac_accel.distributed.fork_lock import no_fork
 
 pytestmark = pytest.mark.multiprocess
 

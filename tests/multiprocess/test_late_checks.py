@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
-from dsgdac_accel.mixing.gradients import nonfinite_flag, nonfinite_workers
-from dsgdac_accel.mixing.host_copy import HostCopy
-from dsgdac_accel.mixing.skipped_updates import skips_on_device
-from dsgdac_accel.mixing.updates import add_scaled
+from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers
+from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.nonfinite import skips_on_device
+from dsgdac_accel.core.update import add_scaled
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
 from tests.multiprocess.test_against_simulation import make_model as simulated_model

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.processes.survivors import WatchedStore
+from dsgdac_accel.elastic.membership import WatchedStore
 from tests.workers import Launch, try_workers
 
 STEPS = 6
@@ -85,7 +85,7 @@ def train(rank, first, second, disturb, timeout=30.0):
     """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
     torch.manual_seed(0)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("dsgdac_accel.processes.survivors._SILENCE_SECONDS", 2.0)
+    monkey.setattr("dsgdac_accel.elastic.membership._SILENCE_SECONDS", 2.0)
     accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=timeout, log_every=0))
     model = nn.Linear(6, 3)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

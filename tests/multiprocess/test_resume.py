@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from algorithms import make_accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import dsgdac_accel.checkpoint.state_files
+import dsgdac_accel.checkpoint.serialization
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError, is_complete, load_worker, newest_checkpoint
-from dsgdac_accel.checkpoint.resuming import DataPosition
+from dsgdac_accel.checkpoint.dataloader_state import DataPosition
+from tasks.common.algorithms import make_accelerator
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -411,7 +411,7 @@ def full_disk(rank: int, folder: str, wait: bool) -> str:
             raise OSError(28, "No space left on device")
         really(handle)
 
-    dsgdac_accel.checkpoint.state_files.os.fsync = fsync
+    dsgdac_accel.checkpoint.serialization.os.fsync = fsync
     with pytest.raises(CheckpointError) as caught:
         save_and_finish(training, f"{folder}/2", wait)
     save_and_finish(training, f"{folder}/3", wait)
@@ -439,7 +439,7 @@ def killed_while_saving(rank: int, folder: str, wait: bool) -> None:
     training.accelerator.save_state(f"{folder}/1")
     training.take(next(batches), 0)
     if rank == 1:
-        dsgdac_accel.checkpoint.state_files.os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        dsgdac_accel.checkpoint.serialization.os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
     training.accelerator.save_state(f"{folder}/2", wait=wait)
     while True:
         training.take(next(batches), 0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.mixing.sketch import RadiusEstimate, relative_error
+from dsgdac_accel.core.sketch import RadiusEstimate, relative_error
 from tests.multiprocess.small_model import flat, inputs, make_model
 from tests.workers import Launch, run_workers, try_workers
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms import SynchronousAccelerator
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import EXIT_STOPPED, GossipAccelerator, GossipCallback, GossipConfig, StoppedBySignal
 from dsgdac_accel.checkpoint import is_complete, load_worker
-from dsgdac_accel.processes.received_signals import SignalReceiver
-from dsgdac_accel.processes.stopping import StopAgreement
+from dsgdac_accel.distributed.signals import SignalReceiver
+from dsgdac_accel.distributed.stopping import StopAgreement
+from tasks.common.algorithms import SynchronousAccelerator
 from tests.multiprocess import trainer_model
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.workers import run_workers, try_workers

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpoint, read_manifest
-from dsgdac_accel.mixing import exchange
+from dsgdac_accel.core import exchange
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import build_topology
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers

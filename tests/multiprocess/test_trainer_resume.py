@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError
-from dsgdac_accel.processes.stopping import StoppedBySignal
+from dsgdac_accel.distributed.stopping import StoppedBySignal
 from tests.multiprocess.test_trainer_step import Lengths, Stream, by_length, collate
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
 from tests.workers import run_workers, try_workers

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from algorithms import make_accelerator
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from translation.batches import Collate, TokenBatches, TokenizedPairs
-from translation.config import ModelConfig
-from translation.loss import smoothed_loss
-from translation.model import build_model
-from wmt14 import inverse_square_root
 
 from dsgdac_accel import AdaptiveConsensus, GossipConfig, build_topology
 from dsgdac_accel.simulation import Simulation
+from tasks.common.algorithms import make_accelerator
+from tasks.translation.batches import Collate, TokenBatches, TokenizedPairs
+from tasks.translation.config import ModelConfig
+from tasks.translation.loss import smoothed_loss
+from tasks.translation.model import build_model
+from tasks.wmt14 import inverse_square_root
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess

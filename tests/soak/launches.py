@@ -11,23 +11,20 @@ import multiprocessing.connection
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cifar  # noqa: F401  # so that the server that workers are forked from has imported everything
 import torch.distributed as dist
+import wmt14  # noqa: F401
 
 from tests.launching import ROOT, _run_script
 from tests.soak import sabotage
 from tests.soak.sabotage import Fault, as_json
 from tests.workers import fork
-
-sys.path.insert(0, sabotage.TASKS)
-import cifar  # noqa: F401  # so that the server that workers are forked from has imported everything
-import wmt14  # noqa: F401
 
 AFTER = "after a random time"
 """Moment of the faults that the harness brings about from outside."""

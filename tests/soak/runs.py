@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 import torch
 from safetensors.torch import load_file
-from translation.grammar import grammar_splits
 
 from dsgdac_accel.checkpoint import load_worker, newest_checkpoint, read_manifest
+from tasks.translation.grammar import grammar_splits
 
 SAVE_EVERY = 3
 KEEP = 2

@@ -24,24 +24,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TASKS = str(Path(__file__).resolve().parents[2] / "tasks")
+ROOT = str(Path(__file__).resolve().parents[2])
 
 MOMENTS = {
-    "starting up": ("dsgdac_accel.processes.group", "WorkerGroup.__init__", ""),
+    "starting up": ("dsgdac_accel.distributed.group", "WorkerGroup.__init__", ""),
     "loading a checkpoint": ("dsgdac_accel.checkpoint.saving", "load_checkpoint", ""),
     "between steps": ("checkpoints", "Checkpoints.save_if_due", ""),
-    "in the exchange": ("dsgdac_accel.mixing.mixer", "Mixer.finish", ""),
+    "in the exchange": ("dsgdac_accel.core.mixer", "Mixer.finish", ""),
     "averaging gradients": ("algorithms", "SynchronousAccelerator.backward", ""),
     "copying the state to save": ("dsgdac_accel.checkpoint.writer", "encode", ""),
     "writing its file": ("dsgdac_accel.checkpoint.writer", "safetensors_parts", ""),
-    "before its file is renamed": ("dsgdac_accel.checkpoint.state_files", "os.fsync", ""),
+    "before its file is renamed": ("dsgdac_accel.checkpoint.serialization", "os.fsync", ""),
     "having written its file": ("dsgdac_accel.checkpoint.writer", "_Saving.leave_receipt", ""),
     "writing the manifest": ("dsgdac_accel.checkpoint.writer", "_Saving.commit", ""),
     "finishing a checkpoint": ("dsgdac_accel.checkpoint.writer", "_Saving.conclude", ""),
     "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
-    "averaging the workers": ("dsgdac_accel.mixing.mixer", "Mixer.swap_in_average", ""),
+    "averaging the workers": ("dsgdac_accel.core.mixer", "Mixer.swap_in_average", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
-    "in evaluation": ("dsgdac_accel.processes.group", "WorkerGroup.gather", "evaluating"),
+    "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.gather", "evaluating"),
     "in decoding": ("translation.decoding", "_translate_batch", ""),
     "writing the summary": ("run_folder", "RunFolder.write_summary", ""),
 }
@@ -159,14 +159,14 @@ def delay(seed: str) -> None:
 
         return wrapped
 
-    wrap("checkpoints", "Checkpoints.save_if_due", late)
+    wrap("tasks.common.checkpoints", "Checkpoints.save_if_due", late)
     wrap("dsgdac_accel.checkpoint.writer", "_Saving.write_encoded", late)
     wrap("dsgdac_accel.checkpoint.writer", "_Saving.commit_when_received", late)
 
 
 def main() -> None:
     """Prepare this worker's faults, then be the script."""
-    sys.path.insert(0, TASKS)
+    sys.path.insert(0, ROOT)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # for the harness to ask where a worker hangs
     rank = os.environ.get("RANK", "0")
     faults = [Fault(**fault) for fault in json.loads(os.environ.get("SOAK_FAULTS", "[]"))]

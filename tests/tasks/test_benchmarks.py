@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from benchmarks.config import BenchmarkConfig
 
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.scaling import one_peer_exchange, ring_all_reduce
+from tasks.benchmarks.config import BenchmarkConfig
 from tests.launching import ROOT, error_lines, finish, forked, start
 
 CONFIGS = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
@@ -87,8 +87,8 @@ def test_the_script_starts_its_workers_itself(tmp_path):
 
 BROKEN = f"""
 import os, pathlib, signal, sys
-sys.path.insert(0, {str(ROOT / "tasks")!r})
-from benchmarks import measurement
+sys.path.insert(0, {str(ROOT)!r})
+from tasks.benchmarks import measurement
 
 def of_launcher(word):
     children = pathlib.Path(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read_text().split()
@@ -101,7 +101,7 @@ def take_turn(*arguments):
         exec(os.environ["BREAK"])
     return really(*arguments)
 measurement._take_turn = take_turn
-import benchmark
+from tasks import benchmark
 benchmark.main()
 """
 

@@ -8,14 +8,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from cifar import CifarConfig
-from images.augment import normalise
-from images.data import load_image_data
-from images.models import load_image_model
 from PIL import Image
 from safetensors.torch import load_file
 
 from dsgdac_accel.config import load_config
+from tasks.cifar import CifarConfig
+from tasks.images.augment import normalise
+from tasks.images.data import load_image_data
+from tasks.images.models import load_image_model
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(120)]
@@ -182,7 +182,7 @@ def test_an_output_folder_that_cannot_be_made_is_one_line_and_status_2(work):
 def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
     (work / "small_disk.py").write_text(
         "import resource, runpy, sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'tasks')!r})\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the model takes 40,000 bytes\n"
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
         encoding="utf-8",
@@ -217,7 +217,7 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
         "import os, runpy, sys\n"
         "if os.environ['RANK'] == '1':\n"
         "    os.chdir('elsewhere')\n"
-        f"sys.path.insert(0, {str(ROOT / 'tasks')!r})\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
         encoding="utf-8",
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from cifar import CifarConfig
-from images.models import WIDE_RESNET_NAME
-from translation.config import TranslationConfig
 
 from dsgdac_accel.config import parse_config
+from tasks.cifar import CifarConfig
+from tasks.images.models import WIDE_RESNET_NAME
+from tasks.translation.config import TranslationConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TASK_OF_PREFIX = {

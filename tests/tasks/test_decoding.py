@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM
-from translation.config import DecodingConfig, ModelConfig
-from translation.decoding import full_precision, length_batches, translate
-from translation.grammar import grammar_splits
-from translation.model import build_model, save_translator
-from translation.tokenizer import encode, load_tokenizer, train_tokenizer
 
 from dsgdac_accel import GossipAccelerator, WorkerGroup
+from tasks.translation.config import DecodingConfig, ModelConfig
+from tasks.translation.decoding import full_precision, length_batches, translate
+from tasks.translation.grammar import grammar_splits
+from tasks.translation.model import build_model, save_translator
+from tasks.translation.tokenizer import encode, load_tokenizer, train_tokenizer
 from tests.workers import run_workers
 
 LINES = [english for english, _ in grammar_splits()["test"][:30]]

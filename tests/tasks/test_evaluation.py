@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from translation.config import DecodingConfig, ModelConfig
-from translation.data import EvaluationPairs
-from translation.evaluation import Evaluator, write_translations
-from translation.model import build_model
-from translation.scores import TranslationScores
-from translation.tokenizer import encode, encode_sources, load_tokenizer, train_tokenizer
 
 from dsgdac_accel import WorkerGroup
+from tasks.translation.config import DecodingConfig, ModelConfig
+from tasks.translation.data import EvaluationPairs
+from tasks.translation.evaluation import Evaluator, write_translations
+from tasks.translation.model import build_model
+from tasks.translation.scores import TranslationScores
+from tasks.translation.tokenizer import encode, encode_sources, load_tokenizer, train_tokenizer
 from tests.workers import run_workers
 
 SOURCES = ["One two.", "", "A much longer line of words, and then some more of them.", "Four", "Five five five."]

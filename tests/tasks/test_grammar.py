@@ -15,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from translation.grammar import (
+
+from tasks.translation.grammar import (
     Clause,
     Sampler,
     because,
@@ -32,13 +33,13 @@ from translation.grammar import (
     with_verb,
     words_of,
 )
-from translation.lexicon import BE, NOUNS, PRONOUNS, VERB_ROWS, Phrase, prepositional
+from tasks.translation.lexicon import BE, NOUNS, PRONOUNS, VERB_ROWS, Phrase, prepositional
 
 SPLITS = grammar_splits()
 PAIRS = [pair for pairs in SPLITS.values() for pair in pairs]
 PRINT_DIGEST = """
 import hashlib, random
-from translation.grammar import grammar_splits
+from tasks.translation.grammar import grammar_splits
 random.seed(1)
 print(hashlib.sha256(repr(grammar_splits()).encode()).hexdigest())
 """

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from images.augment import CropAndFlip, normalise
-from images.data import ImageTensors, collate
 from torch.utils.data import DataLoader
+
+from tasks.images.augment import CropAndFlip, normalise
+from tasks.images.data import ImageTensors, collate
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

@@ -8,7 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from images.data import (
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from tasks.common.sources import split_of
+from tasks.images.data import (
     ImageTensors,
     LabelledImages,
     collate,
@@ -18,11 +22,8 @@ from images.data import (
     pixel_statistics,
     with_label_noise,
 )
-from images.decoding import decode_image
-from images.sources import choose_splits, find_image_column, find_label_column
-from PIL import Image
-from sources import split_of
-from torch.utils.data import DataLoader
+from tasks.images.decoding import decode_image
+from tasks.images.sources import choose_splits, find_image_column, find_label_column
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

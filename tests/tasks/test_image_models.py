@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from images.models import build_image_model
 from torch import nn
+
+from tasks.images.models import build_image_model
 
 
 def copy_into_encoder_layer(layer, reference):

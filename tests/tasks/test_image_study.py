@@ -3,14 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-import algorithms
 import pytest
 import torch
 from accelerate.utils import LoggerType
-from cifar import CifarConfig, ImageRun
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
+from tasks.cifar import CifarConfig, ImageRun
+from tasks.common import algorithms
 from tests.launching import records
 from tests.workers import run_workers
 

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from algorithms import make_accelerator
-from cifar import CifarConfig
-from sam import SharpnessAwareBackward
 from torch import nn
 from torch.func import functional_call
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
+from tasks.cifar import CifarConfig
+from tasks.common.algorithms import make_accelerator
+from tasks.common.sam import SharpnessAwareBackward
 from tests.workers import run_workers
 
 RHO, RATE, MOMENTUM, WEIGHT_DECAY = 0.3, 0.1, 0.9, 1e-2

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
 
 SIGNALLED = f"""
 import os, runpy, signal, sys, time
-sys.path.insert(0, {str(ROOT / "tasks")!r})
-import checkpoints
+sys.path.insert(0, {str(ROOT)!r})
+from tasks.common import checkpoints
 really = checkpoints.Checkpoints.save_if_due
 def save_if_due(self, step):
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -6,22 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import checkpoint_to_resume, step_of_own
-from images.config import CifarConfig
 from safetensors.torch import load_file
-from translation.grammar import grammar_splits
 
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, newest_checkpoint, read_manifest, save_checkpoint
 from dsgdac_accel.config import ConfigError, config_to_dict
+from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
+from tasks.images.config import CifarConfig
+from tasks.translation.grammar import grammar_splits
 from tests.launching import ROOT, finish, forked, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
 
 KILLER = f"""
 import os, runpy, signal, sys
-sys.path.insert(0, {str(ROOT / "tasks")!r})
-import checkpoints
+sys.path.insert(0, {str(ROOT)!r})
+from tasks.common import checkpoints
 really = checkpoints.Checkpoints.save_if_due
 def save_if_due(self, step):
     really(self, step)

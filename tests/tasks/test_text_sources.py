@@ -17,11 +17,19 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from translation import cache
-from translation.cache import build_once
-from translation.sources import _read_parquet as read_parquet
-from translation.sources import open_corpus
-from translation.text_files import Direction, decode_line, read_json_lines, read_json_pairs, read_lines, read_pairs
+
+from tasks.translation import cache
+from tasks.translation.cache import build_once
+from tasks.translation.sources import _read_parquet as read_parquet
+from tasks.translation.sources import open_corpus
+from tasks.translation.text_files import (
+    Direction,
+    decode_line,
+    read_json_lines,
+    read_json_pairs,
+    read_lines,
+    read_pairs,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY.parent / "shared" / "data"
@@ -422,7 +430,7 @@ class TestLocalFiles:
         write_text_split(tmp_path / "data")
         (file,) = opened(tmp_path / "data").splits["train"].cache_files
         assert Path(file["filename"]).parent == tmp_path / "cache"
-        monkeypatch.setattr("translation.sources.read_pairs", None)
+        monkeypatch.setattr("tasks.translation.sources.read_pairs", None)
         assert pairs_of(opened(tmp_path / "data")) == PAIRS
 
 
@@ -608,7 +616,7 @@ class TestRealData:
 BUILDER = """
 import os, sys, time
 from pathlib import Path
-from translation import cache
+from tasks.translation import cache
 
 folder, seconds, builders, lock = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
@@ -634,7 +642,7 @@ result = cache.build_once(folder, "result", build)
 print(*sorted(file.name + " " + file.read_text() for file in result.iterdir()), sep=", ")
 """
 
-PYTHON_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tasks")}
+PYTHON_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 def start_python(command, *arguments):

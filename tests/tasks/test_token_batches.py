@@ -4,15 +4,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from algorithms import make_accelerator
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from translation.batches import IGNORED, Collate, TokenBatches, TokenizedPairs
-from translation.tokenizer import encode, load_tokenizer, train_tokenizer
 
 from dsgdac_accel import GossipConfig
+from tasks.common.algorithms import make_accelerator
+from tasks.translation.batches import IGNORED, Collate, TokenBatches, TokenizedPairs
+from tasks.translation.tokenizer import encode, load_tokenizer, train_tokenizer
 from tests.tasks.test_image_data import real_data
 from tests.workers import run_workers
 

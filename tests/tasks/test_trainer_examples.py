@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainer_images import load_splits
 from transformers import AutoModelForImageClassification, AutoModelForSeq2SeqLM, AutoTokenizer
-from translation.grammar import grammar_splits
 
+from tasks.trainer_images import load_splits
+from tasks.translation.grammar import grammar_splits
 from tests.launching import ACCELERATE, ROOT, finish, forked, start, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(640)]

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
-from translation import data as module
-from translation import tokenizer as tokenizer_module
-from translation.config import TextConfig
-from translation.data import load_translation_data
-from translation.tokenizer import (
+
+from tasks.translation import data as module
+from tasks.translation import tokenizer as tokenizer_module
+from tasks.translation.config import TextConfig
+from tasks.translation.data import load_translation_data
+from tasks.translation.tokenizer import (
     END,
     PAD,
     encode,

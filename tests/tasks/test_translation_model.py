@@ -8,21 +8,21 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from translation.averages import (
+
+from dsgdac_accel import AdaptiveConsensus, WorkerGroup
+from tasks.translation.averages import (
     LastModels,
     average_files,
     averaged_parameters,
     load_trained_state,
     trained_state,
 )
-from translation.batches import IGNORED, Collate, TokenizedPairs
-from translation.config import DecodingConfig, ModelConfig
-from translation.loss import losses_and_tokens, smoothed_loss
-from translation.model import allow_positions, build_model, load_translator, save_translator, trained_parameters
-from translation.tokenizer import load_tokenizer, train_tokenizer
-from wmt14 import inverse_square_root
-
-from dsgdac_accel import AdaptiveConsensus, WorkerGroup
+from tasks.translation.batches import IGNORED, Collate, TokenizedPairs
+from tasks.translation.config import DecodingConfig, ModelConfig
+from tasks.translation.loss import losses_and_tokens, smoothed_loss
+from tasks.translation.model import allow_positions, build_model, load_translator, save_translator, trained_parameters
+from tasks.translation.tokenizer import load_tokenizer, train_tokenizer
+from tasks.wmt14 import inverse_square_root
 
 
 def tiny(vocab_size=60, **changes):

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import EvalPrediction, PreTrainedTokenizerFast
-from translation.scores import TranslationScores, compute_metrics, decode_ids, moses_tokens, one_line
 
+from tasks.translation.scores import TranslationScores, compute_metrics, decode_ids, moses_tokens, one_line
 from tests.workers import run_workers
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from diagnostics import CurvatureConfig
 from filelock import FileLock
 
+from tasks.common.diagnostics import CurvatureConfig
 from tests.launching import ROOT, error_lines, finish, forked, records, start, summary
 from tests.tasks.test_task_resume import write_pairs
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from images.models import build_image_model
-from images.wide_resnet import WideResNet
 from torch import nn
+
+from tasks.images.models import build_image_model
+from tasks.images.wide_resnet import WideResNet
 
 
 def count(model):

@@ -9,15 +9,15 @@ import sacrebleu
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from translation.commands import COMMANDS
-from translation.config import DecodingConfig, TranslationConfig
-from translation.decoding import translate
-from translation.grammar import grammar_splits
-from translation.model import load_translator
-from translation.tokenizer import encode
-from wmt14 import TranslationRun
 
 from dsgdac_accel.config import load_config, parse_config
+from tasks.translation.commands import COMMANDS
+from tasks.translation.config import DecodingConfig, TranslationConfig
+from tasks.translation.decoding import translate
+from tasks.translation.grammar import grammar_splits
+from tasks.translation.model import load_translator
+from tasks.translation.tokenizer import encode
+from tasks.wmt14 import TranslationRun
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]

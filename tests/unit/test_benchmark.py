@@ -16,23 +16,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import launching, measurement, namespaces, variants
-from benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
-from benchmarks.link import Network
-from benchmarks.measurement import Measured, Turns, measure, quartiles, summarise
-from benchmarks.memory import all_storages, extra_copies
-from benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
-from benchmarks.names import VariantName
-from benchmarks.predictions import predicted_seconds
-from benchmarks.relay import Direction
-from benchmarks.relay_process import RelayClient, running_relay
-from benchmarks.relayed_store import RelayedStore, port_in, replaced
-from benchmarks.report import check_output, report
-from benchmarks.targets import Target
 
 from dsgdac_accel import GossipConfig, WorkerGroup, WorkerLostError
 from dsgdac_accel.config import parse_config
 from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
+from tasks.benchmarks import launching, measurement, namespaces, variants
+from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
+from tasks.benchmarks.link import Network
+from tasks.benchmarks.measurement import Measured, Turns, measure, quartiles, summarise
+from tasks.benchmarks.memory import all_storages, extra_copies
+from tasks.benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
+from tasks.benchmarks.names import VariantName
+from tasks.benchmarks.predictions import predicted_seconds
+from tasks.benchmarks.relay import Direction
+from tasks.benchmarks.relay_process import RelayClient, running_relay
+from tasks.benchmarks.relayed_store import RelayedStore, port_in, replaced
+from tasks.benchmarks.report import check_output, report
+from tasks.benchmarks.targets import Target
 
 CPU = torch.device("cpu")
 

@@ -3,15 +3,15 @@
 import json
 from types import SimpleNamespace
 
-import benchmark_mixing
 import pytest
 import torch
-from benchmark_mixing import MixingBenchmarkConfig, Stopwatch, bytes_of_a_mix
-from benchmarks.training import Training
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipConfig, Mixer, WorkerGroup, build_topology
+from tasks import benchmark_mixing
+from tasks.benchmark_mixing import MixingBenchmarkConfig, Stopwatch, bytes_of_a_mix
+from tasks.benchmarks.training import Training
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_a_case_is_measured_and_written(tmp_path, capsys, monkeypatch):
 
 
 def benchmark_mixing_model() -> nn.Module:
-    from benchmarks.models import build_workload
+    from tasks.benchmarks.models import build_workload
 
     return build_workload("tiny-8", batch_size=1, image_size=8, compute_seconds=0, device=CPU, seed=0).model
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.averaging import cloned, deployed_model
 from dsgdac_accel.calibration import calibrate_batch_norm, frozen_layers, pool_batch_norm, run_model
+from dsgdac_accel.deployed_model import cloned, deployed_model
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-import dsgdac_accel.checkpoint.state_files
+import dsgdac_accel.checkpoint.serialization
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.checkpoint import (
     CheckpointError,
@@ -41,8 +41,8 @@ from dsgdac_accel.checkpoint import (
     worker_parameters,
 )
 from dsgdac_accel.checkpoint.manifest import Manifest
-from dsgdac_accel.checkpoint.other_count import average_of_workers
-from dsgdac_accel.checkpoint.state_files import Encoded, decode, encode, safetensors_parts, write_whole
+from dsgdac_accel.checkpoint.rescale import average_of_workers
+from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, safetensors_parts, write_whole
 
 
 @pytest.fixture
@@ -245,8 +245,8 @@ def test_files_are_on_disk_before_they_get_their_names_and_names_before_the_mani
         events.append(f"name {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "fsync", note_fsync)
-    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "replace", note_replace)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization.os, "fsync", note_fsync)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization.os, "replace", note_replace)
     save_checkpoint(tmp_path / "c", 1, alone, step=1)
     assert [event for event in events if event != f"sync {tmp_path.name}"] == [
         "sync 00000.safetensors.partial", "name 00000.safetensors", "sync workers",
@@ -255,7 +255,7 @@ def test_files_are_on_disk_before_they_get_their_names_and_names_before_the_mani
 
 
 def test_plain_values_beyond_what_the_format_holds_are_refused(monkeypatch):
-    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files, "_MAX_HEADER", 1000)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization, "_MAX_HEADER", 1000)
     with pytest.raises(CheckpointError, match=r"may take 1,000 bytes as JSON; these take [\d,]+. Give long lists"):
         list(safetensors_parts(encode([0] * 1000)))
 
@@ -348,7 +348,7 @@ def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
         really(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dsgdac_accel.checkpoint.state_files.os, "replace", replace)
+        patch.setattr(dsgdac_accel.checkpoint.serialization.os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path / "c", torch.ones(3), alone, step=2)
     assert saved_steps(tmp_path) == ([1] if overwrite else [])
@@ -371,7 +371,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, alone, monkeypatc
             raise OSError(28, "No space left on device")
         really(handle)
 
-    monkeypatch.setattr(dsgdac_accel.checkpoint.state_files.os, "fsync", fsync)
+    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization.os, "fsync", fsync)
     with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*Worker 0: .*No space left.*Free space"):
         save_checkpoint(tmp_path / "new", torch.ones(3), alone, step=2)
     assert opened
@@ -759,7 +759,7 @@ def state_of(rank):
 
 def test_other_workers_start_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
-    other_count = "dsgdac_accel.checkpoint.other_count"
+    other_count = "dsgdac_accel.checkpoint.rescale"
     monkeypatch.setattr(f"{other_count}.load_worker", lambda folder, rank: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
     monkeypatch.setattr(f"{other_count}.read_manifest", lambda folder: manifest)

@@ -239,7 +239,7 @@ def test_curvature_is_the_tasks_with_its_exit_status(tmp_path, capfd):
 
 
 def test_the_task_of_a_run_is_found_by_its_configuration(capsys, tmp_path, monkeypatch):
-    from dsgdac_accel.cli import runs
+    from tasks.studies import run_commands as runs
 
     assert runs.find_task(write_run(tmp_path / "images")) == ROOT / "tasks" / "cifar.py"
     assert runs.find_task(write_run(tmp_path / "text", batch_tokens=9)) == ROOT / "tasks" / "wmt14.py"

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsgdac_accel import Mixer, WorkerGroup
-from dsgdac_accel.mixing.compressed_exchange import CompressedExchange
-from dsgdac_accel.mixing.compression import CODECS, Edge, Rounding
+from dsgdac_accel.core.compressed_exchange import CompressedExchange
+from dsgdac_accel.core.compression import CODECS, Edge, Rounding
 from dsgdac_accel.topology import Topology, build_topology
 
 SIZES = (1, 255, 256, 257, 3000, 2**20 - 1, 2**20, 2**20 + 300)

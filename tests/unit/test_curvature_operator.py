@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from dsgdac_accel.curvature import HessianOperator, flatten, set_parameters
-from dsgdac_accel.curvature.fixed_batches import checksum
-from dsgdac_accel.curvature.surroundings import fresh_batch
+from dsgdac_accel.curvature.batches import checksum
+from dsgdac_accel.curvature.measurement_context import fresh_batch
 
 VOCABULARY = 5
 
@@ -362,7 +362,7 @@ def test_a_transformer_agrees_with_finite_differences(attention):
 
 
 def test_a_wide_resnet_in_float32_is_symmetric():
-    from images.wide_resnet import WideResNet
+    from tasks.images.wide_resnet import WideResNet
 
     torch.manual_seed(0)
     net = WideResNet(10, 1, num_classes=10)

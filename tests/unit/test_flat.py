@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.mixing.flat import ALIGNMENT, FlatParameters, as_parameter_list, extent
+from dsgdac_accel.core.buckets import ALIGNMENT, FlatParameters, as_parameter_list, extent
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 

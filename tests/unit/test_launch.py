@@ -13,11 +13,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from dsgdac_accel.cli import main
-from dsgdac_accel.processes import launch as launcher
-from dsgdac_accel.processes.launch import DROPPED, MEETING, MET, STOPPED
-from dsgdac_accel.processes.launch_plan import Launch
-from dsgdac_accel.processes.restarts import meeting_after_restart
-from dsgdac_accel.processes.stopping import EXIT_STOPPED
+from dsgdac_accel.distributed.stopping import EXIT_STOPPED
+from dsgdac_accel.elastic import launch as launcher
+from dsgdac_accel.elastic.launch import DROPPED, MEETING, MET, STOPPED
+from dsgdac_accel.elastic.launch_plan import Launch
+from dsgdac_accel.elastic.rendezvous import meeting_after_restart
 from tests.workers import fork
 
 BEGIN = """

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from dsgdac_accel.cli import main
-from dsgdac_accel.sweeps import figures as drawing
-from dsgdac_accel.sweeps.columns import Spread, columns_of
-from dsgdac_accel.sweeps.config import ReportConfig
-from dsgdac_accel.sweeps.curves import curve_of
-from dsgdac_accel.sweeps.state import state_of
-from dsgdac_accel.sweeps.table import Paired, markdown_table, paired, pairs_of, rows_of
+from tasks.studies import figures as drawing
+from tasks.studies.columns import Spread, columns_of
+from tasks.studies.config import ReportConfig
+from tasks.studies.curves import curve_of
+from tasks.studies.state import state_of
+from tasks.studies.table import Paired, markdown_table, paired, pairs_of, rows_of
 from tests.unit import fake_task
 from tests.unit.test_sweep import BASE, load_sweep, plan, write_sweep
 

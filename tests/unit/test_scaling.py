@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.link import Network
 
 from dsgdac_accel.cli import main
 from dsgdac_accel.scaling import (
@@ -27,6 +26,7 @@ from dsgdac_accel.scaling import (
     worker_counts,
 )
 from dsgdac_accel.topology import build_topology
+from tasks.benchmarks.link import Network
 
 NETWORKS = [(12.5e6, 0.01), (125e6, 0.001), (1e6, 0.0)]
 ENDLESS = 1e15  # bytes: a queue that never fills

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.mixing.sketch import Projection, consensus_of, relative_error
+from dsgdac_accel.core.sketch import Projection, consensus_of, relative_error
 
 LENGTH = 63
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.processes.failures import FailureReports, this_machine
-from dsgdac_accel.processes.launch import DROPPED
-from dsgdac_accel.processes.survivors import SignsOfLife, Standing, WatchedStore, agree
+from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
+from dsgdac_accel.elastic.launch import DROPPED
+from dsgdac_accel.elastic.membership import SignsOfLife, Standing, WatchedStore, agree
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
 
@@ -62,10 +62,10 @@ def test_a_worker_on_another_machine_is_waited_for_until_the_timeout():
 
 def test_one_that_kept_another_waiting_has_a_few_seconds_to_say_that_it_is_there(monkeypatch):
     standings = dict.fromkeys((0, 1, 2), Standing({}))
-    monkeypatch.setattr("dsgdac_accel.processes.survivors._GRACE_SECONDS", 10.0)
+    monkeypatch.setattr("dsgdac_accel.elastic.membership._GRACE_SECONDS", 10.0)
     found = meet(standings, [0, 1, 2], accused=[1], delays=[(1, 0.2)])
     assert found[1].members == (0, 1, 2)
-    monkeypatch.setattr("dsgdac_accel.processes.survivors._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("dsgdac_accel.elastic.membership._GRACE_SECONDS", 0.5)
     found = meet(standings, [0, 1, 2], timeout=300.0, accused=[1], last=1)
     assert found[0].members == found[2].members == (0, 2)
     assert found[1] is None  # it comes when the others have given it up
@@ -92,7 +92,7 @@ def test_a_worker_that_shows_life_is_waited_for_beyond_the_timeout():
 
 
 def test_signs_of_an_earlier_meeting_are_none_of_life(monkeypatch):
-    monkeypatch.setattr("dsgdac_accel.processes.survivors._SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("dsgdac_accel.elastic.membership._SILENCE_SECONDS", 0.2)
     store, began = dist.HashStore(), time.monotonic()
     with SignsOfLife(store, 1):
         while not store.check(["dsgdac_accel/life/1"]):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dsgdac_accel.config import ConfigError
-from dsgdac_accel.sweeps import load_sweep, planned_runs, settings_of
+from tasks.studies import load_sweep, planned_runs, settings_of
 
 TASK = Path(__file__).with_name("fake_task.py")
 BASE = {"algorithm": "dsgd_ac", "rate": 0.5, "gossip": {"power": 3}, "output_dir": "../elsewhere"}

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from cifar import CifarConfig
-from translation.config import TranslationConfig
 
 from dsgdac_accel.config import parse_config
-from dsgdac_accel.sweeps import load_sweep, planned_runs
-from dsgdac_accel.sweeps.columns import columns_of
-from dsgdac_accel.sweeps.state import RunState
-from dsgdac_accel.sweeps.table import pairs_of, rows_of
+from tasks.cifar import CifarConfig
+from tasks.studies import load_sweep, planned_runs
+from tasks.studies.columns import columns_of
+from tasks.studies.state import RunState
+from tasks.studies.table import pairs_of, rows_of
+from tasks.translation.config import TranslationConfig
 
 SWEEPS = Path(__file__).resolve().parents[2] / "configs" / "sweeps"
 TASKS = {"cifar.py": CifarConfig, "wmt14.py": TranslationConfig}

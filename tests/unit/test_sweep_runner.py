@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dsgdac_accel.cli import main
-from dsgdac_accel.sweeps.plan import planned_runs
-from dsgdac_accel.sweeps.runner import duration
-from dsgdac_accel.sweeps.state import LOG, RECORD, state_of, write_record
+from tasks.studies.plan import planned_runs
+from tasks.studies.runner import duration
+from tasks.studies.state import LOG, RECORD, state_of, write_record
 from tests.unit.test_sweep import load_sweep, plan, write_sweep
 
 VARIANTS = {"dsgd": {"gossip.power": 0}, "ours": {}}

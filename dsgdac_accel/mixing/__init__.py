@@ -1,6 +1,0 @@
-"""The mixing core: flat buffers, the exchange with the neighbours, one gossip step around an optimizer."""
-
-from dsgdac_accel.mixing.arrivals import NonFiniteError
-from dsgdac_accel.mixing.mixer import Mixer
-
-__all__ = ["Mixer", "NonFiniteError"]

@@ -1,0 +1,183 @@
+"""One key chooses the algorithm: the Accelerator behind `sgd`, `sam`, `dsgd`, `dsgd_ac`, `adam`, `dadam`, `dadam_ac`.
+
+A task's loop is the same for all of them. Only this file knows that some workers average gradients and others gossip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
+from dsgdac_accel.calibration import Forward
+from dsgdac_accel.checkpoint.saving import KeepsEveryWorker
+from dsgdac_accel.deployed_model import deployed_model
+from dsgdac_accel.distributed.stopping import StopsOnSignals
+from dsgdac_accel.elastic.rendezvous import meeting_after_restart
+from dsgdac_accel.randomness import seed_workers_differently
+from dsgdac_accel.virtual_workers import first_replica
+
+SYNCHRONOUS = ("sgd", "sam", "adam")
+WITHOUT_CONTROL = ("dsgd", "dadam")
+"""Plain gossip: gamma is 1 throughout."""
+
+
+def make_accelerator(
+    algorithm: str,
+    gossip: GossipConfig,
+    total_steps: int | None = None,
+    steps_per_epoch: int | None = None,
+    **kwargs: Any,
+) -> SynchronousAccelerator | GossipAccelerator:
+    """The Accelerator that trains by `algorithm`.
+
+    Args:
+        algorithm: `sgd`, `sam` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1, whatever `gossip`
+            says of gamma; `dsgd_ac` and `dadam_ac` gossip as it says.
+        gossip: topology, gamma schedule and policies.
+        total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
+        **kwargs: those of `accelerate.Accelerator`.
+
+    Raises ValueError for what cannot be had: fp16 without a GPU, trackers that are not installed, another number of
+    steps than the run's.
+    """
+    if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
+        raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
+    _require_trackers(kwargs.get("log_with") or ())
+    if total_steps is not None and gossip.total_steps not in (None, total_steps):
+        raise ValueError(
+            f"gossip.total_steps: the run has {total_steps} steps, which follow from its data and epochs; got "
+            f"{gossip.total_steps}. Leave it out."
+        )
+    if algorithm in SYNCHRONOUS:
+        return SynchronousAccelerator(
+            timeout=gossip.timeout,
+            workers_per_process=gossip.workers_per_process,
+            cpu=not torch.accelerator.is_available(),
+            **kwargs,
+        )
+    if algorithm in WITHOUT_CONTROL:
+        gossip = replace(gossip, power=0.0, constant=None, floor=0.0, start_step=None, start_epoch=None)
+    elif gossip.start_epoch is not None and steps_per_epoch is not None:
+        gossip = replace(gossip, start_epoch=None, start_step=gossip.start_epoch * steps_per_epoch)
+    return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
+
+
+def _require_trackers(names: Iterable[str]) -> None:
+    """Accelerate leaves out those that are not installed, without a word where another one is."""
+    available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    missing = [name for name in names if name not in (*available, "all")]
+    if missing:
+        raise ValueError(
+            f"trackers: {missing[0]} is not installed here; there are {', '.join(available) or 'none'}. Install it, or "
+            f"leave it out."
+        )
+
+
+class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
+    """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
+
+    Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.
+    """
+
+    def __init__(self, *args: Any, timeout: float, workers_per_process: int = 1, **kwargs: Any) -> None:
+        handlers = [
+            *(kwargs.pop("kwargs_handlers", None) or []),
+            InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timedelta(seconds=timeout)),
+        ]
+        super().__init__(*args, kwargs_handlers=handlers, **kwargs)
+        self.group = WorkerGroup(self.device, timeout)
+        self.workers_per_process = workers_per_process
+        self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, then make sure that gradients are averaged and that random streams differ between workers."""
+        prepared = super().prepare(*args, **kwargs)
+        for model in prepared if isinstance(prepared, tuple) else (prepared,):
+            bare = getattr(model, "_orig_mod", model)
+            if self.num_processes > 1 and isinstance(bare, nn.Module) and not isinstance(bare, DistributedDataParallel):
+                raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
+            if isinstance(model, DistributedDataParallel):  # a compiled one would be compiled in pieces
+                self._name_lost_workers_in_forward(model)
+        seed_workers_differently(self.group)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As stock; the workers of a process share one model."""
+        if self.workers_per_process == 1 or evaluation_mode:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        inner = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared: nn.Module = VirtualWorkers(inner, self.workers_per_process, shared=True)
+        if self.num_processes > 1:
+            devices = [self.local_process_index] if self.device.type == "cuda" else None
+            prepared = DistributedDataParallel(prepared, device_ids=devices)
+        self._models[-1] = prepared
+        return prepared
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As stock; also out of `VirtualWorkers`."""
+        return super().unwrap_model(first_replica(super().unwrap_model(model, *args, **kwargs)), *args, **kwargs)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the whole run."""
+        return self.num_processes * self.workers_per_process
+
+    def _name_lost_workers_in_forward(self, model: DistributedDataParallel) -> None:
+        """DDP sends buffers in the forward pass, where a worker may turn out to be lost, too."""
+        forward = model.forward
+
+        def guarded_forward(*args: Any, **kwargs: Any) -> Any:
+            return self.group.guarded(lambda: forward(*args, **kwargs), "sharing buffers")
+
+        model.forward = guarded_forward  # type: ignore[method-assign]
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As stock, and the loader knows how far it was read, for checkpoints."""
+        return self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), torch.is_grad_enabled)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler so that it ticks once per optimizer step, not once per process, as in gossip."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As stock; a worker that is lost while DDP averages the gradients is named, as in gossip."""
+        average = super().backward
+        self.group.guarded(lambda: average(loss, **kwargs), "averaging gradients")
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Log through the one ConsensusLogger, as the gossip accelerator does."""
+        if self.is_main_process:
+            self.consensus_logger.log(values, step)
+
+    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
+        super().log(values, step=step)
+
+    @contextmanager
+    def deployed_model(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> Iterator[nn.Module]:
+        """The model in eval mode with calibrated BatchNorm; the workers' parameters are equal already."""
+        with deployed_model(
+            model, (), self.group, calibrate=calibrate, calibration_forward=calibration_forward
+        ) as deployed:
+            yield deployed
+
+    @property
+    def gossip_steps(self) -> tuple[()]:
+        """None: nobody gossips."""
+        return ()

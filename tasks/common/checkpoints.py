@@ -1,0 +1,166 @@
+"""Checkpoints of a run in its output folder: which one to go on from, when to save, how many to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dsgdac_accel import StoppedBySignal
+from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, prune_checkpoints, read_manifest
+from dsgdac_accel.config import ConfigError, config_to_dict
+from tasks.common.output_dir import AnyAccelerator, flat_config
+
+PATTERN = "step-*"
+
+_MAY_CHANGE = (
+    "output_dir", "resume", "save_every", "keep_checkpoints", "log_every", "eval_every", "trackers", "loader_workers",
+    "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count", "curvature.",
+)  # fmt: skip
+"""Keys of all tasks that say where and how often something is written or read, not what is trained."""
+
+
+def checkpoint_to_resume(
+    config: Any, accelerator: AnyAccelerator, task: str, may_change: Collection[str] = (), any_count: bool = False
+) -> Path | None:
+    """The checkpoint that `config.resume` asks for, or None to begin anew. Collective.
+
+    Args:
+        config: of the run, with `resume` and `output_dir`.
+        accelerator: of the run.
+        task: what writes the checkpoints.
+        may_change: further keys, and sections ending in ".", that a resumed run may change.
+        any_count: whether the task can go on with another number of workers, where the configuration allows it.
+
+    Raises:
+        ConfigError: on all workers: the checkpoint is of another run, or a new run would mix with an old one.
+        CheckpointError: on all workers: there is none where `resume` points.
+    """
+    found: Path | None = None
+    problem: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            found = _find(config)
+            if found is not None:
+                _require_same_run(found, config, task, (*_MAY_CHANGE, *may_change))
+                if not (any_count and config.gossip.on_other_worker_count == "deployed"):
+                    _require_same_count(found, accelerator.num_processes)
+        except (ConfigError, CheckpointError) as error:
+            problem = error
+    found, problem = accelerator.group.gather((found, problem), "looking for a checkpoint")[0]
+    if problem is not None:
+        raise problem
+    return found
+
+
+def _find(config: Any) -> Path | None:
+    own = config.output_dir / "checkpoints"
+    newest = newest_checkpoint(own, PATTERN)
+    if config.resume == "auto":
+        return newest
+    if config.resume != "never":
+        read_manifest(config.resume)  # says what is wrong with it
+    if newest is not None and (config.resume == "never" or not _is_own(config.resume, config)):
+        raise ConfigError(
+            f"resume: {config.resume} would begin another run where {own} holds the checkpoints of one, up to step "
+            f"{read_manifest(newest).step}. Choose another output_dir, delete them, or go on with resume: auto."
+        )
+    return None if config.resume == "never" else config.resume
+
+
+def step_of_own(checkpoint: Path | None, config: Any) -> int | None:
+    """The step of a checkpoint of the run in `output_dir`; None of one from elsewhere."""
+    return read_manifest(checkpoint).step if checkpoint is not None and _is_own(checkpoint, config) else None
+
+
+def _is_own(checkpoint: Path, config: Any) -> bool:
+    return checkpoint.resolve().parent == (config.output_dir / "checkpoints").resolve()
+
+
+def _require_same_run(folder: Path, config: Any, task: str, may_change: Collection[str]) -> None:
+    manifest = read_manifest(folder)
+    if manifest.facts.get("task") != task:
+        raise ConfigError(f"resume: {folder} is a checkpoint of {manifest.facts.get('task')}, not of {task}.")
+    of_run = manifest.facts.get("config")
+    if not isinstance(of_run, dict):
+        raise ConfigError(f"resume: {folder} does not say of which configuration it is. Choose another checkpoint.")
+    saved, mine = flat_config(of_run), flat_config(config_to_dict(config))
+    free = tuple(key for key in may_change if key.endswith("."))
+    other = [
+        f"{key} (now {mine.get(key)}, was {saved.get(key)})"
+        for key in dict.fromkeys((*saved, *mine))
+        if saved.get(key) != mine.get(key) and key not in may_change and not key.startswith(free)
+    ]
+    if other:
+        raise ConfigError(
+            f"resume: the checkpoint {folder} is of a run with other settings: {'; '.join(other)}. A resumed run is "
+            f"the same run: set them back, or choose another output_dir to begin anew."
+        )
+
+
+def _require_same_count(folder: Path, launched: int) -> None:
+    manifest = read_manifest(folder)
+    saved = manifest.workers + len(manifest.facts.get("lost", ()))  # among whom the data was dealt out
+    if saved != launched:
+        raise ConfigError(
+            f"resume: the checkpoint {folder} holds the state of {saved} workers, and {launched} were launched. Launch "
+            f"{saved}, or choose another output_dir to begin anew."
+        )
+
+
+def _way_on(resume: str | Path) -> str:
+    same = "the same command goes on from it"
+    return f"{same} (resume: auto)" if resume == "auto" else f"{same} with resume: auto in place of resume: {resume}"
+
+
+class Checkpoints:
+    """Saves into `output_dir/checkpoints` in the background, and keeps the newest few.
+
+    Args:
+        config: of the run, with `output_dir`, `save_every` and `keep_checkpoints`.
+        accelerator: of the run.
+        task: what writes the checkpoints.
+        total_steps: of the run; the last step is saved, too, since what follows it may take long.
+    """
+
+    def __init__(self, config: Any, accelerator: AnyAccelerator, task: str, total_steps: int) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.total_steps = total_steps
+        self.folder = config.output_dir / "checkpoints"
+        self.facts = {"task": task, "config": config_to_dict(config)}
+
+    def save_if_due(self, step: int) -> None:
+        """Save the state of all workers after every `save_every` steps and after the last. Collective.
+
+        To be called after every step. Where a signal stops the run, the state of this very step is saved as well.
+
+        Raises StoppedBySignal, on all workers, when that is complete.
+        """
+        stop = self.accelerator.should_stop()
+        every = self.config.save_every
+        due = every is not None and (step % every == 0 or step == self.total_steps)
+        if not (due or stop):
+            return
+        self.finish()
+        folder = self.folder / f"step-{step:08d}"
+        self.accelerator.save_state(folder, wait=False, facts=self.facts)
+        if stop:
+            self._stop(step, folder)
+
+    def _stop(self, step: int, checkpoint: Path) -> NoReturn:
+        self.finish()
+        self.accelerator.group.meet("stopping the run")  # launchers end the others when the first one is gone
+        reason = self.accelerator.stop_reason
+        self.accelerator.end_training()
+        others = " and on_other_worker_count: deployed, for workers were lost" if self.accelerator.group.lost else ""
+        raise StoppedBySignal(
+            f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
+            f"{_way_on(self.config.resume)}{others}"
+        )
+
+    def finish(self) -> None:
+        """Wait for what is being written, then delete what is too old. Collective."""
+        saved = self.accelerator.finish_saving()
+        if saved is not None and self.accelerator.is_main_process:
+            prune_checkpoints(self.folder, self.config.keep_checkpoints, PATTERN, saved=saved)

@@ -1,0 +1,196 @@
+"""Curvature in training, every so many epochs, and of finished runs: what both tasks share."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dsgdac_accel import GossipAccelerator
+from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
+from dsgdac_accel.config import ConfigError, parse_config
+from dsgdac_accel.config.checks import check_integer
+from dsgdac_accel.curvature import CurvatureReport, consensus_errors, flatten, measure_curvature, set_parameters
+from dsgdac_accel.curvature.operator import LossFunction
+from tasks.common.checkpoints import PATTERN
+from tasks.common.output_dir import AnyAccelerator, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureConfig:
+    """Curvature of the training loss at the deployed model, and of the workers' disagreement in it."""
+
+    every: int | None = None
+    """Epochs between measurements, the last epoch's always among them; null measures never."""
+
+    batches: int | None = 32
+    """Training batches whose mean loss is looked at, drawn by the seed; null takes all of the training data."""
+
+    batch_size: int = 32
+    """Samples in each; in training mode, eigenvalues of models with BatchNorm depend on it."""
+
+    iterations: int = 30
+    """Of Lanczos: 30 give the largest eigenvalue, some 80 the smallest as well."""
+
+    probes: int = 50
+    """Random directions for the trace and the baseline B; 0 leaves them out."""
+
+    noise_batches: int = 32
+    """Batches for the alignment of the gradient noise, at most all; 0 leaves it out."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "batches"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        check_integer("batch_size", self.batch_size, minimum=1)
+        check_integer("iterations", self.iterations, minimum=1)
+        for name in ("probes", "noise_batches"):
+            check_integer(name, getattr(self, name), minimum=0)
+
+    def due(self, epoch: int, last: bool) -> bool:
+        """Whether to measure at the end of `epoch` (0-based)."""
+        return self.every is not None and (last or (epoch + 1) % self.every == 0)
+
+    def rows(self, total: int, seed: int) -> list[list[int]]:
+        """Rows of the training data in each batch, alike for all algorithms of a seed; whole batches only."""
+        size = min(self.batch_size, total)
+        count = total // size if self.batches is None else min(self.batches, total // size)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+        return [order[number * size : (number + 1) * size] for number in range(count)]
+
+    def measure(
+        self, model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], deltas: Sequence[Any], **options: Any
+    ) -> CurvatureReport:
+        """The report of `measure_curvature` with these settings."""
+        return measure_curvature(
+            model,
+            loss_fn,
+            batches,
+            deltas,
+            iterations=self.iterations,
+            probes=self.probes,
+            noise_batches=self.noise_batches,
+            **options,
+        )
+
+
+def refuse_batches_of_one(config: CurvatureConfig, model: nn.Module) -> None:
+    """Raise ConfigError where BatchNorm, which is in training mode, would have a single sample."""
+    if config.batch_size == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise ConfigError(
+            "curvature.batch_size: the model has BatchNorm, which needs at least 2 samples in a batch; got 1."
+        )
+
+
+def measure_in_training(
+    config: CurvatureConfig,
+    accelerator: AnyAccelerator,
+    model: nn.Module,
+    deployed: nn.Module,
+    loss_fn: LossFunction,
+    batches: Sequence[Any],
+    seed: int,
+) -> CurvatureReport:
+    """Measure inside `with accelerator.deployed_model(model) as deployed`. Collective."""
+    products = config.iterations + config.probes
+    accelerator.print(f"measuring the curvature: {products} Hessian products and more, {len(batches)} batches each")
+    deltas, frozen = [], []
+    if isinstance(accelerator, GossipAccelerator):
+        deltas = [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)]
+        frozen = [layer for step in accelerator.gossip_steps for layer in step.watch.frozen]
+    return config.measure(deployed, loss_fn, batches, deltas, group=accelerator.group, seed=seed, frozen=frozen)
+
+
+def logged(report: CurvatureReport) -> dict[str, float]:
+    """A report as metrics."""
+    return {f"curvature/{name}": value for name, value in report.as_dict().items()}
+
+
+def described(report: CurvatureReport) -> str:
+    """A report in one line."""
+    return f"lambda_1 {report.lambda_1:.4g}  Q {report.Q:.4g}  A {report.A:.3g}  B {report.B:.3g}"
+
+
+# ---- of a run that has ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureOfRun:
+    """What to measure of a run, by `curvature RUN --key value`."""
+
+    run: Path
+    """Output folder of the run."""
+
+    checkpoint: Path | None = None
+    """A checkpoint of all its workers; null takes the newest one in the run's folder."""
+
+    curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    """How to measure; `every` plays no part."""
+
+
+@dataclass(frozen=True)
+class Measurable:
+    """A task's model and what its loss is measured on."""
+
+    model: nn.Module
+    """Of the run's kind and shape, on the device to compute on."""
+    load_deployed: Callable[[Path], None]
+    """Loads the model that the run has saved in a folder."""
+    loss_fn: LossFunction
+    batches: Sequence[Any]
+
+
+def measure_run(
+    arguments: Sequence[str], make: Callable[[Path, CurvatureConfig], tuple[Measurable, int]], prog: str
+) -> None:
+    """Measure the curvature of a run, print it and write curvature.json into its folder.
+
+    Args:
+        arguments: RUN, and settings of `CurvatureOfRun`.
+        make: builds the model and batches of a run's config.yaml; also returns its seed.
+        prog: names the command in help texts.
+
+    Raises ConfigError, OSError or ValueError, in one line: the folder is no run, or the checkpoint does not fit.
+    """
+    words = ["--run", *arguments] if arguments and not arguments[0].startswith("-") else list(arguments)
+    asked = parse_config(CurvatureOfRun, words, prog=prog, description=measure_run.__doc__)
+    settings = asked.run / "config.yaml"
+    if not settings.is_file():
+        raise ConfigError(f"RUN must be the output folder of a run; {asked.run} holds no config.yaml.")
+    try:
+        found, seed = make(settings, asked.curvature)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{asked.run} is a run of another task, or of another version of this one ({error})."
+        ) from error
+    checkpoint = asked.checkpoint or newest_checkpoint(asked.run / "checkpoints", PATTERN)
+    if checkpoint is not None:
+        deltas, mean = consensus_errors(worker_parameters(checkpoint), found.model)
+        set_parameters(found.model, mean)
+        source = f"{len(deltas)} workers at step {read_manifest(checkpoint).step}, {checkpoint}"
+    else:
+        deltas, deployed = [], asked.run / "deployed"
+        if not deployed.is_dir():
+            raise ConfigError(
+                f"{asked.run} holds neither checkpoints nor a deployed model. Set save_every in the run, or let it end."
+            )
+        found.load_deployed(deployed)
+        source = f"{deployed}; without a checkpoint of the workers (save_every) there is no Q and no A"
+    refuse_batches_of_one(asked.curvature, found.model)
+    report = asked.curvature.measure(found.model, found.loss_fn, found.batches, deltas, seed=seed)
+    values = report.as_dict()
+    if not deltas:
+        values |= dict.fromkeys(("Q", "A", "penalty"), math.nan)
+    width = max(map(len, values))
+    print(f"curvature of {source}")
+    print("\n".join(f"  {name:{width}}  {value:.6g}" for name, value in values.items()))
+    target = asked.run / "curvature.json"
+    write_json(target, {"source": source, "seed": seed, **values})
+    print(f"written to {target}", file=sys.stderr)

@@ -1,0 +1,158 @@
+"""`dsgdac sweep` and `dsgdac report`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# What needs torch is imported where it is used, so that --help is quick.
+if TYPE_CHECKING:
+    from tasks.studies import PlannedRun, SweepConfig
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of both commands."""
+    sweep = commands.add_parser(
+        "sweep",
+        help="launch the runs of a sweep",
+        description="Launch the runs of a sweep file that are not finished, each with its output in log.txt of its own "
+        "folder. Started again, it goes on where it stopped.",
+        epilog="examples:\n  dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2\n"
+        "  dsgdac sweep configs/sweeps/digits_study.yaml --only 'dsgd_ac/*' --only sgd/seed_0\n"
+        '  dsgdac sweep configs/sweeps/cifar100_main.yaml --print-commands | sed -n "${SLURM_ARRAY_TASK_ID}p" | sh',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sweep.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
+    sweep.add_argument("--jobs", metavar="K", type=_positive, default=1, help="runs at a time (default: 1)")
+    sweep.add_argument(
+        "--only", metavar="PATTERN", action="append", help="only runs so called, * for any text; may be repeated"
+    )
+    sweep.add_argument("--print-commands", action="store_true", help="print a shell line per run, and start nothing")
+    sweep.add_argument("--list", action="store_true", help="print each run and its state, and start nothing")
+    sweep.add_argument(
+        "--rerun-changed",
+        action="store_true",
+        help="run again what finished with other settings, and keep its folder under another name; refused otherwise",
+    )
+    _add_settings(sweep)
+    sweep.set_defaults(run=_sweep)
+    report = commands.add_parser(
+        "report",
+        help="tables and figures of a sweep",
+        description="Print the tables of a sweep, and write report.md, report.csv and the figures into its folder. "
+        "A sweep that is not finished gives the part that is.",
+        epilog="example:\n  dsgdac report configs/sweeps/digits_study.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
+    report.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: the sweep's folder)")
+    report.add_argument("--no-figures", action="store_true", help="tables only")
+    _add_settings(report)
+    report.set_defaults(run=_report)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a key of the task for all runs, such as data.path=FOLDER; may be repeated. A report needs the same ones, "
+        "places apart",
+    )
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from tasks.studies.runner import failure_report, run_sweep
+
+    _, runs = _planned(options)
+    runs = _selected(runs, options.only)
+    if options.print_commands:
+        print("\n".join(run.shell_line() for run in runs))
+        return 0
+    if options.list:
+        return _list(runs)
+    try:
+        result = run_sweep(runs, options.jobs, options.rerun_changed, say=lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("interrupted: the runs under way were ended; the same command goes on", file=sys.stderr)
+        return 130
+    if result.failed:
+        print(f"\n{failure_report(result)}", file=sys.stderr)
+        print(f"\n{len(result.failed)} of {len(runs)} runs failed.", file=sys.stderr)
+        return 1
+    settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
+    print(f"all {len(runs)} runs are finished; tables and figures: dsgdac report {options.sweep}{settings}")
+    return 0
+
+
+def _list(runs: Sequence[PlannedRun]) -> int:
+    from tasks.studies.state import state_of
+
+    for run in runs:
+        state = state_of(run)
+        print(f"{state.status:10}  {run.name}" + (f"  {'; '.join(state.changes)}" if state.changes else ""))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from tasks.studies.report import write_report
+
+    sweep, runs = _planned(options)
+    report = write_report(sweep, runs, options.output or sweep.output_dir, figures=not options.no_figures)
+    print(report.text)
+    for file in report.files:
+        print(f"wrote {file}", file=sys.stderr)
+    return 1 if report.missing == len(runs) else 0
+
+
+def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
+    from dsgdac_accel.config import ConfigError
+    from tasks.studies import load_sweep, planned_runs
+
+    sweep = load_sweep(options.sweep)
+    try:
+        return sweep, planned_runs(sweep, options.sweep.absolute().parent, _extra(options.set))
+    except ConfigError as error:
+        raise ConfigError(f"{options.sweep}: {error}") from None
+
+
+def _extra(words: Sequence[str]) -> dict[str, Any]:
+    """The keys of --set; a path that begins with ./ or ../ starts where the command is given, as for the task."""
+    from dsgdac_accel.config.strict_yaml import plain_value
+    from tasks.studies.plan import flat_overrides
+
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not (key and equals) or key in values:
+            raise ValueError(f"--set must be KEY=VALUE, each key once; got {word!r}.")
+        values[key] = [plain_value(item.strip()) for item in text.split(",")] if "," in text else plain_value(text)
+    return flat_overrides(values, "--set", Path.cwd())
+
+
+def _selected(runs: list[PlannedRun], patterns: Sequence[str] | None) -> list[PlannedRun]:
+    if not patterns:
+        return runs
+    for pattern in patterns:
+        if not any(_matches(run, pattern) for run in runs):
+            raise ValueError(f"--only {pattern} selects no run. Runs are called {runs[0].name}, .. {runs[-1].name}.")
+    return [run for run in runs if any(_matches(run, pattern) for pattern in patterns)]
+
+
+def _matches(run: PlannedRun, pattern: str) -> bool:
+    """By the whole name, the setting's or one of its labels."""
+    names = (run.name, run.setting.name, run.setting.folder, *run.setting.labels)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1; got {text!r}")
+    return number

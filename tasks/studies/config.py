@@ -1,0 +1,215 @@
+"""The sweep file: which runs, how they are launched, and what the report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dsgdac_accel.config import ConfigError, load_config
+from dsgdac_accel.config.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
+from dsgdac_accel.config.strict_yaml import read_yaml
+
+FIGURES = ("rate_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")
+"""Figures of a report, in the order in which it shows them."""
+
+RESERVED = {
+    "config": "Name the file as base.",
+    "seed": "List the seeds as seeds.",
+    "output_dir": "Every run has a folder of its own below the sweep's output_dir.",
+    "resume": "Runs that are not finished go on from their newest checkpoint by themselves.",
+}
+"""Keys of a task that the sweep sets by itself, each with what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How a run is started."""
+
+    kind: Literal["python", "accelerate", "torchrun"] = "python"
+    """python starts one process; accelerate and torchrun start several, with a GPU each or on the CPU."""
+
+    processes: int | None = None
+    """Processes per run; null takes one, or as many as config_file says."""
+
+    config_file: Path | None = None
+    """Launch file for accelerate."""
+
+    threads: int | None = None
+    """OMP_NUM_THREADS of each process; null leaves it as it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "threads"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        if self.kind == "python" and (self.processes or 1) > 1:
+            raise ValueError(f"kind python starts one process; got processes = {self.processes}. Use torchrun.")
+        if self.config_file is not None and self.kind != "accelerate":
+            raise ValueError(f"config_file is for kind accelerate; got kind {self.kind}. Leave it out.")
+        if self.config_file is not None and not self.config_file.is_file():
+            raise ValueError(f"config_file must be a launch file for accelerate; {self.config_file} does not exist.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What the report shows."""
+
+    columns: list[str] | dict[str, str] = field(
+        default_factory=lambda: ["test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius"]
+    )
+    """Columns of the table, or column: heading. A key of summary.json (test_loss, curvature.lambda_1), or a key of
+    metrics.jsonl with the place to read it at: gossip/radius@max, @min, @last, or @48 for the end of the 48th epoch."""
+
+    baselines: list[str] | dict[str, str] = field(default_factory=list)
+    """Labels of variants or grid values to compare with, seed by seed: all others with each of a list, or, as
+    label: baseline, only those named."""
+
+    compare: list[str] | None = None
+    """Columns of the comparison; null compares in all of them."""
+
+    figures: list[str] | None = None
+    """rate_radius, lambda_1, accuracy, bleu, loss, q, alignment, sensitivity; null draws those with data."""
+
+    def __post_init__(self) -> None:
+        for figure in self.figures or ():
+            check_choice("figures", figure, FIGURES)
+        for column in self.compare or ():
+            check_choice("compare", column, list(self.columns))
+        if not self.columns:
+            raise ValueError("columns must name at least one column; got none. Leave it out for the usual ones.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """A sweep: every variant, times every value of the grid, times every seed, is a run."""
+
+    title: str = ""
+    """Heading of the report."""
+
+    task: Path
+    """Script that a run starts, such as ../../tasks/cifar.py; relative paths start from the folder of this file."""
+
+    base: Path
+    """Configuration of the task that all runs share."""
+
+    output_dir: Path
+    """Folder for the runs, each in VARIANT/seed_SEED, and for report.md, report.csv and the figures."""
+
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Every setting runs once with each."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """How a run is started."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keys of the task for all runs, over those of base: dotted keys or sections. Text that begins with ./ or ../ is a
+    path from the folder of this file."""
+
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Label: {keys of the task}; {} is base as it is."""
+
+    grid: dict[str, list[Any] | dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """All combinations of these: `key: [values]`, or `name: {label: {keys of the task}}`. Later ones win over earlier
+    ones, the grid over variants, variants over settings."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """Columns, comparisons and figures."""
+
+    def __post_init__(self) -> None:
+        for seed in self.seeds:
+            check_integer("seeds", seed, minimum=0, maximum=LARGEST_SEED)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be one or more, each once; got {self.seeds}.")
+        for name, values in self.grid.items():
+            if not values:
+                raise ValueError(f"grid.{name}: must list at least one value; got none. Leave the key out.")
+            if isinstance(values, list):
+                refuse_reserved([name], "grid")
+        if not self.task.is_file():
+            raise ValueError(f"task: {self.task} does not exist. Name the task's script, such as tasks/cifar.py.")
+        for label in self._unknown_labels():
+            known = self.labels()
+            raise ValueError(
+                f"report.baselines: no variant or grid value is called {label!r}.{did_you_mean(label, known)} "
+                f"There are {', '.join(known) or 'none'}."
+            )
+
+    def labels(self) -> list[str]:
+        """What variants and grid values are called, in order: variant names, `key=value`, names of a grid's bundles."""
+        labels = list(self.variants)
+        for key, values in self.grid.items():
+            labels += [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
+        return labels
+
+    def _unknown_labels(self) -> list[str]:
+        baselines = self.report.baselines
+        named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
+        known = self.labels()
+        return [label for label in named if label not in known]
+
+
+def load_sweep(file: Path | str) -> SweepConfig:
+    """Read a sweep file.
+
+    Raises ConfigError, in one line that names the file, for whatever cannot be used; a base or task that is missing
+    included.
+    """
+    file = Path(file)
+    from tasks.studies.columns import columns_of
+
+    sweep = _named(file, lambda: load_config(SweepConfig, file))
+    try:
+        columns_of(sweep.report)
+    except ValueError as error:
+        raise ConfigError(f"{file}: report.{error}") from None
+    if not sweep.base.is_file():
+        problem = "is a folder" if sweep.base.is_dir() else "does not exist"
+        raise ConfigError(f"{file}: base: {sweep.base} {problem}. Name the configuration that the runs share.")
+    _named(file, lambda: read_yaml(sweep.base))
+    return sweep
+
+
+def _named(file: Path, read: Any) -> Any:
+    """The result of `read`, with the sweep's file named in errors that do not name any."""
+    try:
+        return read()
+    except ConfigError as error:
+        named = str(error).startswith((str(file), "config file"))
+        raise error if named else ConfigError(f"{file}: {error}") from None
+
+
+def value_label(key: str, value: Any) -> str:
+    """What one value of a grid is called: the key's last part, and the value as the command line spells it.
+
+    >>> value_label("gossip.power", 3)
+    'power=3'
+    """
+    return f"{key.rpartition('.')[2]}={spelled(value)}"
+
+
+def spelled(value: Any) -> str:
+    """A value as the command line of a task takes it.
+
+    >>> [spelled(value) for value in (None, True, 0.5, [0.9, 0.98], "ring", [])]
+    ['null', 'true', '0.5', '0.9,0.98', 'ring', '[]']
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        raise ValueError(f"a section cannot be one value on the command line; got {value}. Name the keys in it.")
+    if isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, list | tuple | dict):
+                raise ValueError(f"a list on the command line holds plain values; got {item} in one. Use the base.")
+            if isinstance(item, str) and "," in item:
+                raise ValueError(f"a list on the command line is cut at its commas; {item!r} holds one. Use the base.")
+        return ",".join(map(spelled, value)) or "[]"
+    return str(value)
+
+
+def refuse_reserved(keys: Collection[str], where: str) -> None:
+    """Raise ValueError for a key that the sweep sets by itself."""
+    for key in keys:
+        if key in RESERVED:
+            raise ValueError(f"{where}: {key} is set by the sweep. {RESERVED[key]}")

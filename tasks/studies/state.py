@@ -1,0 +1,142 @@
+"""What became of a run: read from its folder, so that it does not matter who started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from dsgdac_accel.plotting import Records, read_metrics
+from tasks.studies.plan import PlannedRun, base_values
+
+RECORD = "sweep.json"
+"""What the sweep itself notes in a run's folder: how the run was started, and how it ended."""
+
+LOG = "log.txt"
+"""What the run printed."""
+
+Status = Literal["finished", "changed", "failed", "unfinished", "missing"]
+
+_NOT_SET = "not set"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as its folder shows it.
+
+    finished: it has a summary, of the settings that the sweep asks for.
+    changed: it has a summary, but of other settings; `changes` lists them.
+    failed: the sweep saw it end with an error.
+    unfinished: it has begun, and is under way or was interrupted.
+    missing: nothing is there.
+    """
+
+    run: PlannedRun
+    status: Status
+    changes: tuple[str, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Of a finished run."""
+
+    @cached_property
+    def records(self) -> Records:
+        """What the run logged; [] where it has nothing, or belongs to other settings."""
+        if self.status in ("changed", "missing") or not (self.run.folder / "metrics.jsonl").is_file():
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the last line of a run under way may be cut short
+            return read_metrics(self.run.folder / "metrics.jsonl")
+
+
+def state_of(run: PlannedRun) -> RunState:
+    """Look at the folder of a run."""
+    record = read_record(run.folder)
+    summary = _read_json(run.folder / "summary.json")
+    changes = tuple(_changes(run, record))
+    if summary:
+        return RunState(run, "changed", changes) if changes else RunState(run, "finished", (), summary)
+    if record.get("status") not in (None, 0):
+        return RunState(run, "failed", changes)
+    begun = bool(record) or (run.folder / "config.yaml").is_file()
+    if begun and changes:
+        return RunState(run, "missing", changes)  # what is there belongs to other settings
+    return RunState(run, "unfinished" if begun else "missing")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The sweep's note in the folder of a run; {} without."""
+    return _read_json(folder / RECORD)
+
+
+def write_record(run: PlannedRun, status: int | None = None, seconds: float | None = None) -> None:
+    """Note how a run is started and, once it has ended, its exit status and duration."""
+    values = {
+        "settings": run.expected,
+        "launch": run.launch,
+        "command": run.shell_line(),
+        "status": status,
+        "seconds": seconds,
+    }
+    run.folder.mkdir(parents=True, exist_ok=True)
+    partial = run.folder / f"{RECORD}.partial"
+    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, run.folder / RECORD)
+
+
+def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
+    """The settings that a run was started with and the sweep no longer asks for, as `key: old -> new`."""
+    if record:
+        old, new = record.get("settings", {}), run.expected
+        keys = [key for key in (new | old) if not _is_place(key)]
+        changes = [
+            _change(key, old.get(key, _NOT_SET), new.get(key, _NOT_SET))
+            for key in keys
+            if _differ(old.get(key), new.get(key))
+        ]
+        # Threads change nothing but the speed.
+        before, now = record.get("launch", {}).get("processes"), run.launch["processes"]
+        return changes if before == now else [*changes, _change("launch.processes", before, now)]
+    # Started by hand or by a job array: the run's own configuration says what it was.
+    resolved = run.folder / "config.yaml"
+    if not resolved.is_file():
+        return []
+    old = base_values(resolved)
+    return [
+        _change(key, old.get(key, _NOT_SET), value)
+        for key, value in run.expected.items()
+        if not _is_place(key) and _differ(old.get(key), value) and not _same_path(old.get(key), value)
+    ]
+
+
+def _same_path(resolved: Any, written: Any) -> bool:
+    """Whether an absolute path may be what a relative one was resolved to; names decide, folders are not known here."""
+    both_text = isinstance(resolved, str) and isinstance(written, str)
+    return both_text and os.path.isabs(resolved) and os.path.basename(resolved) == os.path.basename(written)
+
+
+def _is_place(key: str) -> bool:
+    """Whether a key says where something lies, which may differ between machines."""
+    return key.rpartition(".")[2] in ("path", "cache_dir")
+
+
+def _differ(old: Any, new: Any) -> bool:
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        return len(old) != len(new) or any(_differ(*pair) for pair in zip(old, new, strict=True))
+    return old != new
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    return f"{key}: {old} -> {new}"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError:
+        return {}  # cut short: as if it were not there
+    return values if isinstance(values, dict) else {}
