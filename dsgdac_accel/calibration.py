@@ -135,7 +135,7 @@ def calibrate_batch_norm(
 
 
 def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -> None:
-    shares = group.gather((mine.count, mine.mean, mine.squares), "calibrating BatchNorm")
+    shares = group.all_gather_object((mine.count, mine.mean, mine.squares), "calibrating BatchNorm")
     total = _Moments(layer.num_features)
     for share in shares:  # in order of rank, so all workers get the same bits
         total.merge(*share)
@@ -160,7 +160,11 @@ def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGrou
     """
     for layers in zip(*layers_of, strict=True):
         mine = [(layer.running_mean.double().cpu(), layer.running_var.double().cpu()) for layer in layers]
-        every = [share for of_process in group.gather(mine, "pooling BatchNorm statistics") for share in of_process]
+        every = [
+            share
+            for of_process in group.all_gather_object(mine, "pooling BatchNorm statistics")
+            for share in of_process
+        ]
         # A worker that has met a batch which is not finite keeps that in its statistics for good, and to itself.
         shares = [share for share in every if all(bool(torch.isfinite(part).all()) for part in share)] or every
         means = torch.stack([share[0] for share in shares])
@@ -224,7 +228,7 @@ def sharded_batches(
     )
     rows = _rows(source) if readable else []
     what = (len(source.dataset), hash(tuple(rows))) if readable else None
-    contents = group.gather(what, "comparing the calibration data")
+    contents = group.all_gather_object(what, "comparing the calibration data")
     shared = len(set(contents)) == 1 and hasattr(source, "base_dataloader")
     if readable:
         share, shares = (group.rank, group.size) if shared else (0, 1)

@@ -102,7 +102,7 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
     others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
     mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in others.items()}
-    layouts = group.gather(mine, "comparing the buffers of the model")
+    layouts = group.all_gather_object(mine, "comparing the buffers of the model")
     stored = model.state_dict().keys()
     for name, buffer in others.items():
         if all(layout.get(name) == mine[name] for layout in layouts):

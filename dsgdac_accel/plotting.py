@@ -28,7 +28,7 @@ DPI = 150
 def plot_run(output_dir: Path | str) -> list[Path]:
     """Plot the metrics.jsonl of a run as PNG files beside it, and return those written.
 
-    rate_gamma.png               learning rate (left) and gamma (right)
+    lr_gamma.png               learning rate (left) and gamma (right)
     consensus.png                consensus radius and disagreement with the neighbours, logarithmic where positive
     loss.png                     training loss of the workers, validation or test loss of the deployed model
     accuracy.png, bleu.png       of the deployed model, on the split evaluated during training
@@ -69,7 +69,7 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
         for number, (label, folder) in enumerate(zip(run_labels(folders), folders, strict=True))
     ]
     scores = [name for name in ("accuracy.png", "bleu.png") if PANELS[name].has_data(runs)] or ["accuracy.png"]
-    panels = [PANELS[name] for name in ("rate_gamma.png", "consensus.png", "loss.png", *scores)]
+    panels = [PANELS[name] for name in ("lr_gamma.png", "consensus.png", "loss.png", *scores)]
     if not any(panel.has_data(runs) for panel in panels):
         keys = ", ".join(key for panel in PANELS.values() for key in panel.keys)
         raise ValueError(f"Runs to compare need logged metrics; found none of {keys} in {_listed(folders)}.")
@@ -164,18 +164,18 @@ class Panel:
         return any(key in record for *_, records in runs for record in records for key in self.keys)
 
 
-def _draw_rate_and_gamma(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_lr_and_gamma(axes: Any, runs: Sequence[Run]) -> None:
     right = axes.twinx()
     alone = _is_alone(runs)
     for _, colour, records in runs:
-        _line(axes, series(records, "gossip/rate"), "learning rate", colour, dashed=not alone)
+        _line(axes, series(records, "gossip/lr"), "learning rate", colour, dashed=not alone)
         _line(right, series(records, "gossip/gamma"), "gamma", VERMILION if alone else colour)
     title = "learning rate and gamma" if right.lines else "learning rate"
     _finish(axes, "learning rate" if alone else "learning rate (dashed)", title)
     right.set_ylabel("consensus factor gamma" if alone else "consensus factor gamma (solid)")
     # Gamma is in [0, 1]: one scale for all plots, and both axes have their zero at one height.
     right.set_ylim(-0.03, 1.03)
-    if peak := max((rate for line in axes.lines for rate in line.get_ydata() if math.isfinite(rate)), default=0.0):
+    if peak := max((lr for line in axes.lines for lr in line.get_ydata() if math.isfinite(lr)), default=0.0):
         axes.set_ylim(-0.03 * peak, 1.03 * peak)
     _add_legend([axes, right], runs)
     right.set_visible(bool(right.lines))
@@ -223,7 +223,7 @@ def _draw_bleu(axes: Any, runs: Sequence[Run]) -> None:
 
 
 PANELS = {
-    "rate_gamma.png": Panel(("gossip/rate", "gossip/gamma"), _draw_rate_and_gamma),
+    "lr_gamma.png": Panel(("gossip/lr", "gossip/gamma"), _draw_lr_and_gamma),
     "consensus.png": Panel(("gossip/radius", "gossip/neighbor_disagreement"), _draw_consensus),
     "loss.png": Panel(("train/loss", "validation/loss", "test/loss"), _draw_loss),
     "accuracy.png": Panel(("test/accuracy",), _draw_accuracy),

@@ -17,7 +17,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 def shared_seed(group: WorkerGroup) -> int:
     """Worker 0's seed, the same on all workers. Collective."""
-    return group.gather(torch.initial_seed(), "agreeing on a seed")[0]
+    return group.all_gather_object(torch.initial_seed(), "agreeing on a seed")[0]
 
 
 def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:

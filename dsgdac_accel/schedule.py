@@ -19,24 +19,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 
-def adaptive_gamma(rate: float, max_rate: float, power: float) -> float:
-    """Consensus factor (rate / max_rate)^power, clamped to [0, 1] (Algorithm 1).
+def adaptive_gamma(lr: float, max_lr: float, power: float) -> float:
+    """Consensus factor (rate / max_lr)^power, clamped to [0, 1] (Algorithm 1).
 
-    A max_rate of 0 gives 1: there the rate, 0, is also the largest. Raises ValueError for an argument that is
+    A max_lr of 0 gives 1: there the rate, 0, is also the largest. Raises ValueError for an argument that is
     negative or not finite.
 
-    >>> adaptive_gamma(0.05, max_rate=0.1, power=2)
+    >>> adaptive_gamma(0.05, max_lr=0.1, power=2)
     0.25
 
     Inverse square root schedule with 4000 warm-up updates and peak 5e-4, at update 16000:
 
-    >>> adaptive_gamma(5e-4 * (4000 / 16000) ** 0.5, max_rate=5e-4, power=2)
+    >>> adaptive_gamma(5e-4 * (4000 / 16000) ** 0.5, max_lr=5e-4, power=2)
     0.25
     """
-    rate, max_rate, power = _checked("rate", rate), _checked("max_rate", max_rate), _checked("power", power)
-    if rate >= max_rate:
+    lr, max_lr, power = _checked("lr", lr), _checked("max_lr", max_lr), _checked("power", power)
+    if lr >= max_lr:
         return 1.0
-    return (rate / max_rate) ** power
+    return (lr / max_lr) ** power
 
 
 class AdaptiveConsensus:
@@ -46,11 +46,11 @@ class AdaptiveConsensus:
         power: exponent p >= 0; 0 is plain decentralized SGD, gamma 1.
         start_step: first active step, counted from 0. Without it and start_epoch, step 0.
         start_epoch: first active epoch, counted from 0, instead of start_step.
-        max_rate: a_max. "active": the largest rate among the active steps (the paper's appendix); "run": the largest
-            of the whole run (Algorithm 1); or a number > 0. Without planned_rates, the largest so far stands in.
+        max_lr: a_max. "active": the largest rate among the active steps (the paper's appendix); "run": the largest
+            of the whole run (Algorithm 1); or a number > 0. Without planned_lrs, the largest so far stands in.
         floor: gamma never falls below it, in [0, 1].
         constant: a control experiment: gamma is this number once active, in [floor, 1], whatever the rate.
-        planned_rates: the rate of every step of the run, as `planned_rates` computes it, so that a_max is
+        planned_lrs: the rate of every step of the run, as `planned_lrs` computes it, so that a_max is
             known beforehand. A larger rate that turns up all the same counts too.
 
     Gamma is always in [0, 1]. Once active, consensus stays adaptive for all later steps. Asking for one step several
@@ -66,10 +66,10 @@ class AdaptiveConsensus:
         power: float = 3.0,
         start_step: int | None = None,
         start_epoch: int | None = None,
-        max_rate: float | Literal["active", "run"] = "active",
+        max_lr: float | Literal["active", "run"] = "active",
         floor: float = 0.0,
         constant: float | None = None,
-        planned_rates: Sequence[float] | None = None,
+        planned_lrs: Sequence[float] | None = None,
     ) -> None:
         if start_step is not None and start_epoch is not None:
             raise ValueError(
@@ -78,30 +78,30 @@ class AdaptiveConsensus:
         self.power = _checked("power", power, way_out="Use 0 for plain DSGD")
         self.start_step = _checked_count("start_step", 0 if start_epoch is None and start_step is None else start_step)
         self.start_epoch = _checked_count("start_epoch", start_epoch)
-        self.max_rate = _checked_max_rate(max_rate)
+        self.max_lr = _checked_max_lr(max_lr)
         self.floor = _checked("floor", floor, at_most=1.0, way_out="Use 0 for none")
         self.constant = None if constant is None else _checked("constant", constant, self.floor, 1.0)
-        self.planned_rates = [] if planned_rates is None else [_checked("each planned rate", a) for a in planned_rates]
+        self.planned_lrs = [] if planned_lrs is None else [_checked("each planned rate", a) for a in planned_lrs]
         # What a run learns as it goes: the first active step, and the largest rate that counts for a_max.
         self._active_since: int | None = None
-        self._largest_rate = max(self.planned_rates, default=0.0) if max_rate == "run" else 0.0
+        self._largest_rate = max(self.planned_lrs, default=0.0) if max_lr == "run" else 0.0
 
-    def gamma(self, step: int, rate: float, epoch: int | None = None) -> float:
+    def gamma(self, step: int, lr: float, epoch: int | None = None) -> float:
         """Consensus factor of `step` (from 0), whose local update uses `rate`; in [0, 1].
 
         `epoch` (from 0) is needed with start_epoch only, and the step at which it is first reached becomes the
         start. Raises ValueError for a rate that is negative or not finite.
         """
-        rate = _checked("rate", rate)
+        lr = _checked("lr", lr)
         active = self._is_active(step, epoch)
-        if active or self.max_rate == "run":
-            self._largest_rate = max(self._largest_rate, rate)
+        if active or self.max_lr == "run":
+            self._largest_rate = max(self._largest_rate, lr)
         if not active:
             return 1.0
         if self.constant is not None:
             return self.constant
-        max_rate = self._largest_rate if isinstance(self.max_rate, str) else self.max_rate
-        return max(self.floor, adaptive_gamma(rate, max_rate, self.power))
+        max_lr = self._largest_rate if isinstance(self.max_lr, str) else self.max_lr
+        return max(self.floor, adaptive_gamma(lr, max_lr, self.power))
 
     @property
     def active_since(self) -> int | None:
@@ -121,7 +121,7 @@ class AdaptiveConsensus:
         self._largest_rate = _checked("largest_rate", state["largest_rate"])
 
     def __repr__(self) -> str:
-        names = ("power", "start_step", "start_epoch", "max_rate", "floor", "constant")
+        names = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
         return f"AdaptiveConsensus({settings})"
 
@@ -140,12 +140,12 @@ class AdaptiveConsensus:
             self._active_since = self.start_step
         elif self.start_epoch is not None and epoch is not None and epoch >= self.start_epoch:
             self._active_since = step
-        if self._active_since is not None and self.max_rate == "active":
+        if self._active_since is not None and self.max_lr == "active":
             # Kept in the state, so that a resumed run needs no plan to find the same a_max.
-            self._largest_rate = max(self.planned_rates[self._active_since :], default=0.0)
+            self._largest_rate = max(self.planned_lrs[self._active_since :], default=0.0)
 
 
-def planned_rates(scheduler: Any, total_steps: int | None = None) -> list[float] | None:
+def planned_lrs(scheduler: Any, total_steps: int | None = None) -> list[float] | None:
     """The rate of each of the first `total_steps` steps under a torch scheduler that has not been stepped yet.
 
     The rate is that of the parameter group with the largest base rate. A copy of the scheduler runs on a stand-in for
@@ -155,7 +155,7 @@ def planned_rates(scheduler: Any, total_steps: int | None = None) -> list[float]
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    >>> planned_rates(scheduler, total_steps=5)
+    >>> planned_lrs(scheduler, total_steps=5)
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
     total_steps = _checked_count("total_steps", total_steps)
@@ -170,11 +170,11 @@ def planned_rates(scheduler: Any, total_steps: int | None = None) -> list[float]
         return None
 
 
-def current_rate(optimizer: Optimizer) -> float:
+def current_lr(optimizer: Optimizer) -> float:
     """The rate a(t) that gamma uses: that of the parameter group with the largest base rate, the first of equals.
 
     >>> slow, fast = {"params": [torch.zeros(1)], "lr": 0.1}, {"params": [torch.zeros(1)], "lr": 0.3}
-    >>> current_rate(torch.optim.SGD([slow, fast]))
+    >>> current_lr(torch.optim.SGD([slow, fast]))
     0.3
     """
     group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"])))
@@ -196,14 +196,14 @@ def _declared_total_steps(scheduler: Any) -> int | None:
 def _rates_of_a_copy(scheduler: Any, total_steps: int) -> list[float]:
     stand_in = _stand_in(scheduler.optimizer)
     ghost = copy.deepcopy(scheduler, memo={id(scheduler.optimizer): stand_in})
-    rates = []
+    lrs = []
     # Torch's reminders about the order of steps, and SequentialLR's own, are not about the user's code here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(total_steps):
-            rates.append(current_rate(stand_in))
+            lrs.append(current_lr(stand_in))
             ghost.step()
-    return rates
+    return lrs
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
@@ -234,14 +234,12 @@ def _checked_count(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _checked_max_rate(value: Any) -> float | str:
+def _checked_max_lr(value: Any) -> float | str:
     if isinstance(value, str) and value in ("active", "run"):
         return value
     if not _is_no_number(value) and 0 < value < math.inf:
         return float(value)
-    raise ValueError(
-        f"max_rate must be 'active', 'run' or a finite number > 0; got {value!r}. The default is 'active'."
-    )
+    raise ValueError(f"max_lr must be 'active', 'run' or a finite number > 0; got {value!r}. The default is 'active'.")
 
 
 def _is_no_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsgdac_accel.schedule import AdaptiveConsensus, current_rate
+from dsgdac_accel.schedule import AdaptiveConsensus, current_lr
 from dsgdac_accel.topology import Topology
 
 Order = Literal["local_first", "mix_first"]
@@ -113,7 +113,7 @@ class Simulation:
     def step(self, skip: Collection[int] = (), epoch: int | None = None) -> None:
         """Algorithm 1 once for every worker, at the rate of its optimizer, from the gradients in `.grad`."""
         step = len(self.gammas)
-        gamma = self.schedule.gamma(step, current_rate(self.optimizers[0]), epoch)
+        gamma = self.schedule.gamma(step, current_lr(self.optimizers[0]), epoch)
         mixes = (step + 1) % self.mix_every == 0
         mixing_NN = self.topology.matrix(step // self.mix_every) if mixes else torch.eye(len(self.parameters_N))
         gossip_step(self.parameters_N, self.optimizers, mixing_NN, gamma, skip, self.order)

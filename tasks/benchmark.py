@@ -37,7 +37,7 @@ def main() -> None:
             measured = measure(config, here.group, here.carried)
             if here.group.rank == 0:
                 report(config, measured, here.group.size, here.lines())
-            here.group.meet("ending the benchmark")
+            here.group.barrier("ending the benchmark")
 
 
 if __name__ == "__main__":

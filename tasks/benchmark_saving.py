@@ -102,7 +102,7 @@ class Training:
         of all workers were at work, which other users of the machine disturb less.
         """
         group = self.accelerator.group
-        group.meet("starting a turn")
+        group.barrier("starting a turn")
         begun, worked = time.perf_counter(), time.process_time()
         stood_still = 0.0
         for number in range(steps):
@@ -117,7 +117,7 @@ class Training:
         self.accelerator.finish_saving()
         ended = time.perf_counter()
         mine = (ended - begun, stood_still, ended - asked, time.process_time() - worked)
-        *slowest, processors = zip(*group.gather(mine, "comparing times"), strict=True)
+        *slowest, processors = zip(*group.all_gather_object(mine, "comparing times"), strict=True)
         found = dict(zip(("seconds", "stood_still", "finishing"), map(max, slowest), strict=True))
         return {**found, "processor": sum(processors)}
 
@@ -187,7 +187,7 @@ def main() -> None:
     training = Training(config)
     group = training.accelerator.group
     own = tempfile.mkdtemp(prefix="benchmark-saving-") if config.folder is None and group.rank == 0 else None
-    parent = Path(group.gather(str(config.folder or own), "agreeing on a folder")[0])
+    parent = Path(group.all_gather_object(str(config.folder or own), "agreeing on a folder")[0])
     try:
         table = summarise(measure(config, training, parent))
     finally:

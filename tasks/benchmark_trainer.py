@@ -134,9 +134,9 @@ def take_turn(variant: str, config: TrainerBenchmarkConfig, folder: str, group: 
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate then leaves DDP out
     data = RandomImages(steps * config.batch_size * group.size)
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[clock, *others])
-    group.meet("starting a turn")
+    group.barrier("starting a turn")
     trainer.train()
-    return max(group.gather(clock.seconds, "comparing step times"))
+    return max(group.all_gather_object(clock.seconds, "comparing step times"))
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def main() -> None:
             for turn in range(len(VARIANTS)):
                 name = VARIANTS[(turn + round_) % len(VARIANTS)]
                 seconds[name].append(take_turn(name, config, folder, group))
-        group.meet("ending the benchmark")
+        group.barrier("ending the benchmark")
     if group.rank == 0:
         added = statistics.median(a / b for a, b in zip(seconds["callback"], seconds["core"], strict=True))
         for name, times in seconds.items():

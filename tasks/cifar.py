@@ -61,25 +61,25 @@ class ImageRun:
         self.config = config
         set_seed(config.seed)
         self.data = _load_data(config)
-        self.steps_per_epoch = len(self.data.train_images) // config.batch_size
+        self.steps_per_epoch = len(self.data.train_images) // config.global_batch_size
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"batch_size: one step needs {config.batch_size} images, but the training split has "
-                f"{len(self.data.train_images)}. Use a smaller batch_size."
+                f"global_batch_size: one step needs {config.global_batch_size} images, but the training split has "
+                f"{len(self.data.train_images)}. Use a smaller global_batch_size."
             )
-        self.total_steps = config.epochs * self.steps_per_epoch
+        self.total_steps = config.num_train_epochs * self.steps_per_epoch
         self.accelerator = make_accelerator(
             config.algorithm,
             config.gossip,
             self.total_steps,
             self.steps_per_epoch,
             mixed_precision=config.mixed_precision,
-            gradient_accumulation_steps=config.accumulation_steps,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             dataloader_config=DataLoaderConfiguration(
                 split_batches=True, use_seedable_sampler=True, data_seed=config.seed
             ),
             dynamo_backend="inductor" if config.compile else "no",
-            log_with=list(config.trackers) or None,
+            log_with=list(config.report_to) or None,
             project_dir=str(config.output_dir),
         )
         self._check_batch()
@@ -88,12 +88,12 @@ class ImageRun:
             config.output_dir,
             config,
             self.accelerator,
-            trackers=bool(config.trackers),
+            trackers=bool(config.report_to),
             resumed_at=step_of_own(checkpoint, config),
         )
         self._build()
         self.epoch = self.step = 0
-        self.rate = 0.0  # that the last step used
+        self.lr = 0.0  # that the last step used
         self.losses: list[Tensor] = []  # of this epoch, by micro-batch
         self.logged = 0  # how many of them
         self.worker_loss = math.nan  # of the workers, mean over the last epoch
@@ -106,22 +106,22 @@ class ImageRun:
             self.accelerator.load_state(checkpoint)
 
     def _check_batch(self) -> None:
-        shares = self.accelerator.num_workers * self.config.accumulation_steps
-        if self.config.batch_size % shares:
+        shares = self.accelerator.num_workers * self.config.gradient_accumulation_steps
+        if self.config.global_batch_size % shares:
             raise ConfigError(
-                f"batch_size is global and must divide evenly: {self.config.batch_size} images over "
-                f"{self.accelerator.num_workers} workers x {self.config.accumulation_steps} accumulation steps. "
-                f"Use a multiple of {shares}."
+                f"global_batch_size must divide evenly: {self.config.global_batch_size} images over "
+                f"{self.accelerator.num_workers} workers x {self.config.gradient_accumulation_steps} accumulation "
+                f"steps. Use a multiple of {shares}."
             )
 
     def _build(self) -> None:
         config, data = self.config, self.data
         model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
-        shares = self.accelerator.num_workers * config.accumulation_steps
-        if config.batch_size == shares and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        shares = self.accelerator.num_workers * config.gradient_accumulation_steps
+        if config.global_batch_size == shares and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
             raise ConfigError(
                 f"batch_size: BatchNorm of model {config.model!r} needs at least 2 images per worker and accumulation "
-                f"step; {config.batch_size} in all gives it 1. Use {2 * shares} or more."
+                f"step; {config.global_batch_size} in all gives it 1. Use {2 * shares} or more."
             )
         refuse_batches_of_one(config.curvature, model)
         if config.crop_padding >= min(data.image_size):
@@ -139,12 +139,12 @@ class ImageRun:
         images = ImageTensors(data.train_images, data.train_labels)
         loader = DataLoader(
             images,
-            batch_size=config.batch_size // config.accumulation_steps,
+            batch_size=config.global_batch_size // config.gradient_accumulation_steps,
             # Whole optimizer steps only: left-over micro-batches would make one more, beyond the end of the schedule.
-            sampler=RandomSampler(images, num_samples=self.steps_per_epoch * config.batch_size),
+            sampler=RandomSampler(images, num_samples=self.steps_per_epoch * config.global_batch_size),
             drop_last=True,
             collate_fn=collate,
-            num_workers=config.loader_workers,
+            num_workers=config.dataloader_num_workers,
         )
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
@@ -172,7 +172,7 @@ class ImageRun:
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "rate": self.rate,
+            "lr": self.lr,
             "losses": torch.stack(self.losses),
             "logged": self.logged,
             "log_bytes": self.folder.logged_bytes(),
@@ -183,7 +183,7 @@ class ImageRun:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Be there again."""
-        self.epoch, self.step, self.rate = state["epoch"], state["step"], state["rate"]
+        self.epoch, self.step, self.lr = state["epoch"], state["step"], state["lr"]
         self.losses, self.logged = list(state["losses"].to(self.accelerator.device)), state["logged"]
         self.folder.cut_log_back(state["log_bytes"])
         self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
@@ -194,10 +194,10 @@ class ImageRun:
     def train(self) -> None:
         """All epochs, with an evaluation of the deployed model every `eval_every` and after the last."""
         bar = progress_bar(self.accelerator, self.step, self.total_steps)
-        for epoch in range(self.epoch, self.config.epochs):
+        for epoch in range(self.epoch, self.config.num_train_epochs):
             self.epoch = epoch
             self._train_epoch(epoch, bar)
-            last = epoch + 1 == self.config.epochs
+            last = epoch + 1 == self.config.num_train_epochs
             measure = self.config.curvature.due(epoch, last)
             if last or measure or (epoch + 1) % self.config.eval_every == 0:
                 self.accelerator.group.redone(lambda: self._evaluate(epoch, last, measure))  # noqa: B023  # called at once
@@ -211,7 +211,7 @@ class ImageRun:
         for batch in self.waiting.batches(rest_of_epoch(self.accelerator, self.loader, epoch)):
             with self.accelerator.accumulate(self.model):
                 loss = self._backward(self._inputs(batch["images"], train=True), batch["labels"])
-                self.rate = self.optimizer.param_groups[0]["lr"]
+                self.lr = self.optimizer.param_groups[0]["lr"]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -221,7 +221,7 @@ class ImageRun:
             self.step += 1
             self.accelerator.group.steps_taken = self.step  # which errors name; gossip counts by itself
             bar.update()
-            if self.step % self.config.log_every == 0:
+            if self.step % self.config.logging_steps == 0:
                 self._log_training(self.losses[self.logged :], epoch, bar)
                 self.logged = len(self.losses)
             self.checkpoints.save_if_due(self.step)
@@ -242,7 +242,9 @@ class ImageRun:
         return loss.detach()
 
     def _mean_over_workers(self, losses: list[Tensor]) -> float:
-        shares = self.accelerator.group.gather(float(torch.stack(losses).mean()), f"logging step {self.step}")
+        shares = self.accelerator.group.all_gather_object(
+            float(torch.stack(losses).mean()), f"logging step {self.step}"
+        )
         return sum(shares) / len(shares)  # all workers see equally many images
 
     def _inputs(self, images: Tensor, train: bool) -> Tensor:
@@ -254,8 +256,8 @@ class ImageRun:
 
     def _log_training(self, losses: list[Tensor], epoch: int, bar: Any) -> None:
         loss = self._mean_over_workers(losses)
-        self.accelerator.log({"train/loss": loss, "epoch": epoch, "gossip/rate": self.rate}, step=self.step)
-        bar.set_postfix(figures(self.accelerator, loss, self.rate))
+        self.accelerator.log({"train/loss": loss, "epoch": epoch, "gossip/lr": self.lr}, step=self.step)
+        bar.set_postfix(figures(self.accelerator, loss, self.lr))
 
     # ---- evaluation of the deployed model
 
@@ -264,7 +266,7 @@ class ImageRun:
         calibrate = self.loader if self.config.calibrate else None
         with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
             test_loss, accuracy = self._measure(deployed, self.data.test_images, self.data.test_labels)
-            values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, "gossip/rate": self.rate}
+            values = {"epoch": epoch, "test/loss": test_loss, "test/accuracy": accuracy, "gossip/lr": self.lr}
             if measure_curvature:
                 report = self._curvature(deployed)
                 values |= logged(report)
@@ -278,7 +280,7 @@ class ImageRun:
         radius = [step.metrics()["radius"] for step in self.accelerator.gossip_steps] or [0.0]  # measured just now
         if self.accelerator.is_main_process:
             tqdm.write(
-                f"epoch {epoch + 1}/{self.config.epochs}  workers' train loss {self.worker_loss:.4f}  "
+                f"epoch {epoch + 1}/{self.config.num_train_epochs}  workers' train loss {self.worker_loss:.4f}  "
                 f"deployed test loss {test_loss:.4f}  test accuracy {accuracy:.2%}  radius {radius[0]:.4g}"
                 f"{f'  {described(report)}' if report else ''}",
                 file=sys.stdout,
@@ -287,7 +289,7 @@ class ImageRun:
                 summary = self._summary(values, radius[0], self.clock.seconds()) | lost_workers(self.accelerator)
                 self.folder.write_summary(summary | ({"curvature": report.as_dict()} if report else {}))
         if last:
-            self.accelerator.group.meet("writing the results")  # if the one that writes is lost, another does it all
+            self.accelerator.group.barrier("writing the results")  # if the one that writes is lost, another does it all
 
     def _curvature(self, deployed: nn.Module) -> CurvatureReport:
         """Of the training loss, on images as they are (no crops, no flips), at the deployed model. Collective."""
@@ -315,7 +317,7 @@ class ImageRun:
             wanted = labels[rows].to(logits.device)
             loss += float(F.cross_entropy(logits, wanted, reduction="sum"))
             correct += float((logits.argmax(1) == wanted).sum())
-        shares = group.gather((loss, correct), f"evaluating at step {self.step}")
+        shares = group.all_gather_object((loss, correct), f"evaluating at step {self.step}")
         return sum(share[0] for share in shares) / len(images), sum(share[1] for share in shares) / len(images)
 
     def _save_model(self, deployed: nn.Module) -> None:
@@ -332,7 +334,7 @@ class ImageRun:
             "topology": steps[0].mixer.topology.name if steps else "all-reduce",
             "model": self.config.model,
             "data": self.data.source,
-            "epochs": self.config.epochs,
+            "epochs": self.config.num_train_epochs,
             "steps": self.step,
             "train_loss": values["train/deployed_loss"],
             "worker_train_loss": self.worker_loss,
@@ -386,14 +388,14 @@ def _optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimizer:
     if "adam" in config.algorithm:
         return torch.optim.Adam(
             model.parameters(),
-            lr=config.rate,
+            lr=config.learning_rate,
             betas=config.betas,
-            eps=config.epsilon,
+            eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             fused=True,
         )
     return torch.optim.SGD(
-        model.parameters(), lr=config.rate, momentum=config.momentum, weight_decay=config.weight_decay
+        model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
 
 

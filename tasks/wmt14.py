@@ -42,7 +42,7 @@ from tasks.translation.model import DEFAULT_POSITIONS, build_model, save_transla
 from tasks.translation.scores import TranslationScores, one_line
 
 TASK = "wmt14"
-MAY_CHANGE = ("epochs", "max_steps", "decoding.", "show_translations", "data.cache_dir")
+MAY_CHANGE = ("num_train_epochs", "max_steps", "decoding.", "show_translations", "data.cache_dir")
 
 TRAIN_SAMPLE = 2000
 """Training pairs, evenly spaced over the split, on which the deployed model's training loss is measured."""
@@ -73,22 +73,22 @@ class TranslationRun:
             self.data.train.target_lengths,
             config.batch_tokens,
             processes * here,
-            config.accumulation_steps,
+            config.gradient_accumulation_steps,
             config.seed,
             per_process=here,
         )
-        self.total_steps = min(config.epochs * self.batches.steps_per_epoch, config.max_steps or sys.maxsize)
+        self.total_steps = min(config.num_train_epochs * self.batches.steps_per_epoch, config.max_steps or sys.maxsize)
         self.accelerator = make_accelerator(
             config.algorithm,
             config.gossip,
             self.total_steps,
             self.batches.steps_per_epoch,
             mixed_precision=config.mixed_precision,
-            gradient_accumulation_steps=config.accumulation_steps,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             # The batches are dealt out whole, as many to each worker.
             dataloader_config=DataLoaderConfiguration(split_batches=False, even_batches=False),
             dynamo_plugin=TorchDynamoPlugin(backend="inductor" if config.compile else "no", dynamic=True),
-            log_with=list(config.trackers) or None,
+            log_with=list(config.report_to) or None,
             project_dir=str(config.output_dir),
         )
         if self.accelerator.num_processes != processes:
@@ -101,14 +101,14 @@ class TranslationRun:
         if checkpoint is not None and resumed_at is None and config.average_last > 1:
             raise ConfigError(
                 f"resume: average_last = {config.average_last} needs the models that the earlier run left in its own "
-                f"output_dir. Go on there, with resume: auto."
+                f"output_dir. Go on there, with resume_from_checkpoint: auto."
             )
         self.folder = RunFolder(
-            config.output_dir, config, self.accelerator, trackers=bool(config.trackers), resumed_at=resumed_at
+            config.output_dir, config, self.accelerator, trackers=bool(config.report_to), resumed_at=resumed_at
         )
         self._build(keep_models_to=resumed_at)
         self.epoch = self.step = 0
-        self.rate = 0.0  # that the last step used
+        self.lr = 0.0  # that the last step used
         self.losses: list[Tensor] = []  # since the last record, by micro-batch
         self.logged = 0  # step of the last record
         self.worker_loss = math.nan  # of the workers, mean over real tokens since the last record
@@ -132,9 +132,9 @@ class TranslationRun:
         self.collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
         optimizer = torch.optim.Adam(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=config.rate,
+            lr=config.learning_rate,
             betas=config.betas,
-            eps=config.epsilon,
+            eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             fused=True,
         )
@@ -142,7 +142,10 @@ class TranslationRun:
             optimizer, lambda step: inverse_square_root(step, config.warmup_steps)
         )
         loader = DataLoader(
-            self.data.train.pairs, batch_sampler=batches, collate_fn=self.collate, num_workers=config.loader_workers
+            self.data.train.pairs,
+            batch_sampler=batches,
+            collate_fn=self.collate,
+            num_workers=config.dataloader_num_workers,
         )
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
@@ -171,7 +174,7 @@ class TranslationRun:
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "rate": self.rate,
+            "lr": self.lr,
             "losses": [loss.clone() for loss in self.losses],
             "logged": self.logged,
             "worker_loss": self.worker_loss,
@@ -185,10 +188,10 @@ class TranslationRun:
         """Be there again."""
         if state["step"] > self.total_steps:
             raise ConfigError(
-                f"resume: the checkpoint is of step {state['step']}, and this run has {self.total_steps} steps only. "
-                f"Raise epochs or max_steps."
+                f"resume_from_checkpoint: the checkpoint is of step {state['step']}, and this run has "
+                f"{self.total_steps} steps only. Raise num_train_epochs or max_steps."
             )
-        self.epoch, self.step, self.rate = state["epoch"], state["step"], state["rate"]
+        self.epoch, self.step, self.lr = state["epoch"], state["step"], state["lr"]
         self.losses = [loss.to(self.accelerator.device) for loss in state["losses"]]
         self.logged, self.worker_loss = state["logged"], state["worker_loss"]
         self.folder.cut_log_back(state["log_bytes"])
@@ -233,7 +236,7 @@ class TranslationRun:
                 self.accelerator.backward(self._mean(losses, sizes, scales[in_epoch]))
                 if self.accelerator.sync_gradients and self.config.max_grad_norm is not None:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-                self.rate = self.optimizer.param_groups[0]["lr"]
+                self.lr = self.optimizer.param_groups[0]["lr"]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -247,7 +250,7 @@ class TranslationRun:
             bar.update()
             complete = in_epoch + 1 == self.batches.steps_per_epoch
             last = complete or self.step == self.total_steps
-            if self.step % self.config.log_every == 0 or last:
+            if self.step % self.config.logging_steps == 0 or last:
                 self._set_worker_loss(target_tokens[self.logged - first : self.step - first])
                 tokens = step_tokens[timed_from - first : self.step - first].sum()
                 self._log_training(epoch, tokens / (time.perf_counter() - timed_at), bar)
@@ -265,7 +268,7 @@ class TranslationRun:
 
         (steps, workers of this process).
         """
-        shares = self.config.accumulation_steps  # Accelerate's backward divides by them
+        shares = self.config.gradient_accumulation_steps  # Accelerate's backward divides by them
         if self.config.algorithm in SYNCHRONOUS:
             scales = shares * self.accelerator.num_processes / target_tokens.sum(axis=(1, 2))
             return np.repeat(scales[:, None], self.accelerator.workers_per_process, axis=1)
@@ -297,7 +300,7 @@ class TranslationRun:
     def _set_worker_loss(self, target_tokens: np.ndarray) -> None:
         total = float(torch.stack(self.losses).double().sum())
         mine = total, int(self._of_this_process(target_tokens).sum())
-        totals, tokens = zip(*self.accelerator.group.gather(mine, f"logging step {self.step}"), strict=True)
+        totals, tokens = zip(*self.accelerator.group.all_gather_object(mine, f"logging step {self.step}"), strict=True)
         self.worker_loss = math.fsum(totals) / sum(tokens)
         require_finite(self.accelerator, self.worker_loss, self.step)
 
@@ -306,12 +309,10 @@ class TranslationRun:
             "train/loss": self.worker_loss,
             "train/tokens_per_second": tokens_per_second,
             "epoch": epoch,
-            "gossip/rate": self.rate,
+            "gossip/lr": self.lr,
         }
         self.accelerator.log(values, step=self.step)
-        bar.set_postfix(
-            figures(self.accelerator, self.worker_loss, self.rate) | {"tokens/s": f"{tokens_per_second:.0f}"}
-        )
+        bar.set_postfix(figures(self.accelerator, self.worker_loss, self.lr) | {"tokens/s": f"{tokens_per_second:.0f}"})
 
     def _keep_for_average(self, last_of_epoch: bool) -> None:
         """Write the deployed model to a file when it is due, and at the end. Collective."""
@@ -347,11 +348,12 @@ class TranslationRun:
         values = {f"validation/{name}": value for name, value in losses.items()}
         values |= logged(self.curvature) if self.curvature else {}
         self.accelerator.log(
-            values | {"validation/bleu": bleu, "epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step
+            values | {"validation/bleu": bleu, "epoch": epoch - 1, "gossip/lr": self.lr}, step=self.step
         )
         self._say(
-            f"epoch {epoch}/{self.config.epochs}  step {self.step}  workers' train loss {self.worker_loss:.4f}  "
-            f"deployed validation loss {losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}  "
+            f"epoch {epoch}/{self.config.num_train_epochs}  step {self.step}  "
+            f"workers' train loss {self.worker_loss:.4f}  deployed validation loss {losses['loss']:.4f}  "
+            f"perplexity {losses['perplexity']:.2f}  "
             f"BLEU {bleu:.2f} (greedy)  radius {self._radius():.4g}"
             f"{f'  {described(self.curvature)}' if self.curvature else ''}"
         )
@@ -387,13 +389,13 @@ class TranslationRun:
             "test/chrf": scores["chrf"],
             "train/deployed_loss": train_losses["loss"],
         }
-        self.accelerator.log(values | {"epoch": epoch - 1, "gossip/rate": self.rate}, step=self.step)
+        self.accelerator.log(values | {"epoch": epoch - 1, "gossip/lr": self.lr}, step=self.step)
         if self.accelerator.is_main_process:
             write_translations(folder, pairs, found.texts)
             summary = self._summary(epoch, losses, train_losses, scores, self.clock.seconds())
             counts = {"averaged_models": averaged, "translations_at_limit": found.at_limit}
             self.folder.write_summary(summary | lost_workers(self.accelerator) | counts)
-        self.accelerator.group.meet("writing the results")  # if the one that writes is lost, another does it all
+        self.accelerator.group.barrier("writing the results")  # if the one that writes is lost, another does it all
         if self.config.average_last > 1:
             self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
         if self.accelerator.is_main_process:

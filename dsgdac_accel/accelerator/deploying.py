@@ -109,7 +109,7 @@ class DeploysAverage(HoldsWorkers, Accelerator):
         def save_average() -> None:
             with self.deployed_model(model) as deployed:
                 save(deployed, save_directory, *args, **kwargs)
-            self.group.meet("saving the model")
+            self.group.barrier("saving the model")
 
         self.group.redone(save_average)
 

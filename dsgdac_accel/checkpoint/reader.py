@@ -27,7 +27,7 @@ def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
             state = read_state(Path(folder), manifest.files[group.rank])
     except CheckpointError as problem:
         error = str(problem)
-    seen = group.gather((error, manifest), "loading a checkpoint")
+    seen = group.all_gather_object((error, manifest), "loading a checkpoint")
     problems = list(dict.fromkeys(problem for problem, _ in seen if problem))
     if problems:
         raise CheckpointError(problems[0])

@@ -196,7 +196,7 @@ class KeepsEveryWorker:
             return Path(output_dir).expanduser()
         parent = Path(self.project_dir) / "checkpoints"  # type: ignore[attr-defined]
         folder = parent / f"checkpoint_{self.project_configuration.iteration}"
-        if self.group.gather(folder.exists() and not is_leftover(folder), "naming a checkpoint")[0]:
+        if self.group.all_gather_object(folder.exists() and not is_leftover(folder), "naming a checkpoint")[0]:
             raise ValueError(
                 f"{folder} exists already. Set accelerator.project_configuration.iteration to the number to go on with."
             )
@@ -258,7 +258,7 @@ class KeepsEveryWorker:
             seed_workers_differently(self.group, read_manifest(folder).step)
         if self.project_configuration.automatic_checkpoint_naming:
             numbers = [number for number, _ in _numbered(Path(self.project_dir) / "checkpoints")]  # type: ignore[attr-defined]
-            following = self.group.gather(1 + max(numbers, default=-1), "naming a checkpoint")[0]
+            following = self.group.all_gather_object(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             self.project_configuration.iteration = max(following, self.project_configuration.iteration)
 
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
@@ -300,7 +300,7 @@ class KeepsEveryWorker:
             raise ValueError("load_state needs input_dir, or automatic_checkpoint_naming in the ProjectConfiguration.")
         parent = Path(self.project_dir) / "checkpoints"  # type: ignore[attr-defined]
         complete = [str(folder) for _, folder in _numbered(parent) if is_complete(folder)]
-        newest = self.group.gather(complete[-1:], "finding the newest checkpoint")[0]
+        newest = self.group.all_gather_object(complete[-1:], "finding the newest checkpoint")[0]
         if not newest:
             raise CheckpointError(f"{parent} holds no complete checkpoint. Give input_dir, or start anew.")
         return Path(newest[0])
@@ -312,7 +312,7 @@ class KeepsEveryWorker:
             result = attempt()
         except Exception as error:  # an error of one worker must not leave the others waiting
             problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        problems = self.group.gather(problem, "agreeing on a checkpoint")
+        problems = self.group.all_gather_object(problem, "agreeing on a checkpoint")
         for rank, found in enumerate(problems):
             if found is not None:
                 raise CheckpointError(f"worker {rank} {what}: {found}")

@@ -165,7 +165,7 @@ class _Saving:
             generation = self._clear() if self.rank == 0 else 0
         except OSError as error:  # an error of one worker must not leave the others waiting
             problem = _in_words(error, Path(error.filename or folder))
-        plans = group.gather((str(folder), step, generation, problem), "beginning a checkpoint")
+        plans = group.all_gather_object((str(folder), step, generation, problem), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[3] is not None:
                 raise CheckpointError(f"worker {rank} cannot save the checkpoint of step {step}: {plan[3]}")
@@ -278,11 +278,11 @@ class _Saving:
 
     def gather(self, outcome: _Outcome) -> list[_Outcome]:
         """Every worker's outcome."""
-        return self.group.gather(outcome, f"saving the checkpoint of step {self.step}")
+        return self.group.all_gather_object(outcome, f"saving the checkpoint of step {self.step}")
 
     def was_committed(self) -> bool:
         """After a loss: whether the manifest was written in time. If not, an older checkpoint in the folder stays."""
-        committed = "" in self.group.gather(self.committed, f"completing the checkpoint of step {self.step}")
+        committed = "" in self.group.all_gather_object(self.committed, f"completing the checkpoint of step {self.step}")
         if not committed and self.group.rank == 0:
             logger.warning(
                 "the checkpoint of step %d is not complete: a worker was lost while it was written", self.step
@@ -299,7 +299,7 @@ class _Saving:
         if not failed and self.rank == 0:
             self.commit([outcome.file for outcome in outcomes if outcome.file is not None])
         what = f"completing the checkpoint of step {self.step}"
-        manifest_error = self.group.gather(self.committed, what)[0]
+        manifest_error = self.group.all_gather_object(self.committed, what)[0]
         if not failed and manifest_error:
             failed = [(0, manifest_error)]
         if not failed:
@@ -314,7 +314,7 @@ class _Saving:
         for file in (self.path(self.rank), self.path(self.rank, RECEIPT)):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
-        self.group.gather(None, f"discarding the checkpoint of step {self.step}")
+        self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")
         if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):
                 with contextlib.suppress(OSError):  # there is something in it

@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
     schedule = commands.add_parser(
         "schedule",
         help="gamma over a run",
-        description="Print gamma = (rate / max_rate)^p over a run with linear warm-up and cosine decay, as the image "
+        description="Print gamma = (rate / max_lr)^p over a run with linear warm-up and cosine decay, as the image "
         "task has it, or with warm-up and inverse square root, as the translation task has it.",
         epilog="examples:\n  dsgdac schedule --power 0,1,2,3 --epochs 200 --warmup 10 --start 10\n"
         "  dsgdac schedule --rate inverse_sqrt --power 2 --epochs 20 --warmup 1 --plot gamma.png",
@@ -150,17 +150,17 @@ def _schedule(options: argparse.Namespace) -> int:
             raise ValueError(f"--plot must be a file that ends in .png; got {options.plot}.")
         check_writable("--plot", options.plot)
     steps = 100  # an epoch
-    rates = [_rate(options)(step, options.warmup * steps) for step in range(options.epochs * steps)]
-    gammas = {power: _gammas(rates, power, options.start * steps, options) for power in options.power}
-    print(f"{'epoch':>6} {'rate':>8} " + " ".join(f"{f'p = {power:g}':>10}" for power in gammas))
+    lrs = [_rate(options)(step, options.warmup * steps) for step in range(options.epochs * steps)]
+    gammas = {power: _gammas(lrs, power, options.start * steps, options) for power in options.power}
+    print(f"{'epoch':>6} {'lr':>8} " + " ".join(f"{f'p = {power:g}':>10}" for power in gammas))
     every = max(1, round(options.epochs / options.lines))
     for epoch in [*range(0, options.epochs, every), options.epochs]:
-        step = min(epoch * steps, len(rates) - 1)
+        step = min(epoch * steps, len(lrs) - 1)
         shown = " ".join(f"{values[step]:>10.4g}" for values in gammas.values())
-        print(f"{epoch:>6} {rates[step]:>8.4f} {shown}")
+        print(f"{epoch:>6} {lrs[step]:>8.4f} {shown}")
     print("\nrate as a fraction of its peak; gamma of the first step of each epoch, at the end of the last step")
     if options.plot is not None:
-        print(_plot_schedule(options.plot, rates, gammas, steps))
+        print(_plot_schedule(options.plot, lrs, gammas, steps))
     return 0
 
 
@@ -177,24 +177,24 @@ def _rate(options: argparse.Namespace) -> Callable[[int, float], float]:
             return (step + 1) / warmup
         return math.sqrt(max(1.0, warmup) / (step + 1))
 
-    return cosine if options.rate == "cosine" else inverse_sqrt
+    return cosine if options.lr == "cosine" else inverse_sqrt
 
 
-def _gammas(rates: list[float], power: float, start: int, options: argparse.Namespace) -> list[float]:
+def _gammas(lrs: list[float], power: float, start: int, options: argparse.Namespace) -> list[float]:
     from dsgdac_accel.schedule import AdaptiveConsensus
 
     consensus = AdaptiveConsensus(
-        power=power, start_step=start, max_rate=options.max_rate, floor=options.floor, planned_rates=rates
+        power=power, start_step=start, max_lr=options.max_lr, floor=options.floor, planned_lrs=lrs
     )
-    return [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+    return [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
 
 
-def _plot_schedule(file: Path, rates: list[float], gammas: dict[float, list[float]], steps: int) -> Path:
+def _plot_schedule(file: Path, lrs: list[float], gammas: dict[float, list[float]], steps: int) -> Path:
     from dsgdac_accel.plotting import COLOURS, DPI, _new_figure
 
     figure, (axes,) = _new_figure(1, 1)
-    epochs = [step / steps for step in range(len(rates))]
-    axes.plot(epochs, rates, "--", color="0.5", label="rate / peak")
+    epochs = [step / steps for step in range(len(lrs))]
+    axes.plot(epochs, lrs, "--", color="0.5", label="rate / peak")
     for number, (power, values) in enumerate(gammas.items()):
         axes.plot(epochs, values, color=COLOURS[number % len(COLOURS)], label=f"p = {power:g}")
     axes.set_xlabel("epoch")

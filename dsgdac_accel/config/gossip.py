@@ -17,7 +17,7 @@ from dsgdac_accel.topology import TOPOLOGIES, Topology
 
 _COMM_DTYPES = ("full", "bf16", "int8")
 _ORDERS = ("local_first", "mix_first")
-_RATE_WORDS = ("active", "run")
+_MAX_LR_WORDS = ("active", "run")
 _OTHER_COUNTS = ("refuse", "deployed")
 _ON_LOSS = ("stop", "continue")
 
@@ -26,7 +26,7 @@ _ON_LOSS = ("stop", "continue")
 class GossipConfig:
     """Who mixes with whom, how strongly and when (DSGD-AC, Algorithm 1).
 
-    The defaults are the paper's: a one-peer ring and gamma = (rate / max_rate)^3 from the first step. Values are
+    The defaults are the paper's: a one-peer ring and gamma = (rate / max_lr)^3 from the first step. Values are
     checked on construction: a ValueError names the rule, the value and the way out.
 
     >>> GossipConfig(power=2, start_epoch=10).power
@@ -41,7 +41,7 @@ class GossipConfig:
     base_graph (any number of workers); in Python also a Topology of your own."""
 
     power: float = 3.0
-    """Exponent p >= 0 of gamma = (rate / max_rate)^p; 0 is plain DSGD (or DAdam), whose gamma is 1 throughout."""
+    """Exponent p >= 0 of gamma = (rate / max_lr)^p; 0 is plain DSGD (or DAdam), whose gamma is 1 throughout."""
 
     start_step: int | None = None
     """Optimizer step (0-based) at which adaptive consensus begins: steps 0 to start_step - 1 mix with gamma 1.
@@ -51,7 +51,7 @@ class GossipConfig:
     """Epoch (0-based) at which adaptive consensus begins: epochs 0 to start_epoch - 1 mix with gamma 1. An epoch is
     a training pass begun over the prepared loader. Give this or start_step, not both."""
 
-    max_rate: Literal["active", "run"] | float = "active"
+    max_lr: Literal["active", "run"] | float = "active"
     """The rate at which gamma is 1: the largest rate among the steps since adaptive consensus began (active, the
     paper's appendix), the largest of the whole run (run, Algorithm 1), or a number > 0."""
 
@@ -82,7 +82,7 @@ class GossipConfig:
     inside the step."""
 
     total_steps: int | None = None
-    """Optimizer steps of the whole run, if known: lets max_rate look ahead along the learning-rate scheduler."""
+    """Optimizer steps of the whole run, if known: lets max_lr look ahead along the learning-rate scheduler."""
 
     log_every: int = 50
     """Steps between measurements of the exact consensus radius, each a reduction of the size of the model; 0 measures
@@ -108,7 +108,7 @@ class GossipConfig:
 
     def __post_init__(self) -> None:
         self._set("topology", _checked_topology(self.topology))
-        self._set("max_rate", _checked_max_rate(self.max_rate))
+        self._set("max_lr", _checked_max_lr(self.max_lr))
         self._check_gamma()
         self._check_start()
         self._check_running()
@@ -171,14 +171,14 @@ def _checked_topology(topology: object) -> str | Topology:
     return check_choice("topology", topology, TOPOLOGIES)
 
 
-def _checked_max_rate(max_rate: Any) -> Any:
-    if not isinstance(max_rate, str):
+def _checked_max_lr(max_lr: Any) -> Any:
+    if not isinstance(max_lr, str):
         advice = "Or use 'active' or 'run'."
-        return check_number("max_rate", max_rate, above=0, advice=advice)
-    if max_rate not in _RATE_WORDS:
-        suggestion = did_you_mean(max_rate, _RATE_WORDS)
-        raise ValueError(f"max_rate must be 'active', 'run' or a number > 0; got {max_rate!r}.{suggestion}")
-    return max_rate
+        return check_number("max_lr", max_lr, above=0, advice=advice)
+    if max_lr not in _MAX_LR_WORDS:
+        suggestion = did_you_mean(max_lr, _MAX_LR_WORDS)
+        raise ValueError(f"max_lr must be 'active', 'run' or a number > 0; got {max_lr!r}.{suggestion}")
+    return max_lr
 
 
 def _check_within(start_step: int | None, total_steps: int) -> None:

@@ -59,13 +59,13 @@ class KnowsAverage:
         for number, scratch in enumerate(self._room()[0]):
             xs = [flat.buffers[number].data for flat in self.flats]
             mean = xs[0].clone() if self._arrived else scratch.copy_(xs[0])
-            self.group.mean_(mean, f"measuring the consensus radius at step {self.step}", others=xs[1:])
+            self.group.all_reduce_mean_(mean, f"measuring the consensus radius at step {self.step}", others=xs[1:])
             for here, x in enumerate(xs):
                 squared[here] += _squared_distance(mean, x)
         return self._consensus_from(squared)
 
     def _consensus_from(self, squared_distances: list[float]) -> Consensus:
-        shares = self.group.gather(squared_distances, f"measuring the consensus radius at step {self.step}")
+        shares = self.group.all_gather_object(squared_distances, f"measuring the consensus radius at step {self.step}")
         squares = [square for share in shares for square in share]
         radius = sum(square**0.5 for square in squares) / len(squares)
         measured = self.last_consensus = Consensus(radius, sum(squares) ** 0.5, self.step)
@@ -86,7 +86,7 @@ class KnowsAverage:
             self._borrowed = True
             return
         self.settle_arrivals()
-        self.group.meet(f"averaging the workers at step {self.step}")
+        self.group.barrier(f"averaging the workers at step {self.step}")
         self.group.require_equal(self.step, "number of optimizer steps")
         self.drain()
         self._arrived = False  # the receive buffers become the backup: the exchange is posted again afterwards
@@ -99,7 +99,7 @@ class KnowsAverage:
         squared = [0.0] * self.per_process
         for number, buffer in enumerate(self.flats[0].buffers):
             own = [backup[number] for backup in self._backup]
-            self.group.mean_(buffer.data, f"averaging the workers at step {self.step}", others=own[1:])
+            self.group.all_reduce_mean_(buffer.data, f"averaging the workers at step {self.step}", others=own[1:])
             for here, kept in enumerate(own):
                 squared[here] += _squared_distance(buffer.data, kept)
                 if here > 0:

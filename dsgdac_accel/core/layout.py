@@ -113,7 +113,7 @@ class KeepsLayout:
                     if id(p) in at and shapes[at[id(p)]] == p.shape
                 }
             )
-        everywhere = self.group.gather(set.intersection(*kept), "keeping what pairs of workers refer to")
+        everywhere = self.group.all_gather_object(set.intersection(*kept), "keeping what pairs of workers refer to")
         pairs = sorted(set.intersection(*everywhere))
         places = [(old.places(), new.places()) for old, new in zip(before, self.flats, strict=True)]
         return [[(old[i], new[j]) for i, j in pairs] for old, new in places]

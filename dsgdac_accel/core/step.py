@@ -20,12 +20,12 @@ from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import seed_workers_differently
-from dsgdac_accel.schedule import AdaptiveConsensus, current_rate, planned_rates
+from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, planned_lrs
 from dsgdac_accel.topology import Topology, build_topology
 
 logger = logging.getLogger(__name__)
 
-_SAME_RATES = (
+_SAME_LRS = (
     "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as one "
     "measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`."
 )
@@ -75,19 +75,19 @@ class GossipStep:
         self.estimate = RadiusEstimate(group, config.sketch, config.workers_per_process) if config.sketch else None
         self.schedule = adaptive_consensus(config)
         self.gamma = 1.0
-        self.rate = current_rate(optimizer)
+        self.lr = current_lr(optimizer)
         self.skipped = SkippedUpdates(optimizer, self.mixer, config.max_consecutive_nonfinite)
         self._first_step_checked = False
         self._planned = self._warned_of_rise = False
 
     def plan(self, scheduler: Any) -> None:
-        """Look ahead along a fresh scheduler, so that `max_rate` is the true maximum where it can be computed."""
-        self.plan_rates(planned_rates(scheduler, self.config.total_steps))
+        """Look ahead along a fresh scheduler, so that `max_lr` is the true maximum where it can be computed."""
+        self.plan_lrs(planned_lrs(scheduler, self.config.total_steps))
 
-    def plan_rates(self, rates: list[float] | None) -> None:
+    def plan_lrs(self, lrs: list[float] | None) -> None:
         """Look ahead along the rate of every step of the run, if it is known; only before the first step."""
-        if rates is not None and not self._planned and self.mixer.step == 0:
-            self.schedule = adaptive_consensus(self.config, rates)
+        if lrs is not None and not self._planned and self.mixer.step == 0:
+            self.schedule = adaptive_consensus(self.config, lrs)
             self._planned = True
 
     # ---- the step
@@ -110,10 +110,10 @@ class GossipStep:
         if not self._first_step_checked:
             self._check_workers_once()
         self.watch.check(self.optimizer)
-        before, self.rate = self.rate, current_rate(self.optimizer)
+        before, self.lr = self.lr, current_lr(self.optimizer)
         was_active = self.schedule.active_since is not None
-        self.gamma = self.schedule.gamma(step=self.mixer.step, rate=self.rate, epoch=epoch)
-        if was_active and self.rate > before:
+        self.gamma = self.schedule.gamma(step=self.mixer.step, lr=self.lr, epoch=epoch)
+        if was_active and self.lr > before:
             self._warn_of_rise()
         self.skipped.settle()
         if scaler is None:
@@ -134,7 +134,7 @@ class GossipStep:
         every = self.config.log_every
         if every and self.mixer.step % every == 0:
             self.group.require_equal(self.mixer.step, "number of optimizer steps")
-            self.group.require_equal(self.rate, f"learning rate at step {self.mixer.step}", _SAME_RATES)
+            self.group.require_equal(self.lr, f"learning rate at step {self.mixer.step}", _SAME_LRS)
             self.mixer.measure_consensus()  # between two exchanges the receive buffer is free to use
         if self.config.overlap:
             self.mixer.start()
@@ -143,7 +143,7 @@ class GossipStep:
 
     def _warn_of_rise(self) -> None:
         """Say once that gamma stays 1 because nobody knows yet how far the rate will rise."""
-        looks_ahead = self._planned or isinstance(self.config.max_rate, float) or self.config.constant is not None
+        looks_ahead = self._planned or isinstance(self.config.max_lr, float) or self.config.constant is not None
         if looks_ahead or self._warned_of_rise or self.config.power == 0 or self.mixer.step == 0:
             return
         if self.gamma < 1:  # it has been higher, as in a schedule that begins anew
@@ -153,7 +153,7 @@ class GossipStep:
             return
         logger.warning(
             "the learning rate rises after adaptive consensus began, and its maximum is not known ahead: gamma is 1 "
-            "until it falls. Prepare a scheduler and give total_steps, give max_rate as a number, or start after the "
+            "until it falls. Prepare a scheduler and give total_steps, give max_lr as a number, or start after the "
             "warm-up."
         )
 
@@ -163,14 +163,14 @@ class GossipStep:
             scaler.unscale_(self.optimizer)
         found = list(scaler._found_inf_per_device(self.optimizer).values())
         for flag in found:
-            self.group.max_(flag, f"comparing fp16 overflows at step {self.mixer.step}")
+            self.group.all_reduce_max_(flag, f"comparing fp16 overflows at step {self.mixer.step}")
         return not any(bool(flag) for flag in found)
 
     def _check_workers_once(self) -> None:
         """What must agree, and what must differ, when training begins."""
         self._first_step_checked = True
-        self.group.require_equal(self.rate, "learning rate at the first step", _SAME_RATES)
-        streams = self.group.gather(
+        self.group.require_equal(self.lr, "learning rate at the first step", _SAME_LRS)
+        streams = self.group.all_gather_object(
             hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), "comparing random states"
         )
         if len(set(streams)) < len(streams):
@@ -204,7 +204,7 @@ class GossipStep:
                 "frobenius_estimate": estimate.frobenius,
             }
         return {
-            "rate": self.rate,
+            "lr": self.lr,
             "gamma": self.gamma,
             **measured,
             "neighbor_disagreement": float(self.mixer.neighbor_disagreement),
@@ -224,7 +224,7 @@ class GossipStep:
             "consecutive_nonfinite": list(self.skipped.in_a_row),
             "latest": {
                 "gamma": self.gamma,
-                "rate": self.rate,
+                "lr": self.lr,
                 "disagreement": float(self.mixer.neighbor_disagreement),
                 "consensus": None if consensus is None else asdict(consensus),
                 "bytes_sent": self.mixer.exchange.bytes_sent,
@@ -240,20 +240,20 @@ class GossipStep:
         counts = state["consecutive_nonfinite"]  # a number in checkpoints from before processes held several workers
         self.skipped.in_a_row = [counts] if isinstance(counts, int) else list(counts)
         latest = state["latest"]
-        self.gamma, self.rate = latest["gamma"], latest["rate"]
+        self.gamma, self.lr = latest["gamma"], latest["lr"]
         self.mixer.neighbor_disagreement = latest["disagreement"]
         self.mixer.last_consensus = None if latest["consensus"] is None else Consensus(**latest["consensus"])
         self.mixer.exchange.bytes_sent = latest["bytes_sent"]
 
 
-def adaptive_consensus(config: GossipConfig, rates: list[float] | None = None) -> AdaptiveConsensus:
+def adaptive_consensus(config: GossipConfig, lrs: list[float] | None = None) -> AdaptiveConsensus:
     """The gamma schedule that a configuration asks for."""
     return AdaptiveConsensus(
         power=config.power,
         start_step=config.start_step,
         start_epoch=config.start_epoch,
-        max_rate=config.max_rate,
+        max_lr=config.max_lr,
         floor=config.floor,
         constant=config.constant,
-        planned_rates=rates,
+        planned_lrs=lrs,
     )

@@ -48,14 +48,14 @@ def summed(
         total.zero_()
         total[-1] = 1
         group.report(f"worker {group.rank} failed in {what}: {error}")
-    group.mean_(total, what)
+    group.all_reduce_mean_(total, what)
     if total[-1] > 0:
         _raise_everywhere(failure, group, what)
     return total[:-1].mul_(group.size)
 
 
 def _raise_everywhere(mine: Exception | None, group: WorkerGroup, what: str) -> None:
-    failures = group.gather(
+    failures = group.all_gather_object(
         None if mine is None else (isinstance(mine, ValueError | TypeError), str(mine)),
         f"telling of a failure in {what}",
     )

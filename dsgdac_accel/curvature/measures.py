@@ -63,7 +63,7 @@ def measure_penalty(deltas: Iterable[Tensor], hvp: Matvec, group: WorkerGroup | 
     """
     group, deltas = group or getattr(hvp, "group", None), list(deltas)
     space = (len(deltas), *((deltas[0].numel(), deltas[0].dtype) if deltas else (None, None)))
-    spaces = [space] if group is None else group.gather(space, "counting the workers for curvature")
+    spaces = [space] if group is None else group.all_gather_object(space, "counting the workers for curvature")
     value = squared_norm = 0.0
     for owner, (count, dim, dtype) in enumerate(spaces):
         for number in range(count):

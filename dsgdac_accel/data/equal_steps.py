@@ -34,7 +34,7 @@ class EqualSteps:
         self.loader = loader
         self.group = group
         self.active = active
-        self.lengths = group.gather(known_length(loader), "comparing the lengths of data loaders")
+        self.lengths = group.all_gather_object(known_length(loader), "comparing the lengths of data loaders")
         known = [length for length in self.lengths if length is not None]
         self.steps = min(known) if len(known) == group.size else None
         self._said = False
@@ -97,7 +97,7 @@ class EqualSteps:
         """Whether batch `number` is the last that all workers have; None if some worker has not even this one."""
         if self.steps is not None:
             return number == self.steps if number <= self.steps else None
-        states = self.group.gather(last_here, "asking whether every worker has another batch")
+        states = self.group.all_gather_object(last_here, "asking whether every worker has another batch")
         return None if None in states else any(states)
 
     def _warn_of_rest(self, taken: int) -> None:

@@ -87,7 +87,7 @@ class WorkerGroup(HandlesLosses):
         self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
         self._apart = True  # who is lost before all have met ends the run
         self.guarded(self._connect, "connecting the workers")
-        processes = self.gather((this_machine(), os.getpid()), "meeting the workers")
+        processes = self.all_gather_object((this_machine(), os.getpid()), "meeting the workers")
         self._apart = False
         self._reports = FailureReports(self.rank, dict(enumerate(processes)))
         self._reports.all_met()
@@ -188,7 +188,7 @@ class WorkerGroup(HandlesLosses):
 
     # ---- collectives: synchronous, on groups of their own, each with a name for the error message
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait until every worker is here; otherwise the error names those that are missing."""
         if self.size > 1:
             self.together(
@@ -198,7 +198,7 @@ class WorkerGroup(HandlesLosses):
                 what,
             )
 
-    def mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
+    def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
 
         Summed in float64, so that workers which are equal have exactly themselves as their mean.
@@ -226,7 +226,7 @@ class WorkerGroup(HandlesLosses):
             part.copy_(self.together(mean, what))
         return tensor
 
-    def max_(self, tensor: Tensor, what: str) -> Tensor:
+    def all_reduce_max_(self, tensor: Tensor, what: str) -> Tensor:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
             self._silence()
@@ -255,7 +255,7 @@ class WorkerGroup(HandlesLosses):
                 tensor.detach().copy_(values)
         return tensor
 
-    def gather(self, value: T, what: str) -> list[T]:
+    def all_gather_object(self, value: T, what: str) -> list[T]:
         """The small picklable `value` of every worker, in order of rank, on every worker."""
         if self.size == 1:
             return [value]
@@ -277,7 +277,7 @@ class WorkerGroup(HandlesLosses):
 
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
         """Raise on every worker unless all hold the same `value`; `advice` says what to do about it."""
-        values = self.gather(value, f"comparing the {what} of all workers")
+        values = self.all_gather_object(value, f"comparing the {what} of all workers")
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(

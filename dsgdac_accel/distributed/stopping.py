@@ -87,7 +87,7 @@ class StopsOnSignals:
             raise RuntimeError("`stop_on_signals` is entered already; once is enough for all of training.")
         receiver = SignalReceiver(signals)
         # A word that this run alone knows: stores outlive runs, and one process may run several.
-        word = self.group.gather(uuid.uuid4().hex, "listening for signals")[0]
+        word = self.group.all_gather_object(uuid.uuid4().hex, "listening for signals")[0]
         receiver.open()
         agreement = self._agreement = StopAgreement(self.group, receiver, word)
         ends_here = False

@@ -111,7 +111,7 @@ def quick_check(
     fact = collect_facts(group.rank, group.device, settings=settings, streams=streams, model=None)
     if streams and model is not None:
         fact = replace(fact, streams=stream_fingerprints(model))
-    findings = wrong_run(group.gather(fact, "checking the workers"))
+    findings = wrong_run(group.all_gather_object(fact, "checking the workers"))
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
         raise ValueError(" ".join(f"{finding.message}. {finding.advice}." for finding in errors))
@@ -163,7 +163,7 @@ class _Examination:
             fresh=fresh,
             output_dir=output_dir,
         )
-        self.facts = self.group.gather(fact, "comparing the workers")
+        self.facts = self.group.all_gather_object(fact, "comparing the workers")
         machines = len({fact.machine for fact in self.facts})
         self.report.values |= {
             "workers": self.num_workers,
@@ -206,7 +206,7 @@ class _Examination:
             return
         named = self.config.topology
         topology = named if isinstance(named, Topology) else build_topology(named, self.num_workers)
-        planned = self.steps[0].schedule.planned_rates if self.steps else None
+        planned = self.steps[0].schedule.planned_lrs if self.steps else None
         findings, values = check_topology(topology, self.config.total_steps)
         self.topology = topology
         self.report.values |= {"topology": topology.name, **values}
@@ -226,7 +226,7 @@ class _Examination:
         here = 4 * parameters if parameters is not None else None
         if here is None and self.model is not None:
             here = parameter_bytes(self.model)
-        size = self.group.gather(here, "agreeing on a size")[0]
+        size = self.group.all_gather_object(here, "agreeing on a size")[0]
         if not size:
             return
         self.report.values["parameter_bytes"] = size
@@ -269,7 +269,7 @@ class _Examination:
             raise
         except Exception as error:  # the loader is the user's code
             problem = f"{type(error).__name__}: {error}"
-        answers = self.group.gather((found, problem), what)
+        answers = self.group.all_gather_object((found, problem), what)
         problems = [(rank, said) for rank, (_, said) in enumerate(answers) if said is not None]
         for rank, said in problems[:1]:
             ranks = tuple(rank for rank, _ in problems)

@@ -158,7 +158,7 @@ def _times(group: WorkerGroup, topology: Topology, sent: Tensor, rounds: Sequenc
     exchange = Exchange(group, topology, [[sent]])
     mine = [min(_seconds(group, exchange, step) for _ in range(_REPEATS)) for step in rounds]
     exchange.release()
-    return group.gather(mine, "measuring the links")
+    return group.all_gather_object(mine, "measuring the links")
 
 
 def _measure_rounds(
@@ -170,13 +170,13 @@ def _measure_rounds(
     exchange.wait()
     bytes_sent = exchange.bytes_sent
     exchange.release()
-    shares = group.gather(mine, "measuring an exchange")
+    shares = group.all_gather_object(mine, "measuring an exchange")
     return [max(times) for times in zip(*shares, strict=True)], bytes_sent
 
 
 def _seconds(group: WorkerGroup, exchange: Exchange, step: int) -> float:
     """One exchange, begun by all processes at the same time."""
-    group.max_(torch.zeros(1, device=group.device), "measuring the links")
+    group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring the links")
     _synchronise(group)
     started = time.perf_counter()
     exchange.post(step)
@@ -186,12 +186,12 @@ def _seconds(group: WorkerGroup, exchange: Exchange, step: int) -> float:
 
 
 def _radius_seconds(group: WorkerGroup, buffer: Tensor) -> float:
-    group.max_(torch.zeros(1, device=group.device), "measuring an average")
+    group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring an average")
     _synchronise(group)
     started = time.perf_counter()
-    group.mean_(buffer, "measuring an average")
+    group.all_reduce_mean_(buffer, "measuring an average")
     _synchronise(group)
-    return max(group.gather(time.perf_counter() - started, "measuring an average"))
+    return max(group.all_gather_object(time.perf_counter() - started, "measuring an average"))
 
 
 def _synchronise(group: WorkerGroup) -> None:

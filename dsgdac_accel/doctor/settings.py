@@ -36,7 +36,7 @@ def check_topology(topology: Topology, total_steps: int | None = None) -> tuple[
 
 
 def check_gossip(
-    config: GossipConfig, total_steps: int | None = None, rates: Sequence[float] | None = None
+    config: GossipConfig, total_steps: int | None = None, lrs: Sequence[float] | None = None
 ) -> list[Finding]:
     """Whether gamma does what adaptive consensus is for, and what the policies cost.
 
@@ -45,7 +45,7 @@ def check_gossip(
         total_steps: optimizer steps of the run, if known.
         rates: the rate of each of its steps, if known.
     """
-    findings = [_gamma(config, total_steps, rates)]
+    findings = [_gamma(config, total_steps, lrs)]
     if not config.overlap:
         findings.append(
             Finding(
@@ -67,8 +67,8 @@ def check_gossip(
     return findings
 
 
-def _gamma(config: GossipConfig, total_steps: int | None, rates: Sequence[float] | None) -> Finding:
-    total = len(rates) if rates else total_steps
+def _gamma(config: GossipConfig, total_steps: int | None, lrs: Sequence[float] | None) -> Finding:
+    total = len(lrs) if lrs else total_steps
     begins = config.start_step if config.start_step is not None else 0
     if config.constant is None and config.power == 0:
         return Finding("ok", "gamma", "power = 0: gamma is 1 throughout, which is plain DSGD")
@@ -82,35 +82,35 @@ def _gamma(config: GossipConfig, total_steps: int | None, rates: Sequence[float]
             return Finding("warning", "gamma", f"{message}: the workers then never mix again", "Use a value above 0")
         return Finding("ok", "gamma", message)
     if config.start_epoch is not None:
-        return Finding("ok", "gamma", f"1 before epoch {config.start_epoch}, then (rate / max_rate)^{config.power:g}")
-    if not rates:
-        advice = "" if isinstance(config.max_rate, float) else "Give total_steps, so that it looks ahead"
-        message = f"(rate / max_rate)^{config.power:g}; how the rate goes on is not known, so gamma is 1 until it falls"
+        return Finding("ok", "gamma", f"1 before epoch {config.start_epoch}, then (rate / max_lr)^{config.power:g}")
+    if not lrs:
+        advice = "" if isinstance(config.max_lr, float) else "Give total_steps, so that it looks ahead"
+        message = f"(rate / max_lr)^{config.power:g}; how the rate goes on is not known, so gamma is 1 until it falls"
         return Finding("ok", "gamma", message, advice)
-    return _planned_gamma(config, rates, begins)
+    return _planned_gamma(config, lrs, begins)
 
 
-def _planned_gamma(config: GossipConfig, rates: Sequence[float], begins: int) -> Finding:
+def _planned_gamma(config: GossipConfig, lrs: Sequence[float], begins: int) -> Finding:
     consensus = AdaptiveConsensus(
         power=config.power,
         start_step=begins,
-        max_rate=config.max_rate,
+        max_lr=config.max_lr,
         floor=config.floor,
-        planned_rates=rates,
+        planned_lrs=lrs,
     )
-    gammas = [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+    gammas = [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
     active = gammas[begins:]
     smallest, largest, last = min(active), max(active), active[-1]
-    shown = f"between {smallest:.3g} and {largest:.3g} from step {begins} on, {last:.3g} at the last of {len(rates)}"
+    shown = f"between {smallest:.3g} and {largest:.3g} from step {begins} on, {last:.3g} at the last of {len(lrs)}"
     if smallest == 1:
-        if isinstance(config.max_rate, float):
-            advice = f"The largest rate is {max(rates):.3g}: leave max_rate out, or raise it"
+        if isinstance(config.max_lr, float):
+            advice = f"The largest rate is {max(lrs):.3g}: leave max_lr out, or raise it"
         else:
             advice = "Use a scheduler that lowers the rate, or set a constant gamma"
-        return Finding("warning", "gamma", "stays 1, since the rate never falls below max_rate: plain DSGD", advice)
+        return Finding("warning", "gamma", "stays 1, since the rate never falls below max_lr: plain DSGD", advice)
     if largest < 0.1:
         message = f"at most {largest:.3g}: the workers hardly mix"
-        advice = f"The largest rate is {max(rates[begins:]):.3g}; max_rate = {config.max_rate} is far above it"
+        advice = f"The largest rate is {max(lrs[begins:]):.3g}; max_lr = {config.max_lr} is far above it"
         return Finding("warning", "gamma", message, advice)
     vanished = sum(gamma < _VANISHED for gamma in active)
     if vanished > len(active) / 3:

@@ -13,26 +13,26 @@ from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import TOLERANCE
 
 
-def positive_rate(name: str, rate: Any) -> Tensor:
+def positive_lr(name: str, lr: Any) -> Tensor:
     """A learning rate > 0, or several."""
-    rate = _finite(name, rate)
-    _refuse(name, rate, rate <= 0, "> 0", "Without a local step there is no noise and nothing to predict")
-    return rate
+    lr = _finite(name, lr)
+    _refuse(name, lr, lr <= 0, "> 0", "Without a local step there is no noise and nothing to predict")
+    return lr
 
 
-def nonnegative_rate(name: str, rate: Any) -> Tensor:
+def nonnegative_lr(name: str, lr: Any) -> Tensor:
     """A learning rate >= 0, or several."""
-    rate = _finite(name, rate)
-    _refuse(name, rate, rate < 0, ">= 0", "Local steps go against the gradient")
-    return rate
+    lr = _finite(name, lr)
+    _refuse(name, lr, lr < 0, ">= 0", "Local steps go against the gradient")
+    return lr
 
 
-def scheduled(gammas: AdaptiveConsensus | Sequence[float], rates: Sequence[float]) -> tuple[list[float], list[float]]:
+def scheduled(gammas: AdaptiveConsensus | Sequence[float], lrs: Sequence[float]) -> tuple[list[float], list[float]]:
     """Gamma and rate of every step; rates of 0 are allowed, as warm-ups start and decays end there."""
-    rates_T = _one_per_step("rates", nonnegative_rate("rates", rates))
+    rates_T = _one_per_step("lrs", nonnegative_lr("lrs", lrs))
     if isinstance(gammas, AdaptiveConsensus):
         schedule = copy.deepcopy(gammas)  # asking for gamma moves the schedule on
-        gammas = [schedule.gamma(step, rate) for step, rate in enumerate(rates_T)]
+        gammas = [schedule.gamma(step, lr) for step, lr in enumerate(rates_T)]
     gammas_T = _one_per_step("gammas", consensus_factor(gammas, name="gammas"))
     if len(gammas_T) != len(rates_T):
         raise ValueError(

@@ -46,44 +46,44 @@ class Dynamics:
         self.sigma2_K11 = sigma2_K[:, None, None]
         self.num_workers = topology.num_workers
 
-    def step(self, step: int, gamma: float, rate: float) -> tuple[Tensor, Tensor]:
+    def step(self, step: int, gamma: float, lr: float) -> tuple[Tensor, Tensor]:
         """A and the covariance sigma2 B P B' that the noise adds, each (K, 2N, 2N)."""
-        A = self.kept - gamma * self.mixing[step % len(self.mixing)] - rate * self.local
-        B = self.enters - rate * self.enters_by_rate
+        A = self.kept - gamma * self.mixing[step % len(self.mixing)] - lr * self.local
+        B = self.enters - lr * self.enters_by_rate
         return A, self.sigma2_K11 * (B @ B.T)
 
-    def along(self, gammas: list[float], rates: list[float]) -> Iterator[Tensor]:
+    def along(self, gammas: list[float], lrs: list[float]) -> Iterator[Tensor]:
         """The variance of each worker in each direction after every step, shape (N, K), from equal workers on."""
         covariance = torch.zeros_like(self.kept)
-        for step, (gamma, rate) in enumerate(zip(gammas, rates, strict=True)):
-            A, added = self.step(step, gamma, rate)
+        for step, (gamma, lr) in enumerate(zip(gammas, lrs, strict=True)):
+            A, added = self.step(step, gamma, lr)
             covariance = A @ covariance @ A.mT + added
             yield self._of_workers(covariance)
 
-    def periodic(self, gamma: float, rate: float) -> Tensor:
+    def periodic(self, gamma: float, lr: float) -> Tensor:
         """The stationary variance after every round of a period, shape (T, N, K); inf in unstable directions.
 
         The covariance S at the end of a period solves the discrete Lyapunov equation S = F S F' + Q of a whole period.
         """
-        F, Q = self.period(gamma, rate)
-        stable_K11 = (self.decay(gamma, rate) < 1 - ROUNDING)[:, None, None]
+        F, Q = self.period(gamma, lr)
+        stable_K11 = (self.decay(gamma, lr) < 1 - ROUNDING)[:, None, None]
         covariance = solve_lyapunov(F.where(stable_K11, 0.0), Q)
         variances = []
         for step in range(len(self.mixing)):
-            A, added = self.step(step, gamma, rate)
+            A, added = self.step(step, gamma, lr)
             covariance = A @ covariance @ A.mT + added
             variances.append(self._of_workers(covariance.where(stable_K11, torch.inf)))
         return torch.stack(variances)
 
-    def decay(self, gamma: float, rate: float) -> Tensor:
+    def decay(self, gamma: float, lr: float) -> Tensor:
         """The largest modulus of an eigenvalue of a whole period, shape (K,): below 1 where it is stable."""
-        return torch.linalg.eigvals(self.period(gamma, rate)[0]).abs().amax(-1)
+        return torch.linalg.eigvals(self.period(gamma, lr)[0]).abs().amax(-1)
 
-    def period(self, gamma: float, rate: float) -> tuple[Tensor, Tensor]:
+    def period(self, gamma: float, lr: float) -> tuple[Tensor, Tensor]:
         """F and Q of a whole period: S <- F S F' + Q, each (K, 2N, 2N)."""
-        F, Q = self.step(0, gamma, rate)
+        F, Q = self.step(0, gamma, lr)
         for step in range(1, len(self.mixing)):
-            A, added = self.step(step, gamma, rate)
+            A, added = self.step(step, gamma, lr)
             F, Q = A @ F, A @ Q @ A.mT + added
         return F, Q
 

@@ -46,7 +46,7 @@ def modal_variance(alpha: Any, gamma: Any, mu: Any, lam: Any, sigma2: Any, momen
     >>> modal_variance(0.1, 0.1, mu=0.5, lam=[0.0, -1.0], sigma2=1.0)
     tensor([0.1026,    inf], dtype=torch.float64)
     """
-    alpha, momentum = arguments.positive_rate("alpha", alpha), arguments.momentum_factor(momentum)
+    alpha, momentum = arguments.positive_lr("alpha", alpha), arguments.momentum_factor(momentum)
     mixing, curvature = _mixing_and_curvature(alpha, gamma, mu, lam)
     to_1, to_minus_1 = _margins(mixing, curvature, momentum)
     carried = momentum * (1 - mixing)
@@ -76,7 +76,7 @@ def is_stable(alpha: Any, gamma: Any, mu: Any, lam: Any, momentum: Any = 0.0) ->
     >>> is_stable(alpha=0.1, gamma=0.1, mu=0.5, lam=[-0.49, -0.049, 19.5, 37.0], momentum=0.9).tolist()
     [False, True, True, True]
     """
-    alpha, momentum = arguments.nonnegative_rate("alpha", alpha), arguments.momentum_factor(momentum)
+    alpha, momentum = arguments.nonnegative_lr("alpha", alpha), arguments.momentum_factor(momentum)
     to_1, to_minus_1 = _margins(*_mixing_and_curvature(alpha, gamma, mu, lam), momentum)
     return (to_1 > 0) & (to_minus_1 > 0)
 
@@ -95,7 +95,7 @@ def modal_variance_bounds(
     >>> lower.tolist(), upper.tolist()
     ([1.0, 0.25], [1.3333333333333333, 0.3333333333333333])
     """
-    alpha = arguments.positive_rate("alpha", alpha)
+    alpha = arguments.positive_lr("alpha", alpha)
     mixing, curvature = _mixing_and_curvature(alpha, gamma, mu, lam)
     damping = mixing + curvature
     stable = (damping > 0) & (damping < 2)
@@ -125,7 +125,7 @@ def mixing_dominated_variance(alpha: Any, gamma: Any, mu: Any, sigma2: Any, mome
     >>> modal_variance(alpha=0.5, gamma=0.25, mu=0.5, lam=0.0, sigma2=1.0)
     tensor(1.0667, dtype=torch.float64)
     """
-    alpha, momentum = arguments.positive_rate("alpha", alpha), arguments.momentum_factor(momentum)
+    alpha, momentum = arguments.positive_lr("alpha", alpha), arguments.momentum_factor(momentum)
     mixing, _ = _mixing_and_curvature(alpha, gamma, mu, 0.0)
     noise = (alpha / (1 - momentum)) ** 2 * arguments.noise_variance(sigma2)
     return torch.where(mixing > 0, noise / (2 * mixing), torch.inf)
@@ -142,7 +142,7 @@ def is_mixing_dominated(alpha: Any, gamma: Any, mu: Any, lam: Any, rho: float = 
     """
     if not 0 <= rho < 1:
         raise ValueError(f"rho must be in [0, 1); got {rho!r}. It bounds curvature relative to mixing.")
-    alpha, momentum = arguments.positive_rate("alpha", alpha), arguments.momentum_factor(momentum)
+    alpha, momentum = arguments.positive_lr("alpha", alpha), arguments.momentum_factor(momentum)
     mixing, curvature = _mixing_and_curvature(alpha, gamma, mu, lam)
     return curvature.abs() <= rho * mixing * (1 - momentum)
 
@@ -189,7 +189,7 @@ def consensus_penalty(x_ND: Tensor, mixing_NN: Tensor, gamma: float, alpha: floa
     >>> consensus_penalty(torch.tensor([[1.0], [3.0]]), torch.full((2, 2), 0.5), gamma=0.5, alpha=0.1)
     tensor(5.)
     """
-    weight = arguments.consensus_factor(gamma) / (4 * arguments.positive_rate("alpha", alpha))
+    weight = arguments.consensus_factor(gamma) / (4 * arguments.positive_lr("alpha", alpha))
     mixing_NN = mixing_NN.to(x_ND)
     if mixing_NN.shape != (len(x_ND), len(x_ND)):
         raise ValueError(

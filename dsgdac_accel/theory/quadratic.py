@@ -64,7 +64,7 @@ class QuadraticRun:
 def simulate_quadratic(
     topology: Topology,
     gamma: float,
-    rate: float,
+    lr: float,
     lam: Any,
     sigma2: Any,
     momentum: float = 0.0,
@@ -93,18 +93,18 @@ def simulate_quadratic(
     True
     """
     gamma = arguments.scalar("gamma", arguments.consensus_factor(gamma))
-    rate = arguments.scalar("rate", arguments.positive_rate("rate", rate))
+    lr = arguments.scalar("lr", arguments.positive_lr("lr", lr))
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
     chains = arguments.whole_number("chains", chains, at_least=2)
     period = topology.period
-    memory = slowest_decay(topology, gamma, rate, lam_K, momentum)
+    memory = slowest_decay(topology, gamma, lr, lam_K, momentum)
     if burn_in is None:
         burn_in = math.ceil(math.log(1e-6) / (2 * math.log(memory))) if memory > 0 else 1
     kept = math.ceil(arguments.whole_number("steps", steps, at_least=1) / period)
     skipped = math.ceil(arguments.whole_number("burn_in", burn_in, at_least=0) / period) * period
     num_steps = skipped + kept * period
-    run = quadratic_chains(topology, [gamma] * num_steps, [rate] * num_steps, lam_K, sigma2_K, momentum, chains, seed)
+    run = quadratic_chains(topology, [gamma] * num_steps, [lr] * num_steps, lam_K, sigma2_K, momentum, chains, seed)
     moments_CTKNN = torch.zeros(chains, period, len(lam_K), topology.num_workers, topology.num_workers).double()
     radius_C = torch.zeros(chains, dtype=torch.float64)
     for step, delta_NCK in enumerate(islice(run, skipped, None)):
@@ -116,7 +116,7 @@ def simulate_quadratic(
 def quadratic_chains(
     topology: Topology,
     gammas: AdaptiveConsensus | Sequence[float],
-    rates: Sequence[float],
+    lrs: Sequence[float],
     lam: Any,
     sigma2: Any,
     momentum: float = 0.0,
@@ -140,7 +140,7 @@ def quadratic_chains(
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     chains = arguments.whole_number("chains", chains, at_least=1)
     generator = torch.Generator().manual_seed(seed)
-    schedule = zip(*arguments.scheduled(gammas, rates), strict=True)
+    schedule = zip(*arguments.scheduled(gammas, lrs), strict=True)
     return _chains(topology, schedule, lam_K, sigma2_K, momentum, chains, generator)
 
 
@@ -155,10 +155,10 @@ def _chains(
 ) -> Iterator[Tensor]:
     x_NCK = torch.zeros(topology.num_workers, chains, len(lam_K), dtype=torch.float64)
     momentum_NCK = torch.zeros_like(x_NCK)
-    for step, (gamma, rate) in enumerate(schedule):
+    for step, (gamma, lr) in enumerate(schedule):
         noise_NCK = sigma2_K.sqrt() * torch.randn(x_NCK.shape, dtype=torch.float64, generator=generator)
         x_NCK, momentum_NCK = quadratic_step(
-            x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, rate, momentum
+            x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, lr, momentum
         )
         # Nothing mixes the mean of the workers: where a curvature is negative it grows without bound, and its rounding
         # would swamp the deviations, which stay bounded. Taking it out changes none of them, as mixing never reads
@@ -173,7 +173,7 @@ def quadratic_step(
     gradient_NCK: Tensor,
     mixing_NN: Tensor,
     gamma: float,
-    rate: float,
+    lr: float,
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """One step of Algorithm 1 with torch.optim.SGD's momentum, for all chains: the new x and momentum buffers.
@@ -182,16 +182,16 @@ def quadratic_step(
     """
     momentum_NCK = momentum * momentum_NCK + gradient_NCK
     mixed_NCK = (mixing_NN @ x_NCK.flatten(1)).view_as(x_NCK)
-    return x_NCK - rate * momentum_NCK + gamma * (mixed_NCK - x_NCK), momentum_NCK
+    return x_NCK - lr * momentum_NCK + gamma * (mixed_NCK - x_NCK), momentum_NCK
 
 
-def slowest_decay(topology: Topology, gamma: float, rate: float, lam_K: Tensor, momentum: float) -> float:
+def slowest_decay(topology: Topology, gamma: float, lr: float, lam_K: Tensor, momentum: float) -> float:
     """The factor by which the longest-lived disagreement shrinks per step; refuses settings that let one live on."""
-    decay_K = Dynamics(topology, lam_K, torch.zeros_like(lam_K), momentum).decay(gamma, rate)
+    decay_K = Dynamics(topology, lam_K, torch.zeros_like(lam_K), momentum).decay(gamma, lr)
     worst = int(decay_K.argmax())
     if decay_K[worst] >= 1 - ROUNDING:
         raise ValueError(
-            f"a stationary state needs stable modes; with gamma={gamma:g}, rate={rate:g} and momentum={momentum:g} the "
+            f"a stationary state needs stable modes; with gamma={gamma:g}, rate={lr:g} and momentum={momentum:g} the "
             f"direction of curvature {lam_K[worst].item():g} grows by {decay_K[worst].item():g} per period. "
             f"Raise gamma where the curvature is <= 0, lower the rate where it is large; see is_stable."
         )

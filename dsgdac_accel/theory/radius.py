@@ -67,7 +67,7 @@ class Disagreement:
 
 
 def predicted_radius(
-    topology: Topology, gamma: float, rate: float, lam: Any, sigma2: Any, momentum: float = 0.0, counts: Any = None
+    topology: Topology, gamma: float, lr: float, lam: Any, sigma2: Any, momentum: float = 0.0, counts: Any = None
 ) -> Disagreement:
     """The stationary consensus error at a constant gamma and rate: Theorem 1 summed over all modes (Corollary 1).
 
@@ -93,26 +93,26 @@ def predicted_radius(
     inf
     """
     gamma = arguments.scalar("gamma", arguments.consensus_factor(gamma))
-    rate = arguments.scalar("rate", arguments.positive_rate("rate", rate))
+    lr = arguments.scalar("lr", arguments.positive_lr("lr", lr))
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     lam_K, sigma2_K, counts_K = arguments.spectrum(lam, sigma2, counts)
     if has_modes(topology):
         mu_J, vectors_NJ = graph_modes(topology)
-        variance_JK = modal_variance(rate, gamma, mu_J[:, None], lam_K, sigma2_K, momentum)
+        variance_JK = modal_variance(lr, gamma, mu_J[:, None], lam_K, sigma2_K, momentum)
         # As in the periodic solution, so near to instability counts as unstable: mu is known up to rounding only.
-        unstable_K = (variance_JK > rate**2 * sigma2_K / ROUNDING).any(0)
+        unstable_K = (variance_JK > lr**2 * sigma2_K / ROUNDING).any(0)
         # Apart, because 0 * inf is NaN where a worker has no part in an unstable mode.
         variance_NK = vectors_NJ**2 @ variance_JK.where(~unstable_K, 0.0)
         variance_TNK = variance_NK.where(~unstable_K, torch.inf)[None]
     else:
-        variance_TNK = Dynamics(topology, lam_K, sigma2_K, momentum).periodic(gamma, rate)
+        variance_TNK = Dynamics(topology, lam_K, sigma2_K, momentum).periodic(gamma, lr)
     return Disagreement(variance_TNK, lam_K, counts_K)
 
 
 def radius_along(
     topology: Topology,
     gammas: AdaptiveConsensus | Sequence[float],
-    rates: Sequence[float],
+    lrs: Sequence[float],
     lam: Any,
     sigma2: Any,
     momentum: float = 0.0,
@@ -126,7 +126,7 @@ def radius_along(
     Args:
         topology: who mixes with whom; step t uses its round t.
         gammas: gamma of every step in [0, 1], or the schedule that computes it from the rates (a copy of it runs; give
-            it planned_rates if the library will know them).
+            it planned_lrs if the library will know them).
         rates: learning rate >= 0 of every step.
         lam, sigma2, momentum, counts: as in `predicted_radius`.
 
@@ -138,7 +138,7 @@ def radius_along(
     >>> print(*(f"{error.frobenius:.3f}" for error in errors))
     1.732 1.561 1.526 1.518 1.516 1.515
     """
-    gammas_T, rates_T = arguments.scheduled(gammas, rates)
+    gammas_T, rates_T = arguments.scheduled(gammas, lrs)
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     lam_K, sigma2_K, counts_K = arguments.spectrum(lam, sigma2, counts)
     variances = Dynamics(topology, lam_K, sigma2_K, momentum).along(gammas_T, rates_T)

@@ -33,14 +33,14 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.stopping import StoppedBySignal
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
-from dsgdac_accel.schedule import planned_rates
+from dsgdac_accel.schedule import planned_lrs
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployed import TrainerDeployment
 from dsgdac_accel.virtual_workers import VirtualWorkers
 
 logger = logging.getLogger(__name__)
 
-_IN_TRAINING = ("rate", "gamma", "radius", "neighbor_disagreement", "wait_seconds")
+_IN_TRAINING = ("lr", "gamma", "radius", "neighbor_disagreement", "wait_seconds")
 _ELSEWHERE = ("gamma", "radius")
 """The consensus metrics beside training losses, and beside evaluations and the end of training."""
 
@@ -257,7 +257,7 @@ class GossipCallback(TrainerCallback):
     def _create_scheduler(self, original: Callable[..., Any], num_training_steps: int, *args: Any, **kw: Any) -> Any:
         """Look ahead while the scheduler is fresh: before a checkpoint is loaded into it."""
         scheduler = original(num_training_steps, *args, **kw)
-        self._rates = planned_rates(self.trainer.lr_scheduler, self.config.total_steps or num_training_steps)
+        self._rates = planned_lrs(self.trainer.lr_scheduler, self.config.total_steps or num_training_steps)
         return scheduler
 
     def on_train_begin(
@@ -271,7 +271,7 @@ class GossipCallback(TrainerCallback):
                 "replaced its Accelerator or its `_wrap_model`. Leave both to GossipCallback."
             )
         for step in self._steps:
-            step.plan_rates(self._rates)
+            step.plan_lrs(self._rates)
             if args.logging_strategy == "steps" and self.config.log_every:
                 # Inside the step, the radius of these steps costs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)
@@ -309,7 +309,7 @@ class GossipCallback(TrainerCallback):
         """At the first step, make sure that gradients are this worker's own."""
         if not self._gradients_checked:
             self._gradients_checked = True
-            norms = self._group.gather(_gradient_norm(self._model), "comparing the first gradients")
+            norms = self._group.all_gather_object(_gradient_norm(self._model), "comparing the first gradients")
             if len(norms) > 1 and 0 < norms[0] < math.inf and len(set(norms)) == 1:
                 logger.warning(
                     "the first gradients are the same on all workers: either something averages them, such as a hook "
@@ -356,7 +356,7 @@ class GossipCallback(TrainerCallback):
         trainer: Any = self.trainer
         if self._saved_at != state.global_step:  # save_strategy="best" does not save what is not
             trainer._save_checkpoint(trainer.model, trial=None)
-        self._group.meet("stopping the run")  # launchers end the others when the first one is gone
+        self._group.barrier("stopping the run")  # launchers end the others when the first one is gone
         message = (
             f"stopped by {self._accelerator.stop_reason} at step {state.global_step} of {state.max_steps}; checkpoint "
             f'in {trainer.args.output_dir}; train(resume_from_checkpoint="auto") goes on from it'
@@ -385,7 +385,7 @@ class GossipCallback(TrainerCallback):
         """Also give all workers worker 0's metrics: the best model and an early stop are decided alike everywhere."""
         with self.deployment.deployed():
             output = original(*args, **kwargs)
-        return output._replace(metrics=self._group.gather(output.metrics, "agreeing on metrics")[0])
+        return output._replace(metrics=self._group.all_gather_object(output.metrics, "agreeing on metrics")[0])
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.deployment.deployed(), separate_state(self._model):

@@ -154,7 +154,7 @@ class TrainerCheckpoints:
         if not resume:
             return resume
         chosen = {True: self._newest, "auto": self._newest_whole}.get(resume, lambda: resume)()
-        chosen = self._accelerator.group.gather(chosen and str(chosen), "choosing a checkpoint")[0]
+        chosen = self._accelerator.group.all_gather_object(chosen and str(chosen), "choosing a checkpoint")[0]
         if chosen is None:
             return None if resume == "auto" else resume  # the Trainer says that there is none
         self._resuming = Path(chosen)

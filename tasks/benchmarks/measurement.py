@@ -73,7 +73,7 @@ def measure(
         workload = variant.workload
         copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
         workload.model.zero_grad()
-        turns[name].extra_copies = max(group.gather(copies, "comparing memory"))
+        turns[name].extra_copies = max(group.all_gather_object(copies, "comparing memory"))
     names = list(variants)
     for round_ in range(config.rounds if names else 0):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
@@ -94,9 +94,9 @@ def _warm_up(variant: Variant) -> None:
 def _take_turn(
     variant: Variant, turns: Turns, steps: int, group: WorkerGroup, carried: Callable[[], Mapping[int, int]] | None
 ) -> None:
-    group.meet("starting a turn")
+    group.barrier("starting a turn")
     before = carried() if carried is not None else {}
-    group.meet("counting bytes")
+    group.barrier("counting bytes")
     used = time.process_time()
     # Everything was silent. After one step an exchange is in flight, as after every other one: from there on, each step
     # holds one exchange. Processor time and bytes are those of all steps, with the last exchange.
@@ -113,7 +113,7 @@ def _take_turn(
     cpu_seconds = time.process_time() - used
     known = [wait for wait in waits if wait is not None]
     mine = (seconds / steps, cpu_seconds / (steps + 1), sum(known) / steps, sum(sent) / steps)
-    durations, cpus, waited, bytes_sent = zip(*group.gather(mine, "comparing turns"), strict=True)
+    durations, cpus, waited, bytes_sent = zip(*group.all_gather_object(mine, "comparing turns"), strict=True)
     after = carried() if carried is not None else {}
     turns.seconds.append(statistics.mean(durations))
     turns.slowest.append(max(durations))

@@ -79,8 +79,8 @@ def _require_trackers(names: Iterable[str]) -> None:
     missing = [name for name in names if name not in (*available, "all")]
     if missing:
         raise ValueError(
-            f"trackers: {missing[0]} is not installed here; there are {', '.join(available) or 'none'}. Install it, or "
-            f"leave it out."
+            f"report_to: {missing[0]} is not installed here; there are {', '.join(available) or 'none'}. Install it, "
+            f"or leave it out."
         )
 
 

@@ -14,7 +14,8 @@ from tasks.common.output_dir import AnyAccelerator, flat_config
 PATTERN = "step-*"
 
 _MAY_CHANGE = (
-    "output_dir", "resume", "save_every", "keep_checkpoints", "log_every", "eval_every", "trackers", "loader_workers",
+    "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "logging_steps", "eval_every",
+    "report_to", "dataloader_num_workers",
     "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count", "curvature.",
 )  # fmt: skip
 """Keys of all tasks that say where and how often something is written or read, not what is trained."""
@@ -23,10 +24,10 @@ _MAY_CHANGE = (
 def checkpoint_to_resume(
     config: Any, accelerator: AnyAccelerator, task: str, may_change: Collection[str] = (), any_count: bool = False
 ) -> Path | None:
-    """The checkpoint that `config.resume` asks for, or None to begin anew. Collective.
+    """The checkpoint that `config.resume_from_checkpoint` asks for, or None to begin anew. Collective.
 
     Args:
-        config: of the run, with `resume` and `output_dir`.
+        config: of the run, with `resume_from_checkpoint` and `output_dir`.
         accelerator: of the run.
         task: what writes the checkpoints.
         may_change: further keys, and sections ending in ".", that a resumed run may change.
@@ -34,7 +35,7 @@ def checkpoint_to_resume(
 
     Raises:
         ConfigError: on all workers: the checkpoint is of another run, or a new run would mix with an old one.
-        CheckpointError: on all workers: there is none where `resume` points.
+        CheckpointError: on all workers: there is none where `resume_from_checkpoint` points.
     """
     found: Path | None = None
     problem: Exception | None = None
@@ -47,7 +48,7 @@ def checkpoint_to_resume(
                     _require_same_count(found, accelerator.num_processes)
         except (ConfigError, CheckpointError) as error:
             problem = error
-    found, problem = accelerator.group.gather((found, problem), "looking for a checkpoint")[0]
+    found, problem = accelerator.group.all_gather_object((found, problem), "looking for a checkpoint")[0]
     if problem is not None:
         raise problem
     return found
@@ -56,16 +57,19 @@ def checkpoint_to_resume(
 def _find(config: Any) -> Path | None:
     own = config.output_dir / "checkpoints"
     newest = newest_checkpoint(own, PATTERN)
-    if config.resume == "auto":
+    if config.resume_from_checkpoint == "auto":
         return newest
-    if config.resume != "never":
-        read_manifest(config.resume)  # says what is wrong with it
-    if newest is not None and (config.resume == "never" or not _is_own(config.resume, config)):
+    if config.resume_from_checkpoint != "never":
+        read_manifest(config.resume_from_checkpoint)  # says what is wrong with it
+    if newest is not None and (
+        config.resume_from_checkpoint == "never" or not _is_own(config.resume_from_checkpoint, config)
+    ):
         raise ConfigError(
-            f"resume: {config.resume} would begin another run where {own} holds the checkpoints of one, up to step "
-            f"{read_manifest(newest).step}. Choose another output_dir, delete them, or go on with resume: auto."
+            f"resume_from_checkpoint: {config.resume_from_checkpoint} would begin another run where {own} "
+            f"holds the checkpoints of one, up to step {read_manifest(newest).step}. Choose another output_dir, delete "
+            f"them, or go on with resume_from_checkpoint: auto."
         )
-    return None if config.resume == "never" else config.resume
+    return None if config.resume_from_checkpoint == "never" else config.resume_from_checkpoint
 
 
 def step_of_own(checkpoint: Path | None, config: Any) -> int | None:
@@ -80,10 +84,14 @@ def _is_own(checkpoint: Path, config: Any) -> bool:
 def _require_same_run(folder: Path, config: Any, task: str, may_change: Collection[str]) -> None:
     manifest = read_manifest(folder)
     if manifest.facts.get("task") != task:
-        raise ConfigError(f"resume: {folder} is a checkpoint of {manifest.facts.get('task')}, not of {task}.")
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is a checkpoint of {manifest.facts.get('task')}, not of {task}."
+        )
     of_run = manifest.facts.get("config")
     if not isinstance(of_run, dict):
-        raise ConfigError(f"resume: {folder} does not say of which configuration it is. Choose another checkpoint.")
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} does not say of which configuration it is. Choose another checkpoint."
+        )
     saved, mine = flat_config(of_run), flat_config(config_to_dict(config))
     free = tuple(key for key in may_change if key.endswith("."))
     other = [
@@ -110,14 +118,18 @@ def _require_same_count(folder: Path, launched: int) -> None:
 
 def _way_on(resume: str | Path) -> str:
     same = "the same command goes on from it"
-    return f"{same} (resume: auto)" if resume == "auto" else f"{same} with resume: auto in place of resume: {resume}"
+    return (
+        f"{same} (resume_from_checkpoint: auto)"
+        if resume == "auto"
+        else f"{same} with resume_from_checkpoint: auto in place of resume_from_checkpoint: {resume}"
+    )
 
 
 class Checkpoints:
     """Saves into `output_dir/checkpoints` in the background, and keeps the newest few.
 
     Args:
-        config: of the run, with `output_dir`, `save_every` and `keep_checkpoints`.
+        config: of the run, with `output_dir`, `save_steps` and `save_total_limit`.
         accelerator: of the run.
         task: what writes the checkpoints.
         total_steps: of the run; the last step is saved, too, since what follows it may take long.
@@ -131,14 +143,14 @@ class Checkpoints:
         self.facts = {"task": task, "config": config_to_dict(config)}
 
     def save_if_due(self, step: int) -> None:
-        """Save the state of all workers after every `save_every` steps and after the last. Collective.
+        """Save the state of all workers after every `save_steps` steps and after the last. Collective.
 
         To be called after every step. Where a signal stops the run, the state of this very step is saved as well.
 
         Raises StoppedBySignal, on all workers, when that is complete.
         """
         stop = self.accelerator.should_stop()
-        every = self.config.save_every
+        every = self.config.save_steps
         due = every is not None and (step % every == 0 or step == self.total_steps)
         if not (due or stop):
             return
@@ -150,17 +162,17 @@ class Checkpoints:
 
     def _stop(self, step: int, checkpoint: Path) -> NoReturn:
         self.finish()
-        self.accelerator.group.meet("stopping the run")  # launchers end the others when the first one is gone
+        self.accelerator.group.barrier("stopping the run")  # launchers end the others when the first one is gone
         reason = self.accelerator.stop_reason
         self.accelerator.end_training()
         others = " and on_other_worker_count: deployed, for workers were lost" if self.accelerator.group.lost else ""
         raise StoppedBySignal(
             f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
-            f"{_way_on(self.config.resume)}{others}"
+            f"{_way_on(self.config.resume_from_checkpoint)}{others}"
         )
 
     def finish(self) -> None:
         """Wait for what is being written, then delete what is too old. Collective."""
         saved = self.accelerator.finish_saving()
         if saved is not None and self.accelerator.is_main_process:
-            prune_checkpoints(self.folder, self.config.keep_checkpoints, PATTERN, saved=saved)
+            prune_checkpoints(self.folder, self.config.save_total_limit, PATTERN, saved=saved)

@@ -179,10 +179,10 @@ def measure_run(
         deltas, deployed = [], asked.run / "deployed"
         if not deployed.is_dir():
             raise ConfigError(
-                f"{asked.run} holds neither checkpoints nor a deployed model. Set save_every in the run, or let it end."
+                f"{asked.run} holds neither checkpoints nor a deployed model. Set save_steps in the run, or let it end."
             )
         found.load_deployed(deployed)
-        source = f"{deployed}; without a checkpoint of the workers (save_every) there is no Q and no A"
+        source = f"{deployed}; without a checkpoint of the workers (save_steps) there is no Q and no A"
     refuse_batches_of_one(asked.curvature, found.model)
     report = asked.curvature.measure(found.model, found.loss_fn, found.batches, deltas, seed=seed)
     values = report.as_dict()

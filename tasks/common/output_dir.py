@@ -49,7 +49,7 @@ class RunFolder:
         self._log = folder / "metrics.jsonl"
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
         # The main worker alone writes; all of them stop if it cannot.
-        problems = accelerator.group.gather(self._try_to_open(config, trackers), "opening the output folder")
+        problems = accelerator.group.all_gather_object(self._try_to_open(config, trackers), "opening the output folder")
         for problem in filter(None, problems):
             raise OSError(problem)
         self._writes = accelerator.is_main_process

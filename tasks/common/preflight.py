@@ -46,7 +46,7 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
 def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report: Report) -> None:
     # Workers that were given other settings would fail, or wait for each other, while they build the run.
     group = WorkerGroup(torch.device("cpu"), timeout)
-    facts = group.gather(collect_facts(group.rank, group.device, settings=config), "comparing the settings")
+    facts = group.all_gather_object(collect_facts(group.rank, group.device, settings=config), "comparing the settings")
     wrong = [finding for finding in wrong_run(facts) if finding.level == "error"]
     if wrong:
         report.add([*wrong, Finding("ok", "run", "not built before the errors above are mended")])
@@ -55,10 +55,12 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report:
     own = tempfile.mkdtemp(prefix="dsgdac-doctor-") if group.rank == 0 else None
     if own is not None:
         at_end.append(lambda: shutil.rmtree(own, ignore_errors=True))
-    stand_in = group.gather(own, "making a folder")[0]
+    stand_in = group.all_gather_object(own, "making a folder")[0]
     assert stand_in is not None
     quiet = {
-        "trackers": (), "resume": "never", "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
+        "report_to": (),
+        "resume_from_checkpoint": "never",
+        "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
     }  # fmt: skip
     run = run_class(replace(config, output_dir=Path(stand_in), **quiet))
     if isinstance(run.accelerator, GossipAccelerator):  # the run's own patience is what is judged
@@ -78,7 +80,9 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report:
 
 def _check_folder(task: Any, config: Any, run: Any, group: WorkerGroup) -> list[Finding]:
     """Whether the run may write into its folder, and what it would go on from. Collective; changes nothing there."""
-    busy = group.gather(_is_locked(config.output_dir) if group.rank == 0 else False, "looking at the folder")[0]
+    busy = group.all_gather_object(
+        _is_locked(config.output_dir) if group.rank == 0 else False, "looking at the folder"
+    )[0]
     if busy:
         text = f"another run is writing into {config.output_dir}"
         return [Finding("error", "output folder", text, "Wait for its end, or choose another output_dir")]
@@ -90,7 +94,7 @@ def _check_folder(task: Any, config: Any, run: Any, group: WorkerGroup) -> list[
         return [Finding("error", "resume", str(error))]
     if found is not None:
         return [Finding("ok", "resume", f"the run would go on from step {read_manifest(found).step}, {found}")]
-    if group.gather((config.output_dir / "metrics.jsonl").exists(), "looking at the folder")[0]:
+    if group.all_gather_object((config.output_dir / "metrics.jsonl").exists(), "looking at the folder")[0]:
         text = f"{config.output_dir} holds another run, whose logs and models this one replaces"
         return [Finding("warning", "output folder", text, "Choose another output_dir to keep them")]
     return []

@@ -63,7 +63,7 @@ def run_task(
     with training(run.accelerator.group.report), run.accelerator.stop_on_signals():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
-        run.accelerator.group.meet("ending the run")  # nobody leaves while another still writes
+        run.accelerator.group.barrier("ending the run")  # nobody leaves while another still writes
         run.accelerator.end_training()
     if several:
         leave()

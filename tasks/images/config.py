@@ -80,16 +80,16 @@ class CifarConfig:
     dropout: float = 0.0
     """Dropout inside the blocks of a wide ResNet or a Transformer."""
 
-    epochs: int = 200
+    num_train_epochs: int = 200
     """Passes over the training data."""
 
-    batch_size: int = 128
+    global_batch_size: int = 128
     """GLOBAL batch: images per optimizer step over all workers and accumulation steps."""
 
-    accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1
     """Micro-batches that make up one optimizer step on each worker."""
 
-    rate: float = 0.1
+    learning_rate: float = 0.1
     """Peak learning rate at this batch_size (the paper: 0.1 at 128, scaled linearly)."""
 
     warmup_epochs: float = 10.0
@@ -101,7 +101,7 @@ class CifarConfig:
     betas: tuple[float, float] = (0.974, 0.999)
     """Adam's decay rates; the moments are local to each worker."""
 
-    epsilon: float = 1e-9
+    adam_epsilon: float = 1e-9
     """Adam's epsilon."""
 
     weight_decay: float = 5e-4
@@ -137,13 +137,13 @@ class CifarConfig:
     calibrate: bool = True
     """Measure the deployed model's BatchNorm statistics on the training data before each evaluation."""
 
-    log_every: int = 10
+    logging_steps: int = 10
     """Optimizer steps between records in metrics.jsonl and the trackers."""
 
-    trackers: tuple[str, ...] = ("tensorboard",)
+    report_to: tuple[str, ...] = ("tensorboard",)
     """Accelerate trackers to log to; an empty list for none."""
 
-    loader_workers: int = 0
+    dataloader_num_workers: int = 0
     """Processes per worker that read batches; the data is in memory, so 0 is fastest."""
 
     seed: int = 0
@@ -152,14 +152,14 @@ class CifarConfig:
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """When and how to measure the curvature at the deployed model."""
 
-    save_every: int | None = None
+    save_steps: int | None = None
     """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
     null saves none."""
 
-    keep_checkpoints: int = 2
+    save_total_limit: int = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
 
-    resume: Literal["auto", "never"] | Path = "auto"
+    resume_from_checkpoint: Literal["auto", "never"] | Path = "auto"
     """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
     not stopped; a path goes on from that checkpoint; never begins anew."""
 
@@ -167,15 +167,22 @@ class CifarConfig:
     """Where config, metrics, summary, plots and the deployed model go."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation_steps", "eval_every", "eval_batch_size", "log_every"):
+        for name in (
+            "num_train_epochs",
+            "global_batch_size",
+            "gradient_accumulation_steps",
+            "eval_every",
+            "eval_batch_size",
+            "logging_steps",
+        ):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("crop_padding", "loader_workers"):
+        for name in ("crop_padding", "dataloader_num_workers"):
             check_integer(name, getattr(self, name), minimum=0)
         check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
-        check_integer("keep_checkpoints", self.keep_checkpoints, minimum=1)
-        if self.save_every is not None:
-            check_integer("save_every", self.save_every, minimum=1)
-        for name in ("rate", "epsilon"):
+        check_integer("save_total_limit", self.save_total_limit, minimum=1)
+        if self.save_steps is not None:
+            check_integer("save_steps", self.save_steps, minimum=1)
+        for name in ("learning_rate", "adam_epsilon"):
             check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
         advice = "algorithm: sgd is the limit of 0."
         check_number("sam_rho", self.sam_rho, above=0, maximum=LARGEST_FLOAT32, advice=advice)
@@ -187,10 +194,10 @@ class CifarConfig:
         for name in ("warmup_epochs", "dropout"):
             check_number(name, getattr(self, name), minimum=0)
         check_number("label_noise", self.label_noise, minimum=0, maximum=1)
-        for tracker in self.trackers:
-            check_choice("trackers", tracker, [known.value for known in LoggerType])
-        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.epochs:
+        for tracker in self.report_to:
+            check_choice("report_to", tracker, [known.value for known in LoggerType])
+        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.num_train_epochs:
             raise ValueError(
-                f"gossip.start_epoch must be at most epochs = {self.epochs}, or adaptive consensus never begins; "
-                f"got {self.gossip.start_epoch}. Use algorithm: dsgd for none."
+                f"gossip.start_epoch must be at most num_train_epochs = {self.num_train_epochs}, or adaptive consensus "
+                f"never begins; got {self.gossip.start_epoch}. Use algorithm: dsgd for none."
             )

@@ -35,7 +35,7 @@ class Panel:
 
 PANELS: dict[str, tuple[Panel, ...]] = {
     "rate_radius": (
-        Panel(("gossip/rate",), "learning rate"),
+        Panel(("gossip/lr",), "learning rate"),
         Panel(("gossip/radius",), "consensus radius", logarithmic=True),
     ),
     "lambda_1": (Panel(("curvature/lambda_1",), "top Hessian eigenvalue", logarithmic=True),),

@@ -95,7 +95,7 @@ def averaged_parameters(model: nn.Module, files: Sequence[Path], group: WorkerGr
 
     On exit the parameters are what they were. Collective; only worker 0's `files` count.
     """
-    count = group.gather(len(files), "averaging the last models")[0]
+    count = group.all_gather_object(len(files), "averaging the last models")[0]
     before = trained_state(model)
     if group.rank == 0:
         load_trained_state(model, average_files(files))

@@ -161,7 +161,7 @@ class TranslationConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     """Beam search over the test split."""
 
-    epochs: int = 20
+    num_train_epochs: int = 20
     """Passes over the training data."""
 
     max_steps: int | None = None
@@ -171,10 +171,10 @@ class TranslationConfig:
     """GLOBAL batch: source and target tokens, padding and sentence ends included, per optimizer step over all workers
     and accumulation steps."""
 
-    accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1
     """Micro-batches that make up one optimizer step on each worker."""
 
-    rate: float = 1.3e-3
+    learning_rate: float = 1.3e-3
     """Peak learning rate a0, reached at the last step of the warm-up."""
 
     warmup_steps: int = 4000
@@ -183,7 +183,7 @@ class TranslationConfig:
     betas: tuple[float, float] = (0.974, 0.999)
     """Adam's decay rates; the moments are local to each worker."""
 
-    epsilon: float = 1e-9
+    adam_epsilon: float = 1e-9
     """Adam's epsilon."""
 
     weight_decay: float = 0.0
@@ -213,13 +213,13 @@ class TranslationConfig:
     show_translations: int = 3
     """Test sentences to print with their translations at the end."""
 
-    log_every: int = 50
+    logging_steps: int = 50
     """Optimizer steps between records in metrics.jsonl and the trackers."""
 
-    trackers: tuple[str, ...] = ("tensorboard",)
+    report_to: tuple[str, ...] = ("tensorboard",)
     """Accelerate trackers to log to; an empty list for none."""
 
-    loader_workers: int = 0
+    dataloader_num_workers: int = 0
     """Processes per worker that read batches."""
 
     seed: int = 0
@@ -228,14 +228,14 @@ class TranslationConfig:
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """When and how to measure the curvature at the deployed model."""
 
-    save_every: int | None = None
+    save_steps: int | None = None
     """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
     null saves none."""
 
-    keep_checkpoints: int = 2
+    save_total_limit: int = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
 
-    resume: Literal["auto", "never"] | Path = "auto"
+    resume_from_checkpoint: Literal["auto", "never"] | Path = "auto"
     """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
     not stopped; a path goes on from that checkpoint; never begins anew."""
 
@@ -244,23 +244,23 @@ class TranslationConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "epochs",
+            "num_train_epochs",
             "batch_tokens",
-            "accumulation_steps",
+            "gradient_accumulation_steps",
             "warmup_steps",
             "eval_every",
-            "log_every",
+            "logging_steps",
             "average_last",
-            "keep_checkpoints",
+            "save_total_limit",
         ):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("max_steps", "average_every", "save_every"):
+        for name in ("max_steps", "average_every", "save_steps"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        for name in ("show_translations", "loader_workers"):
+        for name in ("show_translations", "dataloader_num_workers"):
             check_integer(name, getattr(self, name), minimum=0)
         check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
-        for name in ("rate", "epsilon"):
+        for name in ("learning_rate", "adam_epsilon"):
             check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
         check_number("weight_decay", self.weight_decay, minimum=0, maximum=LARGEST_FLOAT32)
         check_number("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
@@ -275,10 +275,10 @@ class TranslationConfig:
             check_number("max_grad_norm", self.max_grad_norm, above=0)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {self.betas}.")
-        for tracker in self.trackers:
-            check_choice("trackers", tracker, [known.value for known in LoggerType])
-        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.epochs:
+        for tracker in self.report_to:
+            check_choice("report_to", tracker, [known.value for known in LoggerType])
+        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.num_train_epochs:
             raise ValueError(
-                f"gossip.start_epoch must be at most epochs = {self.epochs}, or adaptive consensus never begins; "
-                f"got {self.gossip.start_epoch}. Use algorithm: dadam for none."
+                f"gossip.start_epoch must be at most num_train_epochs = {self.num_train_epochs}, or adaptive consensus "
+                f"never begins; got {self.gossip.start_epoch}. Use algorithm: dadam for none."
             )

@@ -55,7 +55,7 @@ def translate(
         for batch in full[rank::size]:
             if batch:
                 mine += _translate_batch(model, tokenizer, batch, [source_ids[row] for row in batch], decoding)
-    shares = [mine] if group is None else group.gather(mine, "collecting translations")
+    shares = [mine] if group is None else group.all_gather_object(mine, "collecting translations")
     found = {row: (text, limited) for share in shares for row, text, limited in share}
     assert len(found) == sum(map(len, full)) == sum(map(len, shares)), "a sentence was lost or translated twice"
     texts = [found[row][0] if row in found else "" for row in range(len(source_ids))]

@@ -51,7 +51,7 @@ class Evaluator:
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 labels = batch.pop("labels")
                 mine.append((number, losses_and_tokens(model(**batch).logits, labels, self.smoothing)))
-        shares = self.group.gather(mine, "evaluating the loss")
+        shares = self.group.all_gather_object(mine, "evaluating the loss")
         # Added up in the order of the batches: the same sum for any number of workers.
         sums = [sums for _, sums in sorted(part for share in shares for part in share)]
         smoothed, plain, tokens = (math.fsum(values) for values in zip(*sums, strict=True))
@@ -67,7 +67,7 @@ class Evaluator:
         mine: dict[str, Any] | None = None
         if self.group.rank == 0:
             mine = self.metric.compute(predictions=list(hypotheses), references=pairs.references)
-        scores = self.group.gather(mine, "scoring translations")[0]
+        scores = self.group.all_gather_object(mine, "scoring translations")[0]
         assert scores is not None
         return scores
 

@@ -60,7 +60,7 @@ def test_with_gamma_0_each_worker_equals_its_own_one_process_run():
 
 
 def tick(rank: int, kind: str, steps: int) -> tuple[list[float], list[float]]:
-    accelerator = GossipAccelerator(gossip=GossipConfig(power=1, max_rate="run", **FAST), gradient_accumulation_steps=2)
+    accelerator = GossipAccelerator(gossip=GossipConfig(power=1, max_lr="run", **FAST), gradient_accumulation_steps=2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedulers = {
@@ -92,14 +92,14 @@ def test_the_scheduler_ticks_once_per_optimizer_step():
 def test_a_cosine_of_20_steps_ends_at_step_20():
     for used, gammas in run_workers(tick, 3, "cosine", 20):
         assert used == pytest.approx([0.05 * (1 + math.cos(math.pi * t / 20)) for t in range(21)], abs=1e-12)
-        assert gammas == pytest.approx([rate / 0.1 for rate in used[:-1]])
+        assert gammas == pytest.approx([lr / 0.1 for lr in used[:-1]])
 
 
 def test_gamma_looks_ahead_where_the_schedule_declares_its_length():
     for used, gammas in run_workers(tick, 2, "one cycle", 10):
         assert max(used) == pytest.approx(0.1, rel=0.05)
         assert used[0] < 0.01
-        assert gammas == pytest.approx([rate / max(used) for rate in used[:-1]])
+        assert gammas == pytest.approx([lr / max(used) for lr in used[:-1]])
 
 
 def rates_apart(rank: int) -> None:
@@ -324,12 +324,12 @@ def test_gossip_must_be_a_gossip_config():
 # ---- what is told
 
 
-def rates_seen(rates: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
+def rates_seen(lrs: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
     accelerator = GossipAccelerator(gossip=GossipConfig(start_step=1), cpu=True)
     model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rates[0]))
-    for rate in rates:
-        optimizer.param_groups[0]["lr"] = rate
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lrs[0]))
+    for lr in lrs:
+        optimizer.param_groups[0]["lr"] = lr
         accelerator.backward(model(inputs(0, 0)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -340,9 +340,9 @@ def test_a_rate_that_rises_beyond_what_was_seen_is_warned_of_once(caplog):
     assert len(rates_seen([0.1, 0.1, 0.2, 0.3], caplog)) == 1
 
 
-@pytest.mark.parametrize("rates", [[0.1, 0.3, 0.2, 0.1], [0.3, 0.3, 0.0, 0.1, 0.2]], ids=["falls", "begins anew"])
-def test_a_rate_below_the_largest_one_is_nothing_to_warn_of(rates, caplog):
-    assert rates_seen(rates, caplog) == []
+@pytest.mark.parametrize("lrs", [[0.1, 0.3, 0.2, 0.1], [0.3, 0.3, 0.0, 0.1, 0.2]], ids=["falls", "begins anew"])
+def test_a_rate_below_the_largest_one_is_nothing_to_warn_of(lrs, caplog):
+    assert rates_seen(lrs, caplog) == []
 
 
 def disagreements(rank: int) -> list[float]:

@@ -21,9 +21,9 @@ def overflow(rank: int, who: str, fused: bool) -> dict:
     raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scheduler = torch.optim.lr_scheduler.LinearLR(raw, 1.0, 0.1, 8)
     model, optimizer, scheduler = accelerator.prepare(model, raw, scheduler)
-    trace: dict = {"rates": [], "gammas": [], "scales": [], "x": [], "step": []}
+    trace: dict = {"lrs": [], "gammas": [], "scales": [], "x": [], "step": []}
     for step in range(6):
-        trace["rates"].append(optimizer.param_groups[0]["lr"])
+        trace["lrs"].append(optimizer.param_groups[0]["lr"])
         loss = model(inputs(rank, step).float()).square().mean()
         if step == 3 and (who == "all" or rank == 1):
             loss = loss * float("inf")
@@ -44,8 +44,8 @@ def test_an_fp16_overflow_anywhere_skips_the_local_update_of_all_and_mixing_goes
     first, second = run_workers(overflow, 2, who, fused)
     for trace in (first, second):
         assert trace["step"] == [1, 2, 3, 4, 5, 6]
-        assert trace["rates"] == pytest.approx([0.1 - 0.09 * t / 8 for t in range(6)])
-        assert trace["gammas"] == pytest.approx([(rate / 0.1) ** 2 for rate in trace["rates"]])
+        assert trace["lrs"] == pytest.approx([0.1 - 0.09 * t / 8 for t in range(6)])
+        assert trace["gammas"] == pytest.approx([(lr / 0.1) ** 2 for lr in trace["lrs"]])
         assert trace["scales"] == [256.0] * 3 + [128.0] * 3
     before, after = (torch.stack([trace["x"][t] for trace in (first, second)]) for t in (2, 3))
     mean, gamma = before.mean(0), first["gammas"][3]

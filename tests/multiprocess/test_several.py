@@ -163,7 +163,7 @@ def different_places(rank: int) -> str:
 
     group = WorkerGroup(torch.device("cpu"), timeout=20)
     with pytest.raises(RuntimeError, match="different places") as caught:
-        group.gather(rank, "saving" if rank else "evaluating")
+        group.all_gather_object(rank, "saving" if rank else "evaluating")
     return str(caught.value)
 
 

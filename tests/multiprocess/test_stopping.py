@@ -138,7 +138,7 @@ def train_with_a_lost_worker(rank: int, moment: str) -> None:
                 die()
             time.sleep(0.002)
             if accelerator.should_stop():
-                accelerator.group.meet("stopping")
+                accelerator.group.barrier("stopping")
                 break
 
 

@@ -45,7 +45,7 @@ def make_batch(number, step):
     return (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 6), (5, 3)))
 
 
-def rate(step):
+def lr(step):
     return RATE * (1 - step / STEPS) ** 0.5
 
 
@@ -73,7 +73,7 @@ def train(rank, case, folder, config):
     accelerator = GossipAccelerator(gossip=config)
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr(step) / RATE)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     group, here = accelerator.group, case.per_process
     counted = lose_at(group, case) if rank == case.victim else None
@@ -106,7 +106,7 @@ def evaluate(accelerator, model):
     group = accelerator.group
     with accelerator.deployed_model(model, calibrate=[next(make_batch(group.rank, 99))]) as deployed:
         mine = sum(float(deployed(next(make_batch(0, part))).sum()) for part in range(group.rank, 12, group.size))
-        return sum(group.gather(mine, "evaluating"))
+        return sum(group.all_gather_object(mine, "evaluating"))
 
 
 def simulate(case, topology, outcomes):
@@ -128,7 +128,7 @@ def simulate(case, topology, outcomes):
                     mixing[worker] = torch.eye(total, dtype=torch.float64)[worker]
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             x, y = make_batch(worker, step)
-            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.param_groups[0]["lr"] = lr(step)
             optimizer.zero_grad()
             ((model(x) - y) ** 2).mean().backward()
         gossip_step([m.parameters() for m in models], optimizers, mixing, survivor["gammas"][step])
@@ -265,7 +265,7 @@ def resume(rank, folder, policy, workers):
     accelerator = GossipAccelerator(gossip=replace(config, on_other_worker_count=policy))
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step) / RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr(step) / RATE)
     accelerator.prepare(model, optimizer, scheduler)
     try:
         accelerator.load_state(folder)

@@ -233,9 +233,9 @@ def test_consensus_metrics_are_in_the_logs_of_the_trainer(tmp_path):
     evaluations = [record for record in results[0]["history"] if "eval_loss" in record]
     assert [(record["step"], "gossip/radius" in record) for record in evaluations] == [(4, True), (8, True), (8, False)]
     for record in training:
-        rate = 0.2 * (8 - record["step"] + 1) / 8
-        assert record["gossip/rate"] == pytest.approx(rate)
-        assert record["gossip/gamma"] == pytest.approx((rate / 0.2) ** 2)
+        lr = 0.2 * (8 - record["step"] + 1) / 8
+        assert record["gossip/lr"] == pytest.approx(lr)
+        assert record["gossip/gamma"] == pytest.approx((lr / 0.2) ** 2)
         own = [result["weights"][record["step"]] for result in results]
         assert record["gossip/radius"] == pytest.approx((own[0] - own[1]).norm().item() / 2, rel=1e-9)
         assert (record["gossip/neighbor_disagreement"] > 0) == (record["step"] > 1), "all workers start alike"

@@ -50,7 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "end of an epoch": {"save_strategy": "epoch", "eval_strategy": "epoch"},
     "accumulation": {"save_steps": 4, "gradient_accumulation_steps": 3},
     "before the start": {"save_steps": 3, "gossip": {"start_step": 10}},
-    "before the starting epoch": {"save_steps": 3, "gossip": {"start_epoch": 1, "max_rate": "active"}},
+    "before the starting epoch": {"save_steps": 3, "gossip": {"start_epoch": 1, "max_lr": "active"}},
     "grouped by length": {"save_steps": 11, **by_length(), "remove_unused_columns": False},
     "a sampler of its own": {"save_steps": 13},
     "loader process": {"save_steps": 5, "dataloader_num_workers": 1},

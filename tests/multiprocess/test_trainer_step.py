@@ -110,7 +110,7 @@ class Poison(TrainerCallback):
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step = rank, step
         self.weights: list[torch.Tensor] = []
-        self.rates: list[float] = []
+        self.lrs: list[float] = []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.rank == 1 and state.global_step == self.step:
@@ -118,7 +118,7 @@ class Poison(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.weights.append(flat(kwargs["model"]))
-        self.rates.append(self.trainer.accelerator.gossip_steps[0].rate)
+        self.lrs.append(self.trainer.accelerator.gossip_steps[0].lr)
 
 
 def train_with_poison(rank: int, folder: Path, scaled: bool) -> dict:
@@ -138,7 +138,7 @@ def train_with_poison(rank: int, folder: Path, scaled: bool) -> dict:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # stands in for a GPU's
     trainer.train()
     scale = trainer.accelerator.scaler.get_scale() if scaled else None
-    return {"weights": poison.weights, "rates": poison.rates, "scale": scale}
+    return {"weights": poison.weights, "lrs": poison.lrs, "scale": scale}
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -152,7 +152,7 @@ def test_a_gradient_that_is_not_finite_costs_a_local_update_and_nothing_else(sca
     assert torch.allclose(after[0], expected[0], rtol=0, atol=1e-6) == scaled
     for result in results:
         assert torch.isfinite(result["weights"][-1]).all()
-        assert result["rates"] == pytest.approx([0.1 * (5 - step) / 5 for step in range(5)])
+        assert result["lrs"] == pytest.approx([0.1 * (5 - step) / 5 for step in range(5)])
         assert result["scale"] == (2.0**7 if scaled else None)
 
 

@@ -115,10 +115,10 @@ def test_refusals_name_what_is_wrong():
 @pytest.mark.parametrize("order", ["local_first", "mix_first"])
 def test_power_0_and_not_yet_active_are_plain_dsgd_to_the_bit(optimizer, order):
     topology = build_topology("one_peer_ring", 5)
-    settings = [{"power": 0}, {"start_step": 10**6}, {"constant": 1.0}, {"max_rate": 1e-9}]
+    settings = [{"power": 0}, {"start_step": 10**6}, {"constant": 1.0}, {"max_lr": 1e-9}]
     runs = [last(simulate(topology, AdaptiveConsensus(**setting), optimizer, order=order)) for setting in settings]
     assert all(torch.equal(run, runs[0]) for run in runs)
-    adaptive = last(simulate(topology, AdaptiveConsensus(power=3, max_rate=1.0), optimizer, order=order))
+    adaptive = last(simulate(topology, AdaptiveConsensus(power=3, max_lr=1.0), optimizer, order=order))
     assert not torch.equal(adaptive, runs[0])
 
 
@@ -152,7 +152,7 @@ def test_one_worker_is_the_plain_optimizer_to_the_bit(optimizer, order):
 def test_the_mean_moves_by_the_mean_of_the_local_updates_alone(name):
     topology = build_topology(name, 6)
     mean_D = torch.stack(list(workers_at_random(6))).detach().mean(0)
-    states = simulate(topology, AdaptiveConsensus(max_rate=0.2))
+    states = simulate(topology, AdaptiveConsensus(max_lr=0.2))
     for workers in states:
         torch.testing.assert_close(workers.deployed_parameters()[0], mean_D, rtol=0, atol=1e-14)
         mean_D = mean_D - 0.1 * torch.stack([xs[0].grad for xs in workers.parameters_N]).mean(0)
@@ -232,8 +232,8 @@ def radius_of_the_recursion(power, num_steps):
     schedule = AdaptiveConsensus(power=power)
     variance_N = torch.zeros_like(mu_N)
     for step in range(num_steps):
-        rate = cosine(step, num_steps)
-        variance_N = (1 - schedule.gamma(step, rate) * mu_N) ** 2 * variance_N + rate**2
+        lr = cosine(step, num_steps)
+        variance_N = (1 - schedule.gamma(step, lr) * mu_N) ** 2 * variance_N + lr**2
     return variance_N.sum().sqrt().item(), (1 / (2 * mu_N)).sum().sqrt().item()
 
 

@@ -27,8 +27,8 @@ from dsgdac_accel.topology import Topology, build_topology
 LAM = [5.0, 1.0, 0.0, -0.05]
 SIGMA2 = [4.0, 1.0, 0.25, 0.25]
 # Momentum 0.9 makes a mode remember ten times longer and bear a tenth of the negative curvature.
-PLAIN = {"gamma": 0.5, "rate": 0.1, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.0}
-HEAVY_BALL = {"gamma": 0.5, "rate": 0.02, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.9}
+PLAIN = {"gamma": 0.5, "lr": 0.1, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.0}
+HEAVY_BALL = {"gamma": 0.5, "lr": 0.02, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.9}
 SETTINGS = pytest.mark.parametrize("settings", [PLAIN, HEAVY_BALL], ids=["plain", "heavy_ball"])
 
 
@@ -50,14 +50,14 @@ def agrees(estimate, expected):
 @pytest.mark.parametrize("name", ["ring", "one_peer_ring", "base_graph"])
 def test_the_simulation_takes_the_steps_of_gossip_step_on_a_dense_hessian(name, settings):
     topology, steps, chains = build_topology(name, 6), 12, 3
-    gamma, rate, momentum = settings["gamma"], settings["rate"], settings["momentum"]
+    gamma, lr, momentum = settings["gamma"], settings["lr"], settings["momentum"]
     generator = torch.Generator().manual_seed(0)
     basis_DK, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=generator))
     lam_K = torch.tensor(LAM, dtype=torch.float64)
     hessian_DD = basis_DK * lam_K @ basis_DK.T
     x_NCK = torch.randn(6, chains, 4, dtype=torch.float64, generator=generator)
     parameters = [[nn.Parameter(x_K @ basis_DK.T) for x_K in x_CK] for x_CK in x_NCK]  # a chain is a parameter here
-    optimizers = [torch.optim.SGD(xs, lr=rate, momentum=momentum) for xs in parameters]
+    optimizers = [torch.optim.SGD(xs, lr=lr, momentum=momentum) for xs in parameters]
     momentum_NCK = torch.zeros_like(x_NCK)
     for step in range(steps):
         noise_NCK = torch.randn(x_NCK.shape, dtype=torch.float64, generator=generator)
@@ -66,7 +66,7 @@ def test_the_simulation_takes_the_steps_of_gossip_step_on_a_dense_hessian(name, 
                 x.grad = hessian_DD @ x.detach() + basis_DK @ noise_K
         gossip_step(parameters, optimizers, topology.matrix(step), gamma)
         x_NCK, momentum_NCK = quadratic_step(
-            x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, rate, momentum
+            x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, lr, momentum
         )
     dense_NCD = torch.stack([torch.stack([x.detach() for x in xs]) for xs in parameters])
     torch.testing.assert_close(x_NCK, dense_NCD @ basis_DK, rtol=0, atol=1e-12)
@@ -92,7 +92,7 @@ def test_taking_the_mean_out_changes_no_deviation():
 
 def test_a_growing_mean_does_not_swamp_the_deviations():
     # With curvature -0.5 the mean mode grows by e^(0.05 t): by 1e42 in these steps.
-    settings = {"gamma": 1.0, "rate": 0.1, "lam": -0.5, "sigma2": 1.0}
+    settings = {"gamma": 1.0, "lr": 0.1, "lam": -0.5, "sigma2": 1.0}
     run = simulate_quadratic(build_topology("complete", 4), **settings, steps=2000, chains=16)
     expected = predicted_radius(build_topology("complete", 4), **settings)
     assert abs(errors_off(run.frobenius(), expected.frobenius)) < 5
@@ -107,7 +107,7 @@ def test_every_mode_has_the_variance_of_theorem_1(name, settings):
     topology = build_topology(name, 8)
     run = simulate_quadratic(topology, **settings, steps=600)
     mu_J, _ = graph_modes(topology)
-    expected_JK = modal_variance(settings["rate"], settings["gamma"], mu_J[:, None], LAM, SIGMA2, settings["momentum"])
+    expected_JK = modal_variance(settings["lr"], settings["gamma"], mu_J[:, None], LAM, SIGMA2, settings["momentum"])
     measured = run.modal_variance()
     assert measured.value.shape == expected_JK.shape == (7, 4)
     assert agrees(measured, expected_JK)
@@ -186,8 +186,8 @@ def test_the_same_seed_gives_the_same_run_and_steps_round_up_to_periods():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_along_a_cosine_the_spread_of_many_runs_is_that_of_the_recursion(momentum):
     topology, steps, chains = build_topology("one_peer_ring", 8), 120, 1500
-    rates = [0.05 * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
-    arguments = (topology, AdaptiveConsensus(power=3, start_step=10), rates, [2.0, 0.0], [4.0, 1.0], momentum)
+    lrs = [0.05 * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+    arguments = (topology, AdaptiveConsensus(power=3, start_step=10), lrs, [2.0, 0.0], [4.0, 1.0], momentum)
     expected = radius_along(*arguments)
     for step, delta_NCK in enumerate(quadratic_chains(*arguments, chains=chains)):
         if step in (5, 60, steps - 1):

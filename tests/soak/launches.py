@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cifar  # noqa: F401  # so that the server that workers are forked from has imported everything
 import torch.distributed as dist
-import wmt14  # noqa: F401
 
+import tasks.cifar  # so that the server that workers are forked from has imported everything
+import tasks.wmt14  # noqa: F401
 from tests.launching import ROOT, _run_script
 from tests.soak import sabotage
 from tests.soak.sabotage import Fault, as_json

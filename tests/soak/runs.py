@@ -20,13 +20,13 @@ KEEP = 2
 IMAGES = """
 model: wrn-10-1
 dropout: 0.3
-epochs: 5
-batch_size: 120
-accumulation_steps: 2
-rate: 0.1
+num_train_epochs: 5
+global_batch_size: 120
+gradient_accumulation_steps: 2
+learning_rate: 0.1
 warmup_epochs: 0.5
 crop_padding: 1
-log_every: 2
+logging_steps: 2
 eval_every: 2
 data: {train_limit: 720}
 """  # 6 steps an epoch; 120 divides evenly over 2 to 5 workers and two micro-batches
@@ -35,11 +35,11 @@ TEXT = """
 data: {path: text, vocab_size: 400, cache_dir: cache}
 model: {size: tiny, dropout: 0.2}
 decoding: {beams: 2, batch_tokens: 60}
-epochs: 4
+num_train_epochs: 4
 batch_tokens: 900
-rate: 5e-3
+learning_rate: 5e-3
 warmup_steps: 3
-log_every: 3
+logging_steps: 3
 eval_every: 2
 average_last: 2
 average_every: 4
@@ -78,18 +78,18 @@ class Setup:
         start = ["--gossip.start_epoch", "1"] if self.algorithm.endswith("_ac") else []
         return [
             "--config", f"{self.task}.yaml", "--algorithm", self.algorithm, "--gossip.topology", self.topology,
-            "--gossip.timeout", str(timeout), "--gossip.log_every", "4", *start, "--trackers", "[]",
-            "--save_every", str(SAVE_EVERY), "--keep_checkpoints", str(KEEP), "--output_dir", str(output), *self.extra,
+            "--gossip.timeout", str(timeout), "--gossip.log_every", "4", *start, "--report_to", "[]",
+            "--save_steps", str(SAVE_EVERY), "--save_total_limit", str(KEEP), "--output_dir", str(output), *self.extra,
         ]  # fmt: skip
 
 
 SETUPS = (
-    Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--loader_workers", "1")),
+    Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--dataloader_num_workers", "1")),
     Setup("wmt14", "dadam_ac", 3),
     Setup("cifar", "dsgd_ac", 4, "one_peer_exponential"),
     Setup("wmt14", "dadam_ac", 5),
     Setup("cifar", "dsgd", 3, "ring"),
-    Setup("wmt14", "dadam_ac", 2, "one_peer_ring", ("--loader_workers", "1")),
+    Setup("wmt14", "dadam_ac", 2, "one_peer_ring", ("--dataloader_num_workers", "1")),
     Setup("cifar", "dadam_ac", 5),
     Setup("wmt14", "dadam", 4, "one_peer_ring"),
     Setup("cifar", "sgd", 2),

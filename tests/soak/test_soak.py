@@ -14,7 +14,7 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.task
 
-SHORT = Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--epochs", "2", "--model", "cnn", "--dropout", "0"))
+SHORT = Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--num_train_epochs", "2", "--model", "cnn", "--dropout", "0"))
 
 
 def test_a_run_that_is_broken_off_again_and_again_ends_like_an_undisturbed_one(tmp_path):

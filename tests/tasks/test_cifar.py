@@ -30,12 +30,12 @@ gossip:
 data:
   train_limit: {IMAGES}
 model: mlp
-epochs: 2
-batch_size: {BATCH}
+num_train_epochs: 2
+global_batch_size: {BATCH}
 warmup_epochs: 0.4
 crop_padding: 1
 flip: false
-log_every: 1
+logging_steps: 1
 """
 
 
@@ -94,7 +94,16 @@ def same_run_evaluated_at_its_end(work, first_run):
 def paired_runs(work):
     """SGD and DSGD whose weights stay where they start, with micro-batches that the epoch's end cuts short."""
     for algorithm in ("sgd", "dsgd"):
-        still = ["--rate", "1e-9", "--accumulation_steps", "3", "--trackers", "[]", "--output_dir", algorithm]
+        still = [
+            "--learning_rate",
+            "1e-9",
+            "--gradient_accumulation_steps",
+            "3",
+            "--report_to",
+            "[]",
+            "--output_dir",
+            algorithm,
+        ]
         succeed(torchrun(2), work, "--algorithm", algorithm, *still)
     return work / "sgd", work / "dsgd"
 
@@ -112,7 +121,7 @@ def test_a_run_folder_holds_all_that_a_run_writes_and_nothing_of_an_earlier_one(
     assert list(records(first_run, "train/loss")) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     assert list(records(first_run, "test/accuracy")) == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
     assert {file.name for file in first_run.glob("*.png")} == {
-        "accuracy.png", "consensus.png", "loss.png", "rate_gamma.png",
+        "accuracy.png", "consensus.png", "loss.png", "lr_gamma.png",
     }  # fmt: skip
     assert list(first_run.rglob("events.out.tfevents.*"))
     assert load_config(CifarConfig, first_run / "config.yaml").output_dir == first_run
@@ -134,7 +143,7 @@ def test_the_written_config_repeats_the_run_to_the_bit_however_often_it_was_eval
 ):
     runs = first_run, same_run_evaluated_at_its_end
     assert len(records(runs[1], "test/accuracy")) == 1
-    for key in ("train/loss", "gossip/rate", "gossip/gamma"):
+    for key in ("train/loss", "gossip/lr", "gossip/gamma"):
         first, second = (records(run, key) for run in runs)
         assert first == second
     measured = ("steps", "train_loss", "worker_train_loss", "test_loss", "test_accuracy", "radius", "gamma")
@@ -152,7 +161,7 @@ def test_algorithms_are_compared_from_the_same_weights_on_the_same_data(paired_r
 
 def test_left_over_micro_batches_make_no_step_beyond_the_schedule(paired_runs):
     for run in paired_runs:
-        rates = records(run, "gossip/rate")
+        rates = records(run, "gossip/lr")
         assert list(rates) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
         assert rates[2] == max(rates.values())
         falling = [rates[step] for step in range(3, 2 * STEPS_PER_EPOCH + 1)]
@@ -160,7 +169,7 @@ def test_left_over_micro_batches_make_no_step_beyond_the_schedule(paired_runs):
 
 
 def test_plain_python_trains_one_worker_on_a_folder_of_images_of_any_mode(work, images):
-    settings = ["--data.path", images, "--batch_size", "8", "--label_noise", "0.5", "--trackers", "[]"]
+    settings = ["--data.path", images, "--global_batch_size", "8", "--label_noise", "0.5", "--report_to", "[]"]
     succeed(PLAIN, work, *settings, "--model", "wrn-10-1", "--dropout", "0.3", "--output_dir", "alone")
     said = summary(work / "alone")
     assert (said["workers"], said["steps"], said["radius"]) == (1, 6, 0)
@@ -187,7 +196,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
         encoding="utf-8",
     )
-    status, _, err = launch(PLAIN, work, "--trackers", "[]", "--output_dir", "full", script="small_disk.py")
+    status, _, err = launch(PLAIN, work, "--report_to", "[]", "--output_dir", "full", script="small_disk.py")
     (line,) = error_lines(err)
     assert status == 1
     assert f"the model cannot be written to {work / 'full' / 'deployed'}" in line
@@ -221,7 +230,7 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
         encoding="utf-8",
     )
-    settings = ["--config", str(work / "settings.yaml"), "--data.path", images, "--batch_size", "8"]
+    settings = ["--config", str(work / "settings.yaml"), "--data.path", images, "--global_batch_size", "8"]
     status, _, err = finish(start([*torchrun(2), "parted.py", *settings, "--output_dir", "parted"], work))
     (line,) = error_lines(err)
     assert status != 0
@@ -233,7 +242,7 @@ def test_a_killed_worker_ends_the_others_in_time_by_name(work, algorithm):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    settings = ["--config", "settings.yaml", "--epochs", "10000", "--gossip.timeout", "15"]
+    settings = ["--config", "settings.yaml", "--num_train_epochs", "10000", "--gossip.timeout", "15"]
     settings += ["--algorithm", algorithm, "--output_dir", f"killed_{algorithm}"]
     common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # Without a launcher, which would end the others itself.

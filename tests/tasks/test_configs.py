@@ -68,14 +68,19 @@ def test_a_config_named_after_a_run_of_the_paper_has_its_hyperparameters(paper_n
     # linear warm-up then cosine, momentum 0.9, weight decay 5e-4, mixed precision, one-peer ring, p = 3, E_start 10,
     # BatchNorm calibrated before evaluation; the usual augmentation of crops by 4 pixels and flips.
     config = load(paper_name)
-    assert (config.algorithm, config.epochs, config.batch_size, config.accumulation_steps) == ("dsgd_ac", 200, 128, 1)
-    assert (config.rate, config.warmup_epochs) == (0.1, 10)
+    assert (config.algorithm, config.num_train_epochs, config.global_batch_size, config.accumulation_steps) == (
+        "dsgd_ac",
+        200,
+        128,
+        1,
+    )
+    assert (config.learning_rate, config.warmup_epochs) == (0.1, 10)
     assert (config.momentum, config.weight_decay, config.dropout, config.label_noise) == (0.9, 5e-4, 0, 0)
     assert (config.mixed_precision, config.calibrate) == ("bf16", True)
     assert (config.crop_padding, config.flip) == (4, True)
     gossip = config.gossip
     assert (gossip.topology, gossip.power, gossip.start_epoch) == ("one_peer_ring", 3, 10)
-    assert (gossip.max_rate, gossip.floor, gossip.constant, gossip.order) == ("active", 0, None, "local_first")
+    assert (gossip.max_lr, gossip.floor, gossip.constant, gossip.order) == ("active", 0, None, "local_first")
 
 
 def test_the_four_runs_of_the_paper_are_shipped():
@@ -94,13 +99,13 @@ def test_a_wmt14_config_has_the_settings_of_the_paper_or_says_that_it_is_not_in_
     assert (config.algorithm, config.model.size) == (algorithm, size)
     assert (config.data.name, config.data.path, config.data.vocab_size) == ("wmt14", None, 37_000)
     assert (config.data.source, config.data.target) == ("en", "de")
-    assert (config.epochs, config.batch_tokens, config.accumulation_steps) == (20, 50_000, 1)
+    assert (config.num_train_epochs, config.batch_tokens, config.accumulation_steps) == (20, 50_000, 1)
     assert (config.warmup_steps, config.label_smoothing, config.mixed_precision) == (4000, 0.1, "bf16")
     assert config.betas == ((0.9, 0.98) if algorithm == "adam" else (0.974, 0.999))
     assert config.model.dropout == (0.1 if size == "base" else 0.3)
     assert (config.decoding.beams, config.decoding.length_penalty, config.decoding.extra_length) == (4, 0.6, 50)
     if size == "big":
-        assert config.rate == (5e-4 if algorithm == "adam" else 1.3e-3)
+        assert config.learning_rate == (5e-4 if algorithm == "adam" else 1.3e-3)
     else:
         assert "Not in the paper" in (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     if algorithm == "dadam_ac":
@@ -117,7 +122,7 @@ def test_the_demo_uses_embedded_data_and_keeps_mirror_images_apart():
     config = load("digits")
     assert (config.data.name, config.data.path) == ("digits", None)
     assert not config.flip
-    assert config.batch_size % 4 == 0  # the four workers of the shipped launch file
+    assert config.global_batch_size % 4 == 0  # the four workers of the shipped launch file
 
 
 def test_the_local_config_finds_its_data_from_its_own_folder_whatever_the_working_directory(tmp_path, monkeypatch):

@@ -60,10 +60,12 @@ def train_in_turn(rank, folder, algorithms):
     """Optimizers and gammas at the end of short runs of a Transformer, whose losses are in their folders."""
     found = {}
     for algorithm in algorithms:
-        config = study("digits_transformer", algorithm=algorithm, rate=0.01, epochs=3, warmup_epochs=1)
+        config = study(
+            "digits_transformer", algorithm=algorithm, learning_rate=0.01, num_train_epochs=3, warmup_epochs=1
+        )
         data, gossip = replace(config.data, train_limit=300), replace(config.gossip, start_epoch=1)
         config = replace(config, data=data, gossip=gossip, eval_every=3)
-        run = ImageRun(replace(config, log_every=1, sam_rho=0.5, output_dir=Path(folder) / algorithm))
+        run = ImageRun(replace(config, logging_steps=1, sam_rho=0.5, output_dir=Path(folder) / algorithm))
         run.folder.write_summary = lambda summary: None  # and no plots, which take longer than the rest
         run.train()
         optimizer = run.optimizer.optimizer
@@ -113,10 +115,10 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
     ("settings", "message"),
     [
         (["--betas", "[0.9, 1.0]"], "betas must be two numbers in"),
-        (["--epsilon", "0"], "epsilon must be a finite number > 0"),
+        (["--adam_epsilon", "0"], "adam_epsilon must be a finite number > 0"),
         (["--momentum", "1"], "momentum must be in .0, 1., below 1; got 1.0"),
         (["--seed", "4294967296"], "seed must be an integer from 0 to 4294967295; got 4294967296"),
-        (["--rate", "1e300"], "rate must be a number > 0 and <= 3.4e.38; got 1e.300"),
+        (["--learning_rate", "1e300"], "learning_rate must be a number > 0 and <= 3.4e.38; got 1e.300"),
         (["--weight_decay", "1e39"], "weight_decay must be"),
         (["--eval_batch_size", "1e20"], "eval_batch_size must be an integer from 1 to 9223372036854775807"),
         (["--data.test_limit", "0"], "test_limit must be an integer >= 1"),
@@ -133,7 +135,7 @@ def test_nonsense_is_refused(settings, message):
     ("settings", "message"),
     [
         ({"gossip": GossipConfig(total_steps=2)}, "gossip.total_steps: the run has 3 steps, .*; got 2. Leave it out"),
-        ({"log_with": ["tensorboard", "clearml"]}, "trackers: clearml is not installed here; there are tensorboard"),
+        ({"log_with": ["tensorboard", "clearml"]}, "report_to: clearml is not installed here; there are tensorboard"),
     ],
 )
 def test_what_a_run_cannot_have_is_refused_before_it_begins(settings, message, monkeypatch):
@@ -145,8 +147,8 @@ def test_what_a_run_cannot_have_is_refused_before_it_begins(settings, message, m
 def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule():
     for name in ("digits_study", "cifar10_small", "digits_transformer"):
         config = study(name)
-        assert config.batch_size == 8 * 16
+        assert config.global_batch_size == 8 * 16
         assert config.data.draw_by_seed
-        assert (config.epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
+        assert (config.num_train_epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
         assert config.gossip.topology == "one_peer_ring"
         assert (config.crop_padding, config.flip, config.trackers) == (0, False, ())

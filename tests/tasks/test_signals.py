@@ -36,7 +36,7 @@ def begin(work, launcher, script, *arguments, **signalled):
     if signalled:
         (work / "signalled.py").write_text(SIGNALLED, encoding="utf-8")
         program = ["signalled.py", *program]
-    settings = ["--config", "settings.yaml", "--trackers", "[]", *arguments]
+    settings = ["--config", "settings.yaml", "--report_to", "[]", *arguments]
     return start([*launcher, *program, *settings], work, **{key: str(value) for key, value in signalled.items()})
 
 
@@ -80,7 +80,7 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
     write_pairs(tmp_path / "text")
     common = [forked(workers), script, "--algorithm", algorithm]
-    whole(begin(tmp_path, *common, "--output_dir", "unbroken", "--save_every", "1000"))
+    whole(begin(tmp_path, *common, "--output_dir", "unbroken", "--save_steps", "1000"))
     stopping = begin(tmp_path, *common, "--output_dir", "stopped", **signalled)  # saves nothing but where it stops
     statuses, told = ends_of_all(stopping)
     assert statuses == [EXIT_STOPPED] * workers, told
@@ -91,14 +91,14 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     assert read_manifest(checkpoint).step == step
     assert str(checkpoint).endswith(found[1])
     assert not (tmp_path / "stopped" / "summary.json").exists()
-    out, _ = whole(begin(tmp_path, *common, "--output_dir", "stopped", "--save_every", "1000"))
+    out, _ = whole(begin(tmp_path, *common, "--output_dir", "stopped", "--save_steps", "1000"))
     assert f"resumed at step {step}" in out
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", workers)
 
 
 def test_a_launcher_that_may_restart_goes_on_by_itself(tmp_path):
     (tmp_path / "settings.yaml").write_text(IMAGES, encoding="utf-8")
-    common = ["cifar.py", "--algorithm", "dsgd_ac", "--save_every", "1000", "--output_dir"]
+    common = ["cifar.py", "--algorithm", "dsgd_ac", "--save_steps", "1000", "--output_dir"]
     whole(begin(tmp_path, forked(2), *common, "unbroken"))
     launcher = [*torchrun(2), "--max-restarts", "1"]
     out, err = whole(begin(tmp_path, launcher, *common, "stopped", TO=1, AT=4, SIGNAL="SIGUSR1"))

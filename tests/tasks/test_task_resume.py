@@ -38,13 +38,13 @@ gossip: {log_every: 3, start_epoch: 1, timeout: 30}
 data: {train_limit: 200}
 model: wrn-10-1
 dropout: 0.3
-epochs: 3
-batch_size: 40
-accumulation_steps: 2
+num_train_epochs: 3
+global_batch_size: 40
+gradient_accumulation_steps: 2
 warmup_epochs: 0.4
 crop_padding: 1
-log_every: 2
-loader_workers: 1
+logging_steps: 2
+dataloader_num_workers: 1
 eval_every: 2
 """  # 5 steps an epoch
 
@@ -53,11 +53,11 @@ gossip: {log_every: 3, start_step: 2, timeout: 30}
 data: {path: text, vocab_size: 400, cache_dir: cache}
 model: {size: tiny, dropout: 0.2}
 decoding: {beams: 2}
-epochs: 2
+num_train_epochs: 2
 batch_tokens: 700
-rate: 5e-3
+learning_rate: 5e-3
 warmup_steps: 3
-log_every: 3
+logging_steps: 3
 average_last: 2
 average_every: 4
 max_grad_norm: 1.0
@@ -72,7 +72,7 @@ def write_pairs(folder):
 
 
 def launch(work, script, *arguments, launcher=None, kill_at=None):
-    settings = ["--config", "settings.yaml", "--trackers", "[]", *arguments]
+    settings = ["--config", "settings.yaml", "--report_to", "[]", *arguments]
     program = [str(ROOT / "tasks" / script)]
     if kill_at is not None:
         (work / "killer.py").write_text(KILLER, encoding="utf-8")
@@ -102,10 +102,10 @@ def test_a_killed_run_started_again_is_the_unbroken_one(tmp_path, script, settin
     (tmp_path / "settings.yaml").write_text(settings, encoding="utf-8")
     write_pairs(tmp_path / "text")
     common = [script, "--algorithm", algorithm]
-    whole = ["--output_dir", "unbroken", "--save_every", "1000"]
+    whole = ["--output_dir", "unbroken", "--save_steps", "1000"]
     status, out, err = launch(tmp_path, *common, *whole, launcher=forked(2))
     assert status == 0, f"{out}\n{err}"
-    broken = [*common, "--output_dir", "broken", "--save_every", "3"]
+    broken = [*common, "--output_dir", "broken", "--save_steps", "3"]
     status, _, _ = launch(tmp_path, *broken, kill_at=kill_at)
     assert status != 0
     assert not (tmp_path / "broken" / "summary.json").exists()
@@ -153,11 +153,11 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint_also_in_a_folder_that_
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "checkpoints").rename(folder / "checkpoints")
-    other = config(folder, log_every=3, eval_every=7, trackers=(), save_every=5, gossip=GossipConfig(timeout=9))
+    other = config(folder, logging_steps=3, eval_every=7, report_to=(), save_steps=5, gossip=GossipConfig(timeout=9))
     found = checkpoint_to_resume(other, accelerator(), "cifar")
     assert found == folder / "checkpoints" / "step-00000200"
     assert step_of_own(found, other) == 200
-    elsewhere = config(tmp_path / "elsewhere", resume=found)
+    elsewhere = config(tmp_path / "elsewhere", resume_from_checkpoint=found)
     assert checkpoint_to_resume(elsewhere, accelerator(), "cifar") == found
     assert step_of_own(found, elsewhere) is None
 
@@ -165,11 +165,21 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint_also_in_a_folder_that_
 @pytest.mark.parametrize(
     ("settings", "workers", "task", "message"),
     [
-        ({"rate": 0.2, "momentum": 0.8}, 1, "cifar", r"rate \(now 0.2, was 0.1\); momentum \(now 0.8, was 0.9\)"),
+        (
+            {"learning_rate": 0.2, "momentum": 0.8},
+            1,
+            "cifar",
+            r"learning_rate \(now 0.2, was 0.1\); momentum \(now 0.8, was 0.9\)",
+        ),
         ({"gossip": GossipConfig(power=2)}, 1, "cifar", r"gossip.power \(now 2.0, was 3.0\)"),
         ({}, 2, "cifar", "state of 1 workers, and 2 were launched"),
         ({}, 1, "wmt14", "is a checkpoint of cifar, not of wmt14"),
-        ({"resume": "never"}, 1, "cifar", "resume: never would begin another run where .* up to step 5"),
+        (
+            {"resume_from_checkpoint": "never"},
+            1,
+            "cifar",
+            "resume_from_checkpoint: never would begin another run where .* up to step 5",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, settings, workers, task, message):
@@ -190,6 +200,8 @@ def test_a_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
     saved(tmp_path / "own", 5)
     other = saved(tmp_path / "other", 3)
     with pytest.raises(ConfigError, match="would begin another run"):
-        checkpoint_to_resume(config(tmp_path / "own", resume=other), accelerator(), "cifar")
+        checkpoint_to_resume(config(tmp_path / "own", resume_from_checkpoint=other), accelerator(), "cifar")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        checkpoint_to_resume(config(tmp_path / "new", resume=tmp_path / "nowhere"), accelerator(), "cifar")
+        checkpoint_to_resume(
+            config(tmp_path / "new", resume_from_checkpoint=tmp_path / "nowhere"), accelerator(), "cifar"
+        )

@@ -65,16 +65,18 @@ def radii(worker):
 @pytest.fixture(scope="module")
 def translation(tmp_path_factory):
     folder = tmp_path_factory.mktemp("translation")
-    return end(begin([*ACCELERATE, "--num_processes", "2"], folder, "trainer_translation", "--epochs", "2"), folder)
+    return end(
+        begin([*ACCELERATE, "--num_processes", "2"], folder, "trainer_translation", "--num_train_epochs", "2"), folder
+    )
 
 
 @pytest.fixture(scope="module")
 def two_runs(translation, tmp_path_factory):
     """A fine-tune by one process and images by two, side by side: much of either is the start of one process."""
-    model = ["--model", str(translation[0] / "run" / "deployed"), "--epochs", "1"]
+    model = ["--model", str(translation[0] / "run" / "deployed"), "--num_train_epochs", "1"]
     folders = [tmp_path_factory.mktemp(name) for name in ("finetuned", "images")]
     alone = begin(forked(), folders[0], "trainer_translation", *model)
-    together = begin(torchrun(2), folders[1], "trainer_images", "--epochs", "3")
+    together = begin(torchrun(2), folders[1], "trainer_images", "--num_train_epochs", "3")
     return [end(process, folder) for process, folder in zip((alone, together), folders, strict=True)]
 
 

@@ -136,11 +136,11 @@ def test_half_precision_logits_are_summed_in_single_precision():
 
 
 def test_the_rate_is_the_papers_from_its_first_update_and_gamma_follows():
-    rates = [5e-4 * inverse_square_root(t - 1, 4000) for t in range(1, 16_001)]
-    assert (rates[0], rates[3999], rates[15_999]) == pytest.approx((1.25e-7, 5e-4, 2.5e-4), rel=1e-12)
-    assert max(rates) == rates[3999]
+    lrs = [5e-4 * inverse_square_root(t - 1, 4000) for t in range(1, 16_001)]
+    assert (lrs[0], lrs[3999], lrs[15_999]) == pytest.approx((1.25e-7, 5e-4, 2.5e-4), rel=1e-12)
+    assert max(lrs) == lrs[3999]
     consensus = AdaptiveConsensus(power=2, start_step=3999)
-    gammas = [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+    gammas = [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
     assert set(gammas[:4000]) == {1.0}
     assert gammas[-1] == pytest.approx(0.25)
 

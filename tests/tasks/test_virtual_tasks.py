@@ -17,15 +17,15 @@ IMAGES = f"""
 gossip: {{log_every: 3, start_epoch: 1, timeout: 60}}
 data: {{train_limit: 192}}
 model: mlp
-epochs: 2
-batch_size: 64
-accumulation_steps: 2
-rate: 0.1
+num_train_epochs: 2
+global_batch_size: 64
+gradient_accumulation_steps: 2
+learning_rate: 0.1
 warmup_epochs: 0.4
 crop_padding: 0
 flip: false
-log_every: 1
-trackers: []
+logging_steps: 1
+report_to: []
 {CURVATURE}
 """
 
@@ -34,14 +34,14 @@ gossip: {{log_every: 3, start_step: 2, timeout: 60}}
 data: {{path: text, vocab_size: 400, cache_dir: cache}}
 model: {{size: tiny, dropout: 0.0}}
 decoding: {{beams: 1}}
-epochs: 1
+num_train_epochs: 1
 batch_tokens: 1400
-accumulation_steps: 2
-rate: 5e-3
+gradient_accumulation_steps: 2
+learning_rate: 5e-3
 warmup_steps: 3
-log_every: 1
+logging_steps: 1
 max_grad_norm: 1.0
-trackers: []
+report_to: []
 {CURVATURE}
 """
 
@@ -77,7 +77,7 @@ def run(work, script, settings, processes, per_process, algorithm, *arguments):
     ],
 )
 def test_any_split_of_the_workers_is_the_same_run(work, script, settings, algorithm):
-    saved = ["--save_every", "1000"] if algorithm in ("dsgd_ac", "dadam_ac") else []
+    saved = ["--save_steps", "1000"] if algorithm in ("dsgd_ac", "dadam_ac") else []
     alone = run(work, script, settings, 4, 1, algorithm)
     split = run(work, script, settings, 2, 2, algorithm, *saved)
     expected, found = records(alone, "train/loss"), records(split, "train/loss")
@@ -114,7 +114,7 @@ def assert_measured_again(work, script, folder, in_training):
 
 
 def test_a_run_without_workers_on_disk_has_the_curvature_of_its_deployed_model(work):
-    folder = run(work, "cifar.py", "images.yaml", 1, 2, "dsgd", "--epochs", "1", "--curvature.every", "null")
+    folder = run(work, "cifar.py", "images.yaml", 1, 2, "dsgd", "--num_train_epochs", "1", "--curvature.every", "null")
     assert "curvature" not in summary(folder)
     script = str(ROOT / "tasks" / "cifar.py")
     small = ["--curvature.probes=0", "--curvature.noise_batches=0"]

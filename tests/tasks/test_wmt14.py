@@ -37,12 +37,12 @@ model:
   dropout: 0.0
 decoding:
   beams: 2
-epochs: 2
+num_train_epochs: 2
 batch_tokens: 1600
-rate: 5e-3
+learning_rate: 5e-3
 warmup_steps: 3
 betas: [0.9, 0.98]
-log_every: 1
+logging_steps: 1
 """
 
 
@@ -108,7 +108,7 @@ def test_the_summary_says_what_ran_and_how_well(first_run):
 def test_a_run_folder_holds_all_that_a_run_writes(first_run):
     folder, _ = first_run
     assert {file.name for file in folder.glob("*.png")} == {
-        "bleu.png", "consensus.png", "loss.png", "rate_gamma.png",
+        "bleu.png", "consensus.png", "loss.png", "lr_gamma.png",
     }  # fmt: skip
     assert len(records(folder, "validation/bleu")) == 2
     assert list(folder.rglob("events.out.tfevents.*"))
@@ -121,7 +121,7 @@ def test_a_run_folder_holds_all_that_a_run_writes(first_run):
 
 def test_training_lowers_the_loss_and_the_rate_follows_the_schedule(first_run):
     folder, _ = first_run
-    losses, rates = records(folder, "train/loss"), records(folder, "gossip/rate")
+    losses, rates = records(folder, "train/loss"), records(folder, "gossip/lr")
     assert losses[max(losses)] < 0.9 * losses[1]
     for step, rate in rates.items():
         assert rate == pytest.approx(5e-3 * min(step / 3, (3 / step) ** 0.5))
@@ -161,8 +161,8 @@ def test_translate_reads_lines_and_writes_as_many(first_run, work):
 
 
 def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(work):
-    split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--accumulation_steps", "2")
-    alone, _ = train(forked(), work, "alone", "--algorithm", "adam", "--accumulation_steps", "4")
+    split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--gradient_accumulation_steps", "2")
+    alone, _ = train(forked(), work, "alone", "--algorithm", "adam", "--gradient_accumulation_steps", "4")
     assert summary(split)["topology"] == "all-reduce"
     assert records(split, "train/loss") == pytest.approx(records(alone, "train/loss"), rel=1e-4)
     assert records(split, "validation/loss") == pytest.approx(records(alone, "validation/loss"), rel=1e-4)
@@ -171,7 +171,18 @@ def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(w
 def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
     runs = {}
     for algorithm in ("adam", "dadam"):
-        still = ["--algorithm", algorithm, "--rate", "1e-9", "--epochs", "1", "--trackers", "[]", "--max_steps", "4"]
+        still = [
+            "--algorithm",
+            algorithm,
+            "--learning_rate",
+            "1e-9",
+            "--num_train_epochs",
+            "1",
+            "--report_to",
+            "[]",
+            "--max_steps",
+            "4",
+        ]
         runs[algorithm], _ = train(forked(2), work, f"still_{algorithm}", *still)
     first, second = (records(folder, "train/loss") for folder in runs.values())
     assert first == pytest.approx(second, rel=1e-6)
@@ -194,7 +205,9 @@ def test_the_last_deployed_models_are_averaged(work):
 
 
 def test_bf16_autocast_and_loader_processes_train_one_worker(work):
-    folder, _ = train(forked(), work, "bf16", "--mixed_precision", "bf16", "--loader_workers", "1", "--max_steps", "4")
+    folder, _ = train(
+        forked(), work, "bf16", "--mixed_precision", "bf16", "--dataloader_num_workers", "1", "--max_steps", "4"
+    )
     assert (summary(folder)["steps"], summary(folder)["workers"], summary(folder)["radius"]) == (4, 1, 0)
 
 
@@ -206,9 +219,11 @@ def test_bf16_autocast_and_loader_processes_train_one_worker(work):
     ],
 )
 def test_without_a_configuration_the_first_line_names_the_demo_and_the_others(tmp_path, script, demo, others):
-    status, out, err = finish(start([*forked(), str(ROOT / "tasks" / f"{script}.py"), "--epochs", "0"], tmp_path))
+    status, out, err = finish(
+        start([*forked(), str(ROOT / "tasks" / f"{script}.py"), "--num_train_epochs", "0"], tmp_path)
+    )
     assert status == 2
-    assert "epochs must be an integer >= 1" in error_lines(err)[0]
+    assert "num_train_epochs must be an integer >= 1" in error_lines(err)[0]
     first = out.split("\n")[0]
     assert f"running the embedded demo configs/{demo}.yaml" in first
     assert all(f"configs/{other}.yaml" in first for other in others)
@@ -248,7 +263,10 @@ def broken(work):
         ("--data.target fr", ["fr"]),
         ("--data.vocab_size 200", ["vocab_size must be an integer >= 258"]),
         ("--batch_tokens 20", ["batch_tokens must have room for the longest pair", "data.max_length"]),
-        ("--batch_tokens 1000000 --accumulation_steps 4", ["one optimizer step needs", "Use a smaller batch_tokens"]),
+        (
+            "--batch_tokens 1000000 --gradient_accumulation_steps 4",
+            ["one optimizer step needs", "Use a smaller batch_tokens"],
+        ),
         ("--data.tokenizer settings.yaml", ["tokenizer", "settings.yaml"]),
         ("--betas 0.9", ["betas"]),
         ("--algorithm sgd", ["'adam', 'dadam'"]),
@@ -282,7 +300,7 @@ def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
 
 
 def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
-    arguments = ["--algorithm", "adam", "--rate", "1e30", "--warmup_steps", "1", "--output_dir", "diverged"]
+    arguments = ["--algorithm", "adam", "--learning_rate", "1e30", "--warmup_steps", "1", "--output_dir", "diverged"]
     status, _, err = run(forked(), work, "--config", "settings.yaml", *arguments)
     (line,) = error_lines(err)
     assert status == 1
@@ -290,7 +308,7 @@ def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
 
 
 def test_one_gossip_worker_is_told_that_it_is_alone(work):
-    alone = ["--max_steps", "3", "--trackers", "[]", "--output_dir", "lonely"]
+    alone = ["--max_steps", "3", "--report_to", "[]", "--output_dir", "lonely"]
     status, _, err = run(forked(), work, "--config", "settings.yaml", *alone)
     assert status == 0, err
     assert "1 worker: there is nobody to gossip with" in err

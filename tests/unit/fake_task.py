@@ -70,7 +70,7 @@ def run(settings):
     with open(folder / "metrics.jsonl", "w") as log:
         for epoch in range(EPOCHS):
             step = (epoch + 1) * STEPS
-            values = {"gossip/radius": radius(epoch, power, seed), "gossip/rate": rate, "test/accuracy": 0.1 * epoch}
+            values = {"gossip/radius": radius(epoch, power, seed), "gossip/lr": rate, "test/accuracy": 0.1 * epoch}
             values |= {"curvature/Q": float(epoch), "curvature/A": 0.2, "curvature/B": 0.1, "curvature/lambda_1": 2.0}
             log.write(json.dumps({"step": step, "epoch": epoch} | values) + "\n")
     if behaviour == "silent":

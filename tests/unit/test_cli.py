@@ -172,7 +172,7 @@ def test_schedule_prints_what_the_library_computes(capsys, tmp_path):
     largest = rows[4][0]
     for epoch, (rate, plain, squared) in rows.items():
         assert plain == 1
-        expected = 1 if epoch < 4 else AdaptiveConsensus(power=2, max_rate=largest).gamma(0, min(rate, largest))
+        expected = 1 if epoch < 4 else AdaptiveConsensus(power=2, max_lr=largest).gamma(0, min(rate, largest))
         assert squared == pytest.approx(expected, abs=2e-3)
 
 

@@ -119,9 +119,9 @@ def at(config: Any, path: str) -> Any:
         ({"start_epoch": True}, ["start_epoch", "True"]),
         ({"start_step": 1, "start_epoch": 1}, ["start_step=1 and start_epoch=1", "Keep one"]),
         ({"start_step": 11, "total_steps": 10}, ["start_step must be <= total_steps = 10", "11"]),
-        ({"max_rate": "actve"}, ["max_rate", "'actve'", "Did you mean 'active'?"]),
-        ({"max_rate": 0}, ["max_rate must be a finite number > 0; got 0"]),
-        ({"max_rate": float("inf")}, ["max_rate", "inf"]),
+        ({"max_lr": "actve"}, ["max_lr", "'actve'", "Did you mean 'active'?"]),
+        ({"max_lr": 0}, ["max_lr must be a finite number > 0; got 0"]),
+        ({"max_lr": float("inf")}, ["max_lr", "inf"]),
         ({"floor": 1.5}, ["floor must be a number in [0, 1]; got 1.5"]),
         ({"constant": -0.1}, ["constant must be a number in [0, 1]; got -0.1"]),
         ({"constant": 0.1, "floor": 0.5}, ["constant must be a number in [0.5, 1]; got 0.1", "floor = 0.5"]),
@@ -150,9 +150,9 @@ def test_gossip_config_takes_every_registered_topology_and_one_of_your_own():
 
 def test_gossip_config_is_frozen_and_stores_plain_numbers():
     gossip = GossipConfig(
-        power=3, floor=1, max_rate=np.float32(1), timeout=5, start_step=np.int64(0), total_steps=np.int64(1)
+        power=3, floor=1, max_lr=np.float32(1), timeout=5, start_step=np.int64(0), total_steps=np.int64(1)
     )
-    assert repr((gossip.power, gossip.floor, gossip.max_rate, gossip.timeout)) == "(3.0, 1.0, 1.0, 5.0)"
+    assert repr((gossip.power, gossip.floor, gossip.max_lr, gossip.timeout)) == "(3.0, 1.0, 1.0, 5.0)"
     assert repr((gossip.start_step, gossip.total_steps)) == "(0, 1)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         gossip.power = 2.0  # type: ignore[misc]
@@ -208,8 +208,8 @@ def test_every_field_of_gossip_config_explains_itself():
         ("optimizer: {betas: [0.9, 98e-2]}", "optimizer.betas", (0.9, 0.98)),
         ("optimizer: {milestones: [60, 120]}", "optimizer.milestones", [60, 120]),
         ("data: {files: [a, b]}", "data.files", ("a", "b")),
-        ("gossip: {max_rate: run}", "gossip.max_rate", "run"),
-        ("gossip: {max_rate: 1e-1}", "gossip.max_rate", 0.1),
+        ("gossip: {max_lr: run}", "gossip.max_lr", "run"),
+        ("gossip: {max_lr: 1e-1}", "gossip.max_lr", 0.1),
         ("gossip: {topology: ring}", "gossip.topology", "ring"),
         ("gossip: {}", "gossip", GossipConfig()),
         ("gossip: null", "gossip", None),
@@ -348,7 +348,7 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("gossip: {power: 1e999}", ["gossip.power: expected a number", "finite"]),
         ("gossip: {power: -1}", ["gossip: power must be a finite number >= 0; got -1.0"]),
         ("gossip: {topology: one_peer_rng}", ["gossip: topology", "Did you mean 'one_peer_ring'?"]),
-        ("gossip: {max_rate: actve}", ["'active', 'run' or a number, got 'actve' (str). Did you mean 'active'?"]),
+        ("gossip: {max_lr: actve}", ["'active', 'run' or a number, got 'actve' (str). Did you mean 'active'?"]),
         ("seed: 3.5", ["seed: expected an integer, got 3.5 (float)"]),
         ("seed: 3.0", ["seed: expected an integer, got 3.0 (float). Write it without a decimal point."]),
         ("seed: true", ["seed: expected an integer, got True (bool)"]),
@@ -578,7 +578,7 @@ gossips = st.builds(
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     power=st.floats(0, 1e300),
     start_step=st.none() | st.integers(0, 10**9),
-    max_rate=st.sampled_from(["active", "run"]) | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    max_lr=st.sampled_from(["active", "run"]) | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     floor=st.floats(0, 0.5),
     constant=st.none() | st.floats(0.5, 1),
     order=st.sampled_from(["local_first", "mix_first"]),

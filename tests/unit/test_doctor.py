@@ -187,15 +187,15 @@ COSINE = [0.5 * (1 + np.cos(np.pi * step / 1000)) for step in range(1000)]
 
 
 @pytest.mark.parametrize(
-    ("config", "rates", "expected"),
+    ("config", "lrs", "expected"),
     [
         (GossipConfig(), COSINE, None),
         (GossipConfig(power=6), COSINE, None),
         (GossipConfig(power=0), [0.1] * 9, None),
         (GossipConfig(), [0.1] * 9, "stays 1"),
-        (GossipConfig(max_rate=0.01), [0.1, 0.05], "stays 1"),
-        (GossipConfig(max_rate=10.0), [0.1, 0.05], "hardly mix"),
-        (GossipConfig(max_rate=10.0, start_step=1), [0.1, 0.1, 0.05], "hardly mix"),
+        (GossipConfig(max_lr=0.01), [0.1, 0.05], "stays 1"),
+        (GossipConfig(max_lr=10.0), [0.1, 0.05], "hardly mix"),
+        (GossipConfig(max_lr=10.0, start_step=1), [0.1, 0.1, 0.05], "hardly mix"),
         (GossipConfig(), [1.0, *[1e-3] * 9], "train apart"),
         (GossipConfig(), [*[1.0] * 6, *[1e-3] * 4], "below 1e-6 in 4 of 10 active steps"),
         (GossipConfig(), [*[1.0] * 7, *[1e-3] * 3], None),
@@ -205,8 +205,8 @@ COSINE = [0.5 * (1 + np.cos(np.pi * step / 1000)) for step in range(1000)]
         (GossipConfig(start_step=9), [0.1] * 9, "begins at step 9"),
     ],
 )
-def test_what_gamma_does_over_the_run(config, rates, expected):
-    (finding,) = check_gossip(config, rates=rates)
+def test_what_gamma_does_over_the_run(config, lrs, expected):
+    (finding,) = check_gossip(config, lrs=lrs)
     assert finding.level == ("ok" if expected is None else "warning")
     assert expected is None or expected in finding.message
 

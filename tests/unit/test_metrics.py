@@ -46,8 +46,8 @@ def test_log_merges_consensus_metrics_into_trackers(tmp_path):
     accelerator.trackers[0].finish()
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    assert {"train/loss", "gossip/rate", "gossip/gamma", "gossip/radius"} <= set(events.Tags()["scalars"])
-    assert events.Scalars("gossip/rate")[0].value == pytest.approx(0.25)
+    assert {"train/loss", "gossip/lr", "gossip/gamma", "gossip/radius"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("gossip/lr")[0].value == pytest.approx(0.25)
     assert [step for step, _ in records] == [1, 1], "without a step, the number of optimizer steps"
     assert records[0][1]["train/loss"] == 1.5
 
@@ -57,5 +57,5 @@ def test_further_optimizers_get_prefixes_of_their_own():
     models = [nn.Linear(2, 1) for _ in range(2)]
     accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1 * (i + 1)) for i, m in enumerate(models)))
     metrics = consensus_metrics(accelerator.gossip_steps)
-    assert metrics["gossip/rate"] == pytest.approx(0.1)
+    assert metrics["gossip/lr"] == pytest.approx(0.1)
     assert metrics["gossip/1/rate"] == pytest.approx(0.2)

@@ -12,7 +12,7 @@ from dsgdac_accel import plotting
 from dsgdac_accel.plotting import compare_runs, plot_run, read_metrics, run_labels, series
 
 RECORDS = [
-    {"step": 1, "epoch": 0.1, "gossip/rate": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
+    {"step": 1, "epoch": 0.1, "gossip/lr": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
     {"step": 2, "gossip/radius": 0.0, "gossip/neighbor_disagreement": 0.5, "train/loss": None},
     {"step": 3, "gossip/radius": 0.7, "test/loss": 1.5, "test/accuracy": 0.25},
 ]
@@ -46,7 +46,7 @@ def lines_of(figure):
 
 def test_a_run_gives_the_plots_of_what_it_logged(tmp_path):
     written = plot_run(write_run(tmp_path))
-    assert [path.name for path in written] == ["rate_gamma.png", "consensus.png", "loss.png", "accuracy.png"]
+    assert [path.name for path in written] == ["lr_gamma.png", "consensus.png", "loss.png", "accuracy.png"]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(path.name for path in written)
     for path in written:
         width, height = Image.open(path).size
@@ -64,8 +64,8 @@ def test_a_run_that_logged_nothing_gives_no_plot(tmp_path):
 
 def test_lines_show_the_logged_values(tmp_path, drawn):
     plot_run(write_run(tmp_path))
-    rate_gamma, consensus, loss, accuracy = (lines_of(figure) for figure in drawn)
-    assert rate_gamma == {"learning rate": [0.1], "gamma": [1.0]}
+    lr_gamma, consensus, loss, accuracy = (lines_of(figure) for figure in drawn)
+    assert lr_gamma == {"learning rate": [0.1], "gamma": [1.0]}
     # A radius of 0 cannot be shown on a logarithmic axis.
     assert math.isnan(consensus["consensus radius"][0])
     assert consensus["consensus radius"][1] == 0.7
@@ -78,7 +78,7 @@ def test_lines_show_the_logged_values(tmp_path, drawn):
 
 def test_few_points_are_marked_and_an_axis_without_lines_is_hidden(tmp_path, drawn):
     for count in (1, 31):
-        plot_run(write_run(tmp_path, [{"step": step, "gossip/rate": 0.1} for step in range(count)]))
+        plot_run(write_run(tmp_path, [{"step": step, "gossip/lr": 0.1} for step in range(count)]))
     assert [figure.axes[0].lines[0].get_marker() for figure in drawn] == ["o", "None"]
     assert [[axes.get_visible() for axes in figure.axes] for figure in drawn] == [[True, False]] * 2
 
@@ -95,7 +95,7 @@ def test_accuracy_in_per_cent_is_not_scaled_again(tmp_path, drawn):
 
 
 def test_diverged_runs_can_be_plotted(tmp_path):
-    keys = ("gossip/rate", "gossip/gamma", "gossip/radius", "train/loss", "test/accuracy")
+    keys = ("gossip/lr", "gossip/gamma", "gossip/radius", "train/loss", "test/accuracy")
     records = [{"step": step} | dict.fromkeys(keys, value) for step, value in enumerate([None, math.nan, math.inf])]
     assert len(plot_run(write_run(tmp_path, records))) == 4
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_plotted_is_refused(tmp_path):
         plot_run(tmp_path)
     with pytest.raises(ValueError, match="at least one output_dir"):
         compare_runs([], tmp_path / "compare.png")
-    with pytest.raises(ValueError, match=r"found none of gossip/rate, "):
+    with pytest.raises(ValueError, match=r"found none of gossip/lr, "):
         compare_runs([write_run(tmp_path / "empty", [])], tmp_path / "compare.png")
 
 

@@ -25,27 +25,27 @@ from torch.optim.lr_scheduler import (
 )
 from transformers import get_cosine_schedule_with_warmup, get_inverse_sqrt_schedule
 
-from dsgdac_accel.schedule import AdaptiveConsensus, adaptive_gamma, current_rate, planned_rates
+from dsgdac_accel.schedule import AdaptiveConsensus, adaptive_gamma, current_lr, planned_lrs
 
-rates = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+lrs = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 powers = st.floats(min_value=0, max_value=100)
 
 
-def gammas(consensus, rates):
-    return [consensus.gamma(step, rate) for step, rate in enumerate(rates)]
+def gammas(consensus, lrs):
+    return [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
 
 
 # adaptive_gamma
 
 
-@given(rate=rates, max_rate=rates, power=powers)
-def test_gamma_is_between_0_and_1_whatever_the_rates(rate, max_rate, power):
-    assert 0 <= adaptive_gamma(rate, max_rate, power) <= 1
+@given(lr=lrs, max_lr=lrs, power=powers)
+def test_gamma_is_between_0_and_1_whatever_the_rates(lr, max_lr, power):
+    assert 0 <= adaptive_gamma(lr, max_lr, power) <= 1
 
 
-@given(rate=rates, max_rate=rates)
-def test_power_0_is_exactly_1(rate, max_rate):
-    assert adaptive_gamma(rate, max_rate, power=0) == 1.0
+@given(lr=lrs, max_lr=lrs)
+def test_power_0_is_exactly_1(lr, max_lr):
+    assert adaptive_gamma(lr, max_lr, power=0) == 1.0
 
 
 def test_gamma_of_rates_at_the_edge():
@@ -59,7 +59,7 @@ def test_gamma_of_rates_at_the_edge():
 def test_a_rate_that_is_no_rate_is_refused(value):
     with pytest.raises(ValueError, match="rate must be a finite number >= 0"):
         adaptive_gamma(value, 0.1, 2)
-    with pytest.raises(ValueError, match="max_rate must be a finite number >= 0"):
+    with pytest.raises(ValueError, match="max_lr must be a finite number >= 0"):
         adaptive_gamma(0.1, value, 2)
     with pytest.raises(ValueError, match="rate must be a finite number >= 0"):
         AdaptiveConsensus(start_step=10).gamma(0, value)
@@ -67,12 +67,12 @@ def test_a_rate_that_is_no_rate_is_refused(value):
 
 def test_the_paper_s_transformer_schedule_gives_a_quarter_at_update_16000():
     # Warm-up 4000 updates to 5e-4, then the inverse square root; update t counted from 1 is step t - 1.
-    def rate(step):
+    def lr(step):
         return 5e-4 * min((step + 1) / 4000, (4000 / (step + 1)) ** 0.5)
 
     consensus = AdaptiveConsensus(power=2, start_step=3999)
-    assert consensus.gamma(0, rate(0)) == 1.0
-    assert [consensus.gamma(step, rate(step)) for step in (3998, 3999, 15999)] == [1.0, 1.0, pytest.approx(0.25)]
+    assert consensus.gamma(0, lr(0)) == 1.0
+    assert [consensus.gamma(step, lr(step)) for step in (3998, 3999, 15999)] == [1.0, 1.0, pytest.approx(0.25)]
 
 
 # When consensus is adaptive
@@ -86,7 +86,7 @@ def test_a_start_epoch_is_the_first_step_seen_of_that_epoch():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     seen = [(0, 0.8, 0), (1, 0.4, 0), (2, 0.4, 1), (3, 0.2, 1), (4, 0.1, 2)]
     # The rate 0.8 came before the start and does not count for a_max.
-    assert [consensus.gamma(step, rate, epoch) for step, rate, epoch in seen] == [1.0, 1.0, 1.0, 0.5, 0.25]
+    assert [consensus.gamma(step, lr, epoch) for step, lr, epoch in seen] == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
 def test_activation_stays_even_if_the_epoch_counter_starts_again():
@@ -109,10 +109,10 @@ def test_a_start_epoch_without_an_epoch_is_an_error_that_says_so():
 
 def test_asking_twice_changes_nothing():
     once, thrice = AdaptiveConsensus(start_step=1), AdaptiveConsensus(start_step=1)
-    for step, rate in enumerate([0.3, 0.1, 0.2, 0.05]):
-        first = thrice.gamma(step, rate)
-        assert [thrice.gamma(step, rate), thrice.gamma(step, rate)] == [first, first]
-        assert once.gamma(step, rate) == first
+    for step, lr in enumerate([0.3, 0.1, 0.2, 0.05]):
+        first = thrice.gamma(step, lr)
+        assert [thrice.gamma(step, lr), thrice.gamma(step, lr)] == [first, first]
+        assert once.gamma(step, lr) == first
 
 
 # a_max
@@ -125,37 +125,37 @@ def test_without_a_plan_the_running_maximum_stands_in():
 
 
 def test_a_plan_gives_the_true_maximum_from_the_first_active_step():
-    assert gammas(AdaptiveConsensus(power=1, planned_rates=WARMED_UP), WARMED_UP) == WARMED_UP
+    assert gammas(AdaptiveConsensus(power=1, planned_lrs=WARMED_UP), WARMED_UP) == WARMED_UP
 
 
 def test_active_and_run_differ_for_a_late_start():
     for planned in (None, WARMED_UP):
-        active = AdaptiveConsensus(power=1, start_step=3, planned_rates=planned)
-        run = AdaptiveConsensus(power=1, start_step=3, max_rate="run", planned_rates=planned)
+        active = AdaptiveConsensus(power=1, start_step=3, planned_lrs=planned)
+        run = AdaptiveConsensus(power=1, start_step=3, max_lr="run", planned_lrs=planned)
         assert gammas(active, WARMED_UP) == [1.0, 1.0, 1.0, 1.0, 0.5]
         assert gammas(run, WARMED_UP) == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
 def test_run_with_a_plan_knows_a_maximum_still_to_come():
-    assert AdaptiveConsensus(power=1, max_rate="run", planned_rates=WARMED_UP).gamma(0, 0.25) == 0.25
+    assert AdaptiveConsensus(power=1, max_lr="run", planned_lrs=WARMED_UP).gamma(0, 0.25) == 0.25
 
 
 def test_a_number_as_a_max_clamps_larger_rates():
-    assert gammas(AdaptiveConsensus(power=1, max_rate=0.5), WARMED_UP) == [0.5, 1.0, 1.0, 1.0, 0.5]
+    assert gammas(AdaptiveConsensus(power=1, max_lr=0.5), WARMED_UP) == [0.5, 1.0, 1.0, 1.0, 0.5]
 
 
 def test_a_rate_above_the_plan_raises_a_max():
-    consensus = AdaptiveConsensus(power=1, planned_rates=[0.1, 0.1, 0.1])
+    consensus = AdaptiveConsensus(power=1, planned_lrs=[0.1, 0.1, 0.1])
     assert gammas(consensus, [0.1, 0.4, 0.1]) == [1.0, 1.0, 0.25]
 
 
 def test_a_plan_shorter_than_the_start_falls_back_on_the_running_maximum():
-    assert AdaptiveConsensus(power=1, start_step=9, planned_rates=[5.0]).gamma(9, 0.1) == 1.0
+    assert AdaptiveConsensus(power=1, start_step=9, planned_lrs=[5.0]).gamma(9, 0.1) == 1.0
 
 
 def test_warm_up_from_zero_is_no_nan():
     assert gammas(AdaptiveConsensus(), [0.0, 0.1, 0.0]) == [1.0, 1.0, 0.0]
-    assert gammas(AdaptiveConsensus(planned_rates=[0.0, 0.1, 0.0]), [0.0, 0.1, 0.0]) == [0.0, 1.0, 0.0]
+    assert gammas(AdaptiveConsensus(planned_lrs=[0.0, 0.1, 0.0]), [0.0, 0.1, 0.0]) == [0.0, 1.0, 0.0]
 
 
 # Floor, constant, and any settings at all
@@ -173,14 +173,14 @@ def test_a_constant_holds_once_active_and_ignores_the_rate():
 @given(
     power=powers,
     start_step=st.integers(0, 5),
-    max_rate=st.one_of(st.sampled_from(["active", "run"]), st.floats(1e-6, 1e6)),
+    max_lr=st.one_of(st.sampled_from(["active", "run"]), st.floats(1e-6, 1e6)),
     floor=st.floats(0, 1),
-    seen=st.lists(rates, max_size=8),
-    planned=st.none() | st.lists(rates, max_size=8),
+    seen=st.lists(lrs, max_size=8),
+    planned=st.none() | st.lists(lrs, max_size=8),
 )
-def test_gamma_stays_between_floor_and_1_and_is_1_before_the_start(power, start_step, max_rate, floor, seen, planned):
-    settings = {"power": power, "start_step": start_step, "max_rate": max_rate, "floor": floor}
-    given_gammas = gammas(AdaptiveConsensus(**settings, planned_rates=planned), seen)
+def test_gamma_stays_between_floor_and_1_and_is_1_before_the_start(power, start_step, max_lr, floor, seen, planned):
+    settings = {"power": power, "start_step": start_step, "max_lr": max_lr, "floor": floor}
+    given_gammas = gammas(AdaptiveConsensus(**settings, planned_lrs=planned), seen)
     assert all(floor <= gamma <= 1 for gamma in given_gammas)
     assert all(gamma == 1 for gamma in given_gammas[:start_step])
 
@@ -189,14 +189,14 @@ def test_gamma_stays_between_floor_and_1_and_is_1_before_the_start(power, start_
 
 
 @pytest.mark.parametrize("resume_at", range(7))
-@pytest.mark.parametrize("max_rate", ["active", "run", 0.7])
+@pytest.mark.parametrize("max_lr", ["active", "run", 0.7])
 @pytest.mark.parametrize("start", [{"start_step": 3}, {"start_epoch": 2}])
-def test_resuming_from_json_equals_never_having_stopped(resume_at, max_rate, start):
+def test_resuming_from_json_equals_never_having_stopped(resume_at, max_lr, start):
     seen = [0.8, 0.1, 0.3, 0.6, 0.7, 0.2, 0.1]
-    whole = AdaptiveConsensus(max_rate=max_rate, **start)
-    before = AdaptiveConsensus(max_rate=max_rate, **start)
-    after = AdaptiveConsensus(max_rate=max_rate, **start)
-    expected = [whole.gamma(step, rate, epoch=step // 2) for step, rate in enumerate(seen)]
+    whole = AdaptiveConsensus(max_lr=max_lr, **start)
+    before = AdaptiveConsensus(max_lr=max_lr, **start)
+    after = AdaptiveConsensus(max_lr=max_lr, **start)
+    expected = [whole.gamma(step, lr, epoch=step // 2) for step, lr in enumerate(seen)]
     resumed = [before.gamma(step, seen[step], epoch=step // 2) for step in range(resume_at)]
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     resumed += [after.gamma(step, seen[step], epoch=step // 2) for step in range(resume_at, len(seen))]
@@ -204,7 +204,7 @@ def test_resuming_from_json_equals_never_having_stopped(resume_at, max_rate, sta
 
 
 def test_a_resumed_run_needs_no_plan_to_find_the_same_a_max():
-    planned = AdaptiveConsensus(power=1, planned_rates=WARMED_UP)
+    planned = AdaptiveConsensus(power=1, planned_lrs=WARMED_UP)
     planned.gamma(0, 0.25)
     resumed = AdaptiveConsensus(power=1)
     resumed.load_state_dict(planned.state_dict())
@@ -239,14 +239,14 @@ def test_a_foreign_state_is_refused():
         ({"start_step": True}, "start_step must be"),
         ({"start_epoch": -1}, "start_epoch must be"),
         ({"start_step": 0, "start_epoch": 0}, "exclude each other; got 0 and 0"),
-        ({"max_rate": "max"}, "max_rate must be 'active', 'run' or a finite number > 0; got 'max'"),
-        ({"max_rate": 0}, "max_rate must be"),
-        ({"max_rate": -0.1}, "max_rate must be"),
-        ({"max_rate": math.nan}, "max_rate must be"),
-        ({"max_rate": math.inf}, "max_rate must be"),
-        ({"max_rate": True}, "max_rate must be"),
-        ({"max_rate": None}, "max_rate must be"),
-        ({"planned_rates": [0.1, -0.1]}, "each planned rate must be"),
+        ({"max_lr": "max"}, "max_lr must be 'active', 'run' or a finite number > 0; got 'max'"),
+        ({"max_lr": 0}, "max_lr must be"),
+        ({"max_lr": -0.1}, "max_lr must be"),
+        ({"max_lr": math.nan}, "max_lr must be"),
+        ({"max_lr": math.inf}, "max_lr must be"),
+        ({"max_lr": True}, "max_lr must be"),
+        ({"max_lr": None}, "max_lr must be"),
+        ({"planned_lrs": [0.1, -0.1]}, "each planned rate must be"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -255,14 +255,14 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_numpy_and_torch_numbers_are_numbers():
-    consensus = AdaptiveConsensus(power=np.int64(1), max_rate=np.float32(0.5), planned_rates=np.array(WARMED_UP))
+    consensus = AdaptiveConsensus(power=np.int64(1), max_lr=np.float32(0.5), planned_lrs=np.array(WARMED_UP))
     assert consensus.gamma(np.int64(0), torch.tensor(0.25)) == 0.5
     json.dumps(consensus.state_dict())
 
 
 def test_repr_shows_what_was_set():
     assert repr(AdaptiveConsensus(power=2, start_epoch=10)) == (
-        "AdaptiveConsensus(power=2.0, start_epoch=10, max_rate='active', floor=0.0)"
+        "AdaptiveConsensus(power=2.0, start_epoch=10, max_lr='active', floor=0.0)"
     )
 
 
@@ -311,7 +311,7 @@ def rates_by_really_stepping(scheduler, optimizer, total_steps):
 def test_planned_rates_are_those_of_really_stepping(scheduler_name, optimizer_name, as_tensors):
     optimizer = two_groups(optimizer_name, as_tensors)
     scheduler = SCHEDULERS[scheduler_name](optimizer)
-    planned = planned_rates(scheduler, total_steps=20)
+    planned = planned_lrs(scheduler, total_steps=20)
     assert planned == rates_by_really_stepping(scheduler, optimizer, 20)
     assert len(set(planned)) > 1
 
@@ -330,7 +330,7 @@ def test_planning_leaves_scheduler_optimizer_and_random_states_alone(scheduler_n
 
     recwarn.clear()
     before, parameters = everything(), [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(planned_rates(scheduler, total_steps=20)) == 20
+    assert len(planned_lrs(scheduler, total_steps=20)) == 20
     assert everything() == before
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == parameters
     assert scheduler.optimizer is optimizer
@@ -340,9 +340,9 @@ def test_planning_leaves_scheduler_optimizer_and_random_states_alone(scheduler_n
 
 def test_the_number_of_steps_is_taken_from_schedulers_that_declare_it():
     optimizer = two_groups("adam")
-    assert len(planned_rates(OneCycleLR(optimizer, max_lr=1.0, total_steps=30))) == 30
+    assert len(planned_lrs(OneCycleLR(optimizer, max_lr=1.0, total_steps=30))) == 30
     cosine = get_cosine_schedule_with_warmup(two_groups("adam"), num_warmup_steps=4, num_training_steps=12)
-    planned = planned_rates(cosine)
+    planned = planned_lrs(cosine)
     assert planned is not None
     assert len(planned) == 12
     assert planned[0] == 0
@@ -350,14 +350,14 @@ def test_the_number_of_steps_is_taken_from_schedulers_that_declare_it():
 
 
 def test_the_future_is_unknown_without_a_length_on_a_plateau_or_under_way():
-    assert planned_rates(StepLR(two_groups("sgd"), 5)) is None
-    assert planned_rates(LambdaLR(two_groups("sgd"), lambda step: 1.0)) is None
-    assert planned_rates(ReduceLROnPlateau(two_groups("sgd")), total_steps=10) is None
+    assert planned_lrs(StepLR(two_groups("sgd"), 5)) is None
+    assert planned_lrs(LambdaLR(two_groups("sgd"), lambda step: 1.0)) is None
+    assert planned_lrs(ReduceLROnPlateau(two_groups("sgd")), total_steps=10) is None
     optimizer = two_groups("sgd")
     scheduler = StepLR(optimizer, 5)
     optimizer.step()
     scheduler.step()
-    assert planned_rates(scheduler, total_steps=10) is None
+    assert planned_lrs(scheduler, total_steps=10) is None
 
 
 def test_a_scheduler_that_cannot_be_copied_or_stepped_is_unknown():
@@ -368,25 +368,25 @@ def test_a_scheduler_that_cannot_be_copied_or_stepped_is_unknown():
         def __deepcopy__(self, memo):
             raise RuntimeError("no copies")
 
-    assert planned_rates(LambdaLR(two_groups("sgd"), Stubborn()), total_steps=10) is None
-    assert planned_rates(object(), total_steps=10) is None
-    assert planned_rates(OneCycleLR(two_groups("sgd"), max_lr=1.0, total_steps=5), total_steps=50) is None
+    assert planned_lrs(LambdaLR(two_groups("sgd"), Stubborn()), total_steps=10) is None
+    assert planned_lrs(object(), total_steps=10) is None
+    assert planned_lrs(OneCycleLR(two_groups("sgd"), max_lr=1.0, total_steps=5), total_steps=50) is None
 
 
 def test_named_parameters_and_a_fused_optimizer_can_be_planned():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
-    assert planned_rates(StepLR(optimizer, 1, gamma=0.5), total_steps=3) == [0.1, 0.05, 0.025]
+    assert planned_lrs(StepLR(optimizer, 1, gamma=0.5), total_steps=3) == [0.1, 0.05, 0.025]
 
 
 @pytest.mark.parametrize("total_steps", [-1, True, 2.5])
 def test_a_length_that_is_no_length_is_refused(total_steps):
     with pytest.raises(ValueError, match="total_steps must be a whole number >= 0"):
-        planned_rates(StepLR(two_groups("sgd"), 5), total_steps)
+        planned_lrs(StepLR(two_groups("sgd"), 5), total_steps)
 
 
 def test_the_rate_is_that_of_the_group_with_the_largest_base_rate():
     optimizer = two_groups("sgd")
-    assert current_rate(optimizer) == 0.2
+    assert current_lr(optimizer) == 0.2
     LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.0])  # the rate of the leading group falls below the other
-    assert current_rate(optimizer) == 0.0
+    assert current_lr(optimizer) == 0.0

@@ -70,10 +70,10 @@ def test_the_main_table_is_that_of_the_paper():
     }
     assert len(runs) == 3 * (len(rows) + 6)
     for config, count in zip(configs, workers, strict=True):
-        assert config.batch_size == 16 * count
-        assert config.rate == pytest.approx(0.1 * config.batch_size / 128)
+        assert config.global_batch_size == 16 * count
+        assert config.learning_rate == pytest.approx(0.1 * config.global_batch_size / 128)
         assert config.gossip.start_epoch == {8: 10, 16: 100, 32: 150}[count]
-        assert (config.gossip.power, config.epochs, config.data.name) == (3, 200, "cifar100")
+        assert (config.gossip.power, config.num_train_epochs, config.data.name) == (3, 200, "cifar100")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,12 @@ def test_the_sensitivity_tables_are_those_of_the_paper(name, key, values):
     assert sorted(getattr(config.gossip, key) for config in configs) == sorted(3 * list(values))
     others = {"power": 3, "start_epoch": 100} | {key: None}
     for config in configs:
-        assert (config.data.name, config.model, config.batch_size, config.rate) == ("cifar10", "wrn-28-10", 256, 0.2)
+        assert (config.data.name, config.model, config.global_batch_size, config.learning_rate) == (
+            "cifar10",
+            "wrn-28-10",
+            256,
+            0.2,
+        )
         assert sweep.launch.processes * config.gossip.workers_per_process == 16
         assert all(getattr(config.gossip, other) == value for other, value in others.items() if value is not None)
 
@@ -96,7 +101,16 @@ def test_the_translation_table_has_the_settings_of_the_shipped_configurations():
     for run in runs:
         config = parsed(sweep, run)
         alone = parse_config(TranslationConfig, ["--config", str(SWEEPS.parent / f"wmt14_big_{config.algorithm}.yaml")])
-        for key in ("rate", "betas", "warmup_steps", "batch_tokens", "epochs", "model", "data", "label_smoothing"):
+        for key in (
+            "learning_rate",
+            "betas",
+            "warmup_steps",
+            "batch_tokens",
+            "num_train_epochs",
+            "model",
+            "data",
+            "label_smoothing",
+        ):
             assert getattr(config, key) == getattr(alone, key)
         if config.algorithm == "dadam_ac":
             assert config.gossip == alone.gossip

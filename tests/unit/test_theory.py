@@ -31,7 +31,7 @@ exact = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 STATIC = ("ring", "exponential", "complete", "grid")
 DIRECTED = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
 
-rates = st.floats(1e-3, 1.0)
+lrs = st.floats(1e-3, 1.0)
 gammas = st.floats(0.0, 1.0)
 eigenvalues = st.floats(0.0, 2.0)
 curvatures = st.floats(-5.0, 10.0)
@@ -44,15 +44,15 @@ def of_one_mode(alpha, gamma, mu, lam, momentum):
     return step, np.array([-alpha, 1.0])
 
 
-def of_all_workers(topology, gamma, rate, lam, momentum):
+def of_all_workers(topology, gamma, lr, lam, momentum):
     """As above for all workers in one direction of the Hessian, for each round, with the mean taken out."""
     n = topology.num_workers
     centre = np.eye(n) - 1 / n
     for round_ in topology.rounds:
         momentum_row = np.hstack([lam * np.eye(n), momentum * np.eye(n)])
         mixing_row = np.hstack([np.eye(n) - gamma * (np.eye(n) - round_), np.zeros((n, n))])
-        step = np.vstack([mixing_row - rate * momentum_row, momentum_row])
-        yield np.kron(np.eye(2), centre) @ step, np.vstack([-rate * centre, centre])
+        step = np.vstack([mixing_row - lr * momentum_row, momentum_row])
+        yield np.kron(np.eye(2), centre) @ step, np.vstack([-lr * centre, centre])
 
 
 def dense_lyapunov(step, noise):
@@ -61,9 +61,9 @@ def dense_lyapunov(step, noise):
     return np.linalg.solve(np.eye(size * size) - np.kron(step, step), noise.ravel()).reshape(size, size)
 
 
-def dense_variances(topology, gamma, rate, lam, momentum):
+def dense_variances(topology, gamma, lr, lam, momentum):
     """The stationary variance of every worker after each round, unit noise: (T, N)."""
-    rounds = list(of_all_workers(topology, gamma, rate, lam, momentum))
+    rounds = list(of_all_workers(topology, gamma, lr, lam, momentum))
     step, noise = np.eye(2 * topology.num_workers), np.zeros((2 * topology.num_workers,) * 2)
     for A, B in rounds:
         step, noise = A @ step, A @ noise @ A.T + B @ B.T
@@ -78,7 +78,7 @@ def dense_variances(topology, gamma, rate, lam, momentum):
 # One mode
 
 
-@given(rates, gammas, eigenvalues, curvatures, momenta)
+@given(lrs, gammas, eigenvalues, curvatures, momenta)
 def test_a_mode_is_stable_when_the_eigenvalues_of_its_recursion_are_inside_the_unit_circle(alpha, gamma, mu, lam, b):
     step, _ = of_one_mode(alpha, gamma, mu, lam, b)
     largest = abs(np.linalg.eigvals(step)).max()
@@ -99,7 +99,7 @@ def test_the_edges_of_the_stability_region_are_outside_it(momentum):
         assert modal_variance(alpha, gamma, mu, edge / alpha, [1.0, 0.0], momentum).tolist() == [math.inf, math.inf]
 
 
-@given(rates, gammas, eigenvalues, curvatures, momenta, st.floats(0.0, 10.0))
+@given(lrs, gammas, eigenvalues, curvatures, momenta, st.floats(0.0, 10.0))
 def test_modal_variance_solves_the_lyapunov_equation_of_its_recursion(alpha, gamma, mu, lam, b, sigma2):
     step, enters = of_one_mode(alpha, gamma, mu, lam, b)
     largest = abs(np.linalg.eigvals(step)).max()
@@ -112,7 +112,7 @@ def test_modal_variance_solves_the_lyapunov_equation_of_its_recursion(alpha, gam
         assert variance == pytest.approx(covariance[0, 0], rel=1e-6, abs=1e-9)
 
 
-@given(rates, gammas, eigenvalues, curvatures)
+@given(lrs, gammas, eigenvalues, curvatures)
 def test_without_momentum_the_variance_is_theorem_1_and_within_the_bounds_of_remark_1(alpha, gamma, mu, lam):
     d = gamma * mu + alpha * lam
     assume(1e-6 < d < 2 - 1e-6)
@@ -134,7 +134,7 @@ def test_bounds_use_the_largest_damping_among_the_stable_modes():
             modal_variance_bounds(0.1, 1.0, mu=[0.5, 1.0], lam=[0.0, 2.0], sigma2=1.0, d_max=d_max)
 
 
-@given(rates, st.floats(1e-3, 1.0), st.floats(1e-2, 1.0), st.floats(-0.9, 0.9), st.floats(0.0, 0.9))
+@given(lrs, st.floats(1e-3, 1.0), st.floats(1e-2, 1.0), st.floats(-0.9, 0.9), st.floats(0.0, 0.9))
 def test_in_mixing_dominated_modes_the_variance_is_a_constant_times_the_rate_squared_over_mixing(a, gamma, mu, x, rho):
     # Remark 1: (1 - rho) gamma mu <= d <= (1 + rho) gamma mu, and d (2 - d) for d <= d_max < 2.
     lam = x * gamma * mu / a
@@ -235,7 +235,7 @@ def test_predicted_radius_solves_the_lyapunov_equation_of_a_whole_period(topolog
 def test_a_static_round_and_the_same_round_twice_are_one_topology(name):
     once = build_topology(name, 6)
     twice = Topology.from_matrices([once.matrix(0)] * 2)
-    settings_ = {"gamma": 0.3, "rate": 0.05, "lam": [3.0, 0.0, -0.02, -9.0], "sigma2": 1.0, "momentum": 0.5}
+    settings_ = {"gamma": 0.3, "lr": 0.05, "lam": [3.0, 0.0, -0.02, -9.0], "sigma2": 1.0, "momentum": 0.5}
     modes, period = predicted_radius(once, **settings_), predicted_radius(twice, **settings_)
     exact(period.variance_TNK, modes.variance_TNK.expand(2, -1, -1))
     assert modes.variance_TNK[..., 3].isinf().all()
@@ -250,7 +250,7 @@ def test_frobenius_is_theorem_1_summed_over_all_modes():
 
 @pytest.mark.parametrize("name", ["ring", "one_peer_ring"])
 def test_an_unstable_direction_makes_the_norms_infinite_and_no_error(name):
-    settings_ = {"gamma": 0.1, "rate": 0.1, "sigma2": 1.0}
+    settings_ = {"gamma": 0.1, "lr": 0.1, "sigma2": 1.0}
     error = predicted_radius(build_topology(name, 4), lam=[1.0, -3.0], **settings_)
     assert error.variance_TNK[..., 0].isfinite().all()
     assert error.variance_TNK[..., 1].isinf().all()
@@ -351,9 +351,9 @@ def test_the_recursion_is_the_dense_one_with_the_rate_and_gamma_of_each_step():
     along = radius_along(topology, schedule, planned, lam, 2.0, momentum)
     assert schedule.active_since is None  # a copy ran
     covariance = np.zeros((8, 8))
-    for step, (rate, error) in enumerate(zip(planned, along, strict=True)):
-        gamma = schedule.gamma(step, rate)
-        A, B = list(of_all_workers(topology, gamma, rate, lam, momentum))[step % 2]
+    for step, (lr, error) in enumerate(zip(planned, along, strict=True)):
+        gamma = schedule.gamma(step, lr)
+        A, B = list(of_all_workers(topology, gamma, lr, lam, momentum))[step % 2]
         covariance = A @ covariance @ A.T + 2.0 * B @ B.T
         exact(error.variance_TNK[0, :, 0], torch.from_numpy(np.diag(covariance)[:4].copy()))
     assert along[0].frobenius == 0  # the first rate of a warm-up is 0
@@ -436,7 +436,7 @@ def test_a_bad_argument_is_refused_by_name_everywhere(name, value, message):
     with pytest.raises(ValueError, match=message):
         modal_variance(**{**GOOD, name: value})
     if name in ("gamma", "lam", "sigma2", "momentum"):
-        settings_ = {key: GOOD[key] for key in ("gamma", "lam", "sigma2", "momentum")} | {"rate": 0.1, name: value}
+        settings_ = {key: GOOD[key] for key in ("gamma", "lam", "sigma2", "momentum")} | {"lr": 0.1, name: value}
         for function in (predicted_radius, simulate_quadratic):
             with pytest.raises(ValueError, match=message):
                 function(build_topology("ring", 4), **settings_)
