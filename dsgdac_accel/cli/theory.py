@@ -45,7 +45,7 @@ def add_commands(commands: Any) -> None:
     schedule.add_argument("--epochs", metavar="E", type=int, default=200, help="of the run (default: 200)")
     schedule.add_argument("--warmup", metavar="E", type=float, default=10.0, help="epochs of warm-up (default: 10)")
     schedule.add_argument("--start", metavar="E", type=int, default=0, help="epoch at which gamma begins (default: 0)")
-    schedule.add_argument("--rate", choices=("cosine", "inverse_sqrt"), default="cosine", help="shape of the decay")
+    schedule.add_argument("--lr", choices=("cosine", "inverse_sqrt"), default="cosine", help="shape of the decay")
     schedule.add_argument("--max-rate", choices=("active", "run"), default="active", help="rate at which gamma is 1")
     schedule.add_argument("--floor", metavar="G", type=float, default=0.0, help="smallest gamma (default: 0)")
     schedule.add_argument("--lines", metavar="N", type=int, default=20, help="epochs to print (default: about 20)")

@@ -429,7 +429,10 @@ def test_the_run_of_a_task_is_examined_and_its_folder_left_alone(tmp_path, capsy
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).write_text("of an earlier run")
     words = ["doctor", "--config", str(ROOT / "configs" / "digits.yaml"), "--output_dir", str(folder)]
-    assert main([*words, "--gossip.workers_per_process", "2", "--batch_size", "32", "--json", str(tmp_path / "j")]) == 0
+    assert (
+        main([*words, "--gossip.workers_per_process", "2", "--global_batch_size", "32", "--json", str(tmp_path / "j")])
+        == 0
+    )
     out = capsys.readouterr().out
     report = json.loads((tmp_path / "j").read_text())
     assert "dsgd_ac on digits of scikit-learn: 1437 training images, 2 workers, 880 steps" in out
@@ -438,7 +441,7 @@ def test_the_run_of_a_task_is_examined_and_its_folder_left_alone(tmp_path, capsy
     assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
         ("metrics.jsonl", "summary.json"), "of an earlier run"
     )
-    assert main([*words, "--batch_size", "5000"]) != 0
+    assert main([*words, "--global_batch_size", "5000"]) != 0
 
 
 def test_without_the_tasks_a_configuration_cannot_be_examined(tmp_path, monkeypatch, capsys):

@@ -58,4 +58,4 @@ def test_further_optimizers_get_prefixes_of_their_own():
     accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1 * (i + 1)) for i, m in enumerate(models)))
     metrics = consensus_metrics(accelerator.gossip_steps)
     assert metrics["gossip/lr"] == pytest.approx(0.1)
-    assert metrics["gossip/1/rate"] == pytest.approx(0.2)
+    assert metrics["gossip/1/lr"] == pytest.approx(0.2)

@@ -57,11 +57,11 @@ def test_gamma_of_rates_at_the_edge():
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, True, "0.1", None])
 def test_a_rate_that_is_no_rate_is_refused(value):
-    with pytest.raises(ValueError, match="rate must be a finite number >= 0"):
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0"):
         adaptive_gamma(value, 0.1, 2)
     with pytest.raises(ValueError, match="max_lr must be a finite number >= 0"):
         adaptive_gamma(0.1, value, 2)
-    with pytest.raises(ValueError, match="rate must be a finite number >= 0"):
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0"):
         AdaptiveConsensus(start_step=10).gamma(0, value)
 
 

@@ -453,7 +453,7 @@ def test_refusals_say_what_to_do():
     for topology in (alternating, Topology.from_matrices([DIRECTED])):
         with pytest.raises(ValueError, match=r"single symmetric round; got Topology\(.*Use predicted_radius"):
             graph_modes(topology)
-    with pytest.raises(ValueError, match="rate must be > 0; got 0"):
+    with pytest.raises(ValueError, match="lr must be > 0; got 0"):
         predicted_radius(ring, 0.5, 0, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"gamma must be one number; got shape \(2,\). Call once for each value"):
         predicted_radius(ring, [0.5, 0.1], 0.1, 1.0, 1.0)
@@ -464,7 +464,7 @@ def test_refusals_say_what_to_do():
         predicted_radius(ring, 0.5, 0.1, 1.0, 1.0, counts=-1)
     with pytest.raises(ValueError, match=r"got 2 gammas and 3 rates. Pass an AdaptiveConsensus"):
         radius_along(ring, [1.0] * 2, [0.1] * 3, 1.0, 1.0)
-    with pytest.raises(ValueError, match=r"rates must be >= 0; got -0.1"):
+    with pytest.raises(ValueError, match=r"lrs must be >= 0; got -0.1"):
         radius_along(ring, [1.0], [-0.1], 1.0, 1.0)
     for rates_T in (0.1, []):
         with pytest.raises(ValueError, match=r"rates must be a list with one entry per step, at least one; got shape"):

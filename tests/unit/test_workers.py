@@ -74,7 +74,7 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
     expected = []
     for rank in range(3):
         torch.manual_seed(7)
-        seed_workers_differently(SimpleNamespace(rank=rank, gather=lambda seed, what: [seed]))
+        seed_workers_differently(SimpleNamespace(rank=rank, all_gather_object=lambda seed, what: [seed]))
         expected.append(torch.rand(6))
     torch.set_rng_state(outside)
     streams = StreamsOfWorkers(7, range(3))
@@ -96,7 +96,7 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
 def test_a_salt_gives_a_worker_other_random_numbers_and_the_same_again():
     def drawn(*salt):
         torch.manual_seed(7)
-        seed_workers_differently(SimpleNamespace(rank=1, gather=lambda seed, what: [seed]), *salt)
+        seed_workers_differently(SimpleNamespace(rank=1, all_gather_object=lambda seed, what: [seed]), *salt)
         return torch.rand(()).item(), random.random(), numpy.random.rand()
 
     assert drawn(5) == drawn(5)
