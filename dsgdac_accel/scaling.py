@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.config.checks import check_integer, check_number, check_writable
+from dsgdac_accel.checks import check_integer, check_number, check_writable
 
 MOST_WORKERS = 10_000_000
 MOST_PARAMETERS = 1e13

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.checks import check_integer, check_number, check_writable
 from dsgdac_accel.config import config_from_command_line, config_to_dict
-from dsgdac_accel.config.checks import check_integer, check_number, check_writable
 from dsgdac_accel.core.mixer import Mixer
 from tasks.benchmarks.measurement import quartiles_of
 from tasks.benchmarks.models import build_workload, check_model_name

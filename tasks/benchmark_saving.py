@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.config import config_from_command_line
-from dsgdac_accel.config.checks import check_integer
 from tasks.images.models import build_image_model
 
 VARIANTS = ("none", "background", "waiting")

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.config import config_from_command_line
-from dsgdac_accel.config.checks import check_integer
 from tasks.benchmarks.measurement import quartiles
 from tasks.benchmarks.training import Training, this_device
 from tasks.images.models import build_image_model

@@ -62,7 +62,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from dsgdac_accel.config.checks import LONGEST_TIMEOUT
+    from dsgdac_accel.checks import LONGEST_TIMEOUT
 
     if not 0 < options.timeout <= LONGEST_TIMEOUT:
         raise ValueError(

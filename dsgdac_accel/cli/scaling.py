@@ -62,7 +62,7 @@ def _scaling(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError by the names and in the units of the command line; the library has others."""
-    from dsgdac_accel.config.checks import check_integer, check_number
+    from dsgdac_accel.checks import check_integer, check_number
     from dsgdac_accel.scaling import FEWEST_BITS, MOST_BITS, MOST_PARAMETERS, MOST_WORKERS
 
     check_number("--parameters", options.parameters, minimum=1, maximum=MOST_PARAMETERS)

@@ -135,7 +135,7 @@ def _print_round(topology: Topology, number: int, as_matrix: bool) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from dsgdac_accel.config.checks import check_writable
+    from dsgdac_accel.checks import check_writable
 
     if options.epochs < 1:
         raise ValueError(f"--epochs must be at least 1; got {options.epochs}.")

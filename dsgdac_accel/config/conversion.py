@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from dsgdac_accel.config.checks import did_you_mean
+from dsgdac_accel.checks import did_you_mean
 from dsgdac_accel.config.strict_yaml import ConfigError, Items, Node, Scalar, Section
 
 # Most particular first: `Literal["none"] | None` keeps its word, and text takes only what nothing else wants.

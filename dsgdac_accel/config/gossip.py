@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsgdac_accel.config.checks import (
+from dsgdac_accel.checks import (
     LONGEST_TIMEOUT,
     check_choice,
     check_flag,

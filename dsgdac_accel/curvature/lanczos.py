@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dsgdac_accel.config.checks import check_choice, check_integer
+from dsgdac_accel.checks import check_choice, check_integer
 
 Matvec = Callable[[Tensor], Tensor]
 """v (d,) -> H v (d,), H symmetric; a `HessianOperator`, for example."""

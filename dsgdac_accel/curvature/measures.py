@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsgdac_accel.config.checks import check_integer
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.curvature.lanczos import Matvec, dot, space_of
 from dsgdac_accel.curvature.operator import HessianOperator

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.worker_state import bare
-from dsgdac_accel.config.checks import check_integer
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature.batches import FixedBatches, checksum
 from dsgdac_accel.curvature.collective import rank_of, size_of, summed
 from dsgdac_accel.curvature.measurement_context import (

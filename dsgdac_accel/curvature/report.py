@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
-from dsgdac_accel.config.checks import check_integer
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature.lanczos import run_lanczos, warn_unless_converged
 from dsgdac_accel.curvature.measures import (
     baseline_of,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config.checks import check_integer, check_number
+from dsgdac_accel.checks import check_integer, check_number
 from tasks.benchmarks.models import check_model_name
 from tasks.benchmarks.names import VariantName
 from tasks.benchmarks.targets import Target

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config.checks import check_choice
+from dsgdac_accel.checks import check_choice
 
 KINDS = ("local", "ddp", "decent_dp", "gossip")
 DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")

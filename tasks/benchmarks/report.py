@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import config_to_dict
-from dsgdac_accel.config.checks import check_writable
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.measurement import Measured, quartiles_of, summarise

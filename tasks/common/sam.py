@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dsgdac_accel.config.checks import check_number
+from dsgdac_accel.checks import check_number
 from dsgdac_accel.randomness import random_state, set_random_state
 
 

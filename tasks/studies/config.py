@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
 from dsgdac_accel.config import ConfigError, load_config
-from dsgdac_accel.config.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
 from dsgdac_accel.config.strict_yaml import read_yaml
 
 FIGURES = ("rate_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")

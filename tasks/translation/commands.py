@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.config import parse_config
-from dsgdac_accel.config.checks import check_integer
 from tasks.common.diagnostics import measure_run
 from tasks.translation.config import DecodingConfig, TextConfig
 from tasks.translation.curvature import to_measure

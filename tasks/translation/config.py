@@ -9,7 +9,7 @@ from typing import Literal
 from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
+from dsgdac_accel.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
 from tasks.common.diagnostics import CurvatureConfig
 
 

@@ -19,6 +19,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import (
     ConfigError,
     GossipConfig,
@@ -30,7 +31,6 @@ from dsgdac_accel.config import (
     parse_config,
     write_config,
 )
-from dsgdac_accel.config.checks import check_writable
 from dsgdac_accel.config.conversion import convert
 from dsgdac_accel.config.schema import keys_of
 from dsgdac_accel.config.strict_yaml import Origin, Scalar
