@@ -1,34 +1,34 @@
-"""The base graph: rounds of pairs that average any number of workers exactly.
+"""The base graph: rounds of disjoint pairs that average any number of workers exactly.
 
 Source: Takezawa, Sato, Bao, Niwa and Yamada, "Beyond Exponential Graph: Communication-Efficient Topologies for
 Decentralized Learning via Finite-time Convergence", NeurIPS 2023, with one peer per round (k = 1, "Base-2 graph").
 
-The idea, on the binary digits of the number of workers:
+The construction follows the binary digits of the number of workers:
 
-1. A block of 2^p workers averages exactly in p rounds: in round j each meets the worker whose position differs in
-   bit j (a hypercube).
+1. A block of 2^p workers averages exactly in p rounds. In round j, each worker is paired with the worker whose position
+   differs in bit j (a hypercube).
 2. Any other number is a sum of powers of two, so it splits into blocks of different sizes, largest first. Each block
-   first averages by itself. Then every worker after the first block meets one of that block, and the two exchange the
-   fraction w = S / (S + T), with S the size of the block and T the number of workers after it. That moves exactly the
-   surplus of the block: both sides now have the mean of everyone. The block averages once more and is done, while the
-   workers after it, already with the right mean in total, go on in the same way among themselves.
-3. An even number is 2^a groups of an odd number q: the groups run step 2 side by side, then a hypercube joins them.
+   first averages by itself. Then every worker after the first block is paired with a worker of that block, and both
+   give each other the weight w = S / (S + T), with S the size of the block and T the number of workers after it. Both
+   sides then have the mean of all workers. The block averages once more and is done. The workers after it have the
+   right mean in total, and continue in the same way among themselves.
+3. An even number is 2^a groups of an odd number q. The groups run step 2 in parallel, then a hypercube joins them.
 
-For n = 2^a q the period is a rounds for q = 1 and a + 2 floor(log2 q) + 1 otherwise.
+For n = 2^a q, the period is a rounds if q = 1, and a + 2 floor(log2 q) + 1 rounds otherwise.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 
 Exchange = tuple[int, int, float]
-"""Two workers and the weight that each gives the other."""
+"""Two workers and the weight that each gives to the other."""
 
 Exchanges = list[Exchange]
-"""One round: exchanges of disjoint pairs. A worker in none of them sits the round out."""
+"""One round of disjoint pairs. A worker in no pair sits the round out."""
 
 
 def base_graph_rounds(num_workers: int) -> list[Exchanges]:
-    """The rounds that average `num_workers` >= 1 workers exactly; each worker meets at most one other in a round.
+    """Return the rounds that average `num_workers` >= 1 workers exactly, with at most one peer per worker and round.
 
     >>> base_graph_rounds(3)
     [[(0, 1, 0.5)], [(0, 2, 0.6666666666666666)], [(0, 1, 0.5)]]
@@ -42,32 +42,32 @@ def base_graph_rounds(num_workers: int) -> list[Exchanges]:
 
 
 def hypercube(workers: Sequence[int]) -> list[Exchanges]:
-    """The log2 rounds that average a power of two of workers exactly.
+    """Return the log2(n) rounds that average n = 2^p workers exactly.
 
     >>> hypercube([0, 1, 2, 3])
     [[(0, 1, 0.5), (2, 3, 0.5)], [(0, 2, 0.5), (1, 3, 0.5)]]
     """
     size = len(workers)
-    assert size & (size - 1) == 0, "a hypercube has a power of two of corners"
+    assert size & (size - 1) == 0, "the number of corners of a hypercube is a power of two"
     strides = [1 << bit for bit in range(size.bit_length() - 1)]
     return [[(workers[i], workers[i ^ s], 0.5) for i in range(size) if not i & s] for s in strides]
 
 
 def _average_any(workers: Sequence[int]) -> list[Exchanges]:
-    """Step 2 of the idea above: average each block, then let the blocks pass on their surplus, largest first."""
+    """Step 2 of the module docstring: average each block, then pass each block's surplus on, largest block first."""
     blocks = _binary_blocks(workers)
     passing_on: list[list[Exchanges]] = []
     for delay, block in enumerate(blocks[:-1]):
         rest = list(chain(*blocks[delay + 1 :]))
         share = len(block) / (len(block) + len(rest))
-        meeting = [(inside, outside, share) for inside, outside in zip(block, rest, strict=False)]
-        # Block number `delay` meets an earlier block in every round before this one, and is free from here on.
-        passing_on.append([[]] * delay + [meeting, *hypercube(block)])
+        pairs = [(inside, outside, share) for inside, outside in zip(block, rest, strict=False)]
+        # Block `delay` is paired with an earlier block in each of the `delay` rounds before.
+        passing_on.append([[]] * delay + [pairs, *hypercube(block)])
     return _side_by_side([hypercube(block) for block in blocks]) + _side_by_side(passing_on)
 
 
 def _binary_blocks(workers: Sequence[int]) -> list[Sequence[int]]:
-    """Split into consecutive blocks whose sizes are the binary digits of the number of workers, largest first."""
+    """Split the workers into consecutive blocks, one per binary digit 1 of their number, largest first."""
     blocks: list[Sequence[int]] = []
     start = 0
     for bit in reversed(range(len(workers).bit_length())):
@@ -78,5 +78,5 @@ def _binary_blocks(workers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _side_by_side(schedules: Iterable[list[Exchanges]]) -> list[Exchanges]:
-    """Run schedules of disjoint workers at the same time; one that ends early sits out the rest."""
+    """Run schedules of disjoint workers in parallel. A schedule that ends early sits out the remaining rounds."""
     return [list(chain(*exchanges)) for exchanges in zip_longest(*schedules, fillvalue=[])]

@@ -1,9 +1,9 @@
-"""DSGD-AC with all workers in one process, straight from Algorithm 1: the oracle for the tests of real processes.
+"""DSGD-AC with all workers in one process, directly from Algorithm 1. Tests of real processes compare against it.
 
-    x_i <- x_i - a g_i(x_i) + gamma sum_j W_ij (x_j - x_i)
+    x_i <- x_i - lr g_i(x_i) + gamma sum_j W_ij (x_j - x_i)
 
-Clear before fast: every parameter is mixed by itself, and the local step is whatever the torch optimizer does.
-Suffix N: one entry per worker; suffix D: the parameters of a worker, flattened.
+Clarity comes before speed: each parameter is mixed separately, and the local step is that of any torch optimizer.
+Suffix N: one entry per worker. Suffix D: the parameters of a worker, flattened.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsgdac_accel.checks import check_choice
 from dsgdac_accel.schedule import AdaptiveConsensus, current_lr
 from dsgdac_accel.topology import Topology
 
 Order = Literal["local_first", "mix_first"]
-"""When the consensus update, formed from the parameters before the local step, is added: after that step, or before."""
+"""Whether the consensus update is added after the local step or before it. It is always computed before the step."""
 
 
 def gossip_step(
@@ -28,10 +29,22 @@ def gossip_step(
     skip: Collection[int] = (),
     order: Order = "local_first",
 ) -> None:
-    """One step of all workers in place: x_i <- x_i + local_update(x_i, g_i) + gamma sum_j W_ij (x_j - x_i).
+    """Take one step of Algorithm 1 for all workers, in place.
 
-    Gradients are in `.grad` already. A worker in `skip`, whose gradient was not finite, mixes without a local update.
-    With order="mix_first" the optimizer steps from the mixed point, with the same gradient.
+        u_i = gamma sum_j W_ij (x_j - x_i)
+        x_i <- x_i + local_update(x_i, g_i) + u_i
+
+    Args:
+        parameters_N: parameters of each worker, with their gradients in `.grad`; tied parameters count once.
+        optimizers_N: local optimizer of each worker.
+        mixing_NN: mixing matrix W of this step.
+        gamma: consensus factor in [0, 1].
+        skip: workers with a nonfinite gradient. They mix without a local update.
+        order: with "mix_first", x_i <- x_i + u_i comes first, and the optimizer steps from there with the same
+            gradient.
+
+    Raises:
+        ValueError: the order is unknown.
 
     >>> x = [torch.tensor([1.0]), torch.tensor([3.0])]
     >>> optimizers = [torch.optim.SGD([x_i], lr=0.1) for x_i in x]
@@ -39,44 +52,46 @@ def gossip_step(
     >>> x
     [tensor([1.5000]), tensor([2.5000])]
     """
-    if order not in ("local_first", "mix_first"):
-        raise ValueError(f"order must be 'local_first' or 'mix_first'; got {order!r}.")
-    unique_N = [unique_parameters(parameters) for parameters in parameters_N]
-    update_N = consensus_update(unique_N, mixing_NN, gamma)
+    check_choice("order", order, ("local_first", "mix_first"))
+    x_N = [unique_parameters(parameters) for parameters in parameters_N]
+    u_N = consensus_update(x_N, mixing_NN, gamma)  # at the x_i that the gradients were taken at
     if order == "mix_first":
-        _add(unique_N, update_N)
+        _add(x_N, u_N)
     for worker, optimizer in enumerate(optimizers_N):
         if worker not in skip:
-            optimizer.step()
+            optimizer.step()  # x_i <- x_i - lr g_i, or Adam's update
     if order == "local_first":
-        _add(unique_N, update_N)
+        _add(x_N, u_N)
 
 
 @torch.no_grad()
-def consensus_update(parameters_N: Sequence[Sequence[Tensor]], mixing_NN: Tensor, gamma: float) -> list[list[Tensor]]:
-    """u_i = gamma sum_j W_ij (x_j - x_i) for each worker and parameter, in the dtype of the parameter."""
-    update_N = []
-    for worker, own in enumerate(parameters_N):
-        update = [torch.zeros_like(x) for x in own]
+def consensus_update(x_N: Sequence[Sequence[Tensor]], mixing_NN: Tensor, gamma: float) -> list[list[Tensor]]:
+    """Return u_i = gamma sum_j W_ij (x_j - x_i) for each worker and parameter, in the dtype of the parameter."""
+    u_N = []
+    for worker, x_i in enumerate(x_N):
+        u_i = [torch.zeros_like(x) for x in x_i]
         for peer, weight in enumerate(mixing_NN[worker].tolist()):
             if weight == 0 or peer == worker:
-                continue  # not only to save time: 0 * (x_j - x_i) is NaN where a parameter overflowed
-            for u, x_i, x_j in zip(update, own, parameters_N[peer], strict=True):
-                u += gamma * weight * (x_j - x_i)
-        update_N.append(update)
-    return update_N
+                continue  # 0 * (x_j - x_i) would be NaN if a parameter of worker j is infinite
+            for u, own, received in zip(u_i, x_i, x_N[peer], strict=True):
+                u += gamma * weight * (received - own)
+        u_N.append(u_i)
+    return u_N
 
 
 class Simulation:
-    """n workers in one process: call backward for each model, then `step`.
+    """DSGD-AC with n workers in one process: run backward for each model, then call `step`.
 
     Args:
-        models: one per worker, or its parameters; tied parameters count once.
-        optimizers: one per worker, all with the same rates.
-        topology: who mixes with whom.
-        schedule: gamma from step and rate.
+        models: one model per worker, or its parameters; tied parameters count once.
+        optimizers: one optimizer per worker, all with the same learning rate.
+        topology: mixing matrix W of each round.
+        schedule: gamma of each step.
         order: see `Order`.
-        mix_every: mix in the last one of every k steps only.
+        mix_every: number of steps k per round. Only the last of every k steps mixes.
+
+    Raises:
+        ValueError: the numbers of models, optimizers and workers of the topology differ.
 
     >>> from dsgdac_accel.topology import build_topology
     >>> models = [nn.Linear(1, 1) for _ in range(4)]
@@ -98,7 +113,7 @@ class Simulation:
     ) -> None:
         if not len(models) == len(optimizers) == topology.num_workers:
             raise ValueError(
-                f"a simulation needs a model and an optimizer for each worker; got {len(models)} models and "
+                f"a simulation needs one model and one optimizer per worker; got {len(models)} models and "
                 f"{len(optimizers)} optimizers for a topology of {topology.num_workers} workers."
             )
         self.parameters_N = [unique_parameters(model) for model in models]
@@ -108,27 +123,32 @@ class Simulation:
         self.order = order
         self.mix_every = mix_every
         self.gammas: list[float] = []
-        """Gamma of each step taken so far."""
+        """Gamma of each step so far."""
 
     def step(self, skip: Collection[int] = (), epoch: int | None = None) -> None:
-        """Algorithm 1 once for every worker, at the rate of its optimizer, from the gradients in `.grad`."""
-        step = len(self.gammas)
-        gamma = self.schedule.gamma(step, current_lr(self.optimizers[0]), epoch)
-        mixes = (step + 1) % self.mix_every == 0
-        mixing_NN = self.topology.matrix(step // self.mix_every) if mixes else torch.eye(len(self.parameters_N))
+        """Take one step of Algorithm 1 for all workers, from the gradients in `.grad`.
+
+        Args:
+            skip: workers with a nonfinite gradient. They mix without a local update.
+            epoch: epoch of this step, for a schedule with start_epoch.
+        """
+        t = len(self.gammas)
+        gamma = self.schedule.gamma(step=t, lr=current_lr(self.optimizers[0]), epoch=epoch)
+        mixes = (t + 1) % self.mix_every == 0
+        mixing_NN = self.topology.matrix(t // self.mix_every) if mixes else torch.eye(len(self.parameters_N))
         gossip_step(self.parameters_N, self.optimizers, mixing_NN, gamma, skip, self.order)
         self.gammas.append(gamma)
 
     def deployed_parameters(self) -> list[Tensor]:
-        """The average of the workers, one tensor per parameter."""
+        """Return the average x_bar of the workers, one tensor per parameter."""
         return [torch.stack([x.detach() for x in x_N]).mean(0) for x_N in zip(*self.parameters_N, strict=True)]
 
     def radius(self) -> float:
-        """Mean distance of a worker from the average: mean_i ||x_i - x_bar||, at least 0."""
+        """Return the mean distance of a worker from the average, mean_i ||x_i - x_bar||."""
         return self._deviation_ND().norm(dim=1).mean().item()
 
     def frobenius(self) -> float:
-        """Norm of all deviations together: sqrt(sum_i ||x_i - x_bar||^2), at least the radius."""
+        """Return the norm of all deviations together, sqrt(sum_i ||x_i - x_bar||^2)."""
         return self._deviation_ND().norm().item()
 
     def _deviation_ND(self) -> Tensor:
@@ -137,12 +157,13 @@ class Simulation:
 
 
 def unique_parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters of a model, or of any iterable of tensors, each once however many names it has."""
+    """Return the parameters of a model, or the tensors of an iterable, each once even if it has several names."""
     return list(dict.fromkeys(model.parameters() if isinstance(model, nn.Module) else model))
 
 
 @torch.no_grad()
-def _add(parameters_N: Sequence[Sequence[Tensor]], update_N: Sequence[Sequence[Tensor]]) -> None:
-    for parameters, update in zip(parameters_N, update_N, strict=True):
-        for x, u in zip(parameters, update, strict=True):
+def _add(x_N: Sequence[Sequence[Tensor]], u_N: Sequence[Sequence[Tensor]]) -> None:
+    """x_i <- x_i + u_i"""
+    for x_i, u_i in zip(x_N, u_N, strict=True):
+        for x, u in zip(x_i, u_i, strict=True):
             x += u

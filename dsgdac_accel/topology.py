@@ -1,15 +1,13 @@
-"""Topologies: who averages with whom in each step, as data that anyone can print.
+"""Topologies: which workers mix in each step, as plain matrices that need no process group.
 
-A *round* is the mixing matrix W of one step: worker i adds gamma * sum_j W[i, j] (x_j - x_i). A *topology* is a tuple
-of rounds that repeats: step t uses round t modulo the period. Each round is doubly stochastic, so mixing never moves
-the mean of the workers, and the rounds together connect every worker with every other. No process group is needed.
+A *round* is the mixing matrix W of one step: worker i adds gamma sum_j W[i, j] (x_j - x_i) to its parameters. A
+*topology* is a sequence of rounds that repeats: step t uses round t modulo the period. Every round is doubly
+stochastic, so mixing never moves the mean of the workers. The rounds of one period together connect all workers.
 """
 
 import contextlib
-import difflib
 import hashlib
 import math
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,20 +19,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsgdac_accel.base_graph import Exchange, base_graph_rounds, hypercube
+from dsgdac_accel.checks import check_choice, check_integer
 
 Round = NDArray[np.float64]
 """Mixing matrix of one step, shape (n, n)."""
 
 TOLERANCE = 1e-9
-"""How far a row or column sum of a round may be from 1: float64 rounding passes, float32 rounding of 1/3 does not."""
+"""Largest distance of a row or column sum from 1. Float64 rounding passes; a 1/3 rounded to float32 does not."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Topology:
-    """Mixing matrices that repeat with a period, checked when built.
+    """A sequence of mixing matrices that repeats, checked on construction.
 
-    Two topologies are equal when their rounds are, whatever their names. Raises ValueError for rounds that are not
-    square, of one size, finite, non-negative, doubly stochastic and together connected.
+    Two topologies are equal if their rounds are equal; the names do not matter.
+
+    Raises:
+        ValueError: a round is not square, finite, non-negative and doubly stochastic; the rounds differ in size; or
+            the rounds together do not connect all workers.
 
     >>> ring = build_topology("one_peer_ring", 4)
     >>> ring
@@ -49,10 +51,10 @@ class Topology:
     """
 
     name: str
-    """What the topology is called in logs and errors."""
+    """Name shown in logs and errors."""
 
     rounds: tuple[Round, ...]
-    """The matrix of each step of one period, read-only."""
+    """One read-only (n, n) float64 matrix per step of a period."""
 
     def __post_init__(self) -> None:
         rounds = tuple(_checked_round(matrix, f"round {index}") for index, matrix in enumerate(self.rounds))
@@ -61,9 +63,15 @@ class Topology:
 
     @classmethod
     def from_matrices(cls, matrices: Iterable[Any], name: str = "custom") -> Self:
-        """A topology of one's own, from one (n, n) matrix per round: nested lists, NumPy arrays or tensors.
+        """Build a custom topology from one (n, n) matrix per round.
 
-        A directed round (W not symmetric) is accepted as long as its rows and its columns sum to 1.
+        Args:
+            matrices: nested lists, NumPy arrays or tensors. A directed round (W not symmetric) is accepted if its rows
+                and its columns sum to 1.
+            name: name shown in logs and errors.
+
+        Raises:
+            ValueError: see `Topology`.
 
         >>> Topology.from_matrices([[[0.75, 0.25], [0.25, 0.75]]]).spectral_gap()
         0.5
@@ -77,15 +85,15 @@ class Topology:
 
     @property
     def period(self) -> int:
-        """Number of rounds after which the topology repeats, at least 1."""
+        """Number of rounds before the topology repeats, at least 1."""
         return len(self.rounds)
 
     def matrix(self, step: int) -> Tensor:
-        """Mixing matrix of `step` >= 0, a fresh (n, n) float64 tensor on the CPU."""
+        """Return the mixing matrix of `step` >= 0 as a new (n, n) float64 tensor on the CPU."""
         return torch.from_numpy(self._round(step).copy())
 
     def neighbors(self, step: int, worker: int) -> dict[int, float]:
-        """The peers that `worker` receives from at `step`, in order, each with its weight W[worker, peer].
+        """Return the peers that `worker` receives from at `step`, in ascending order, with weights W[worker, peer].
 
         >>> build_topology("ring", 4).neighbors(step=0, worker=0)
         {1: 0.3333333333333333, 3: 0.3333333333333333}
@@ -94,14 +102,19 @@ class Topology:
         return {int(peer): float(row[peer]) for peer in row.nonzero()[0] if peer != worker}
 
     def recipients(self, step: int, worker: int) -> tuple[int, ...]:
-        """The peers that `worker` sends to at `step`, in order; for a symmetric round the peers it receives from."""
+        """Return the peers that `worker` sends to at `step`, in ascending order.
+
+        In a symmetric round these are the peers that it receives from.
+        """
         column = self._round(step)[:, self._checked_worker(worker)]
         return tuple(int(peer) for peer in column.nonzero()[0] if peer != worker)
 
     def averaging_groups(self, step: int) -> tuple[tuple[int, ...], ...] | None:
-        """The groups of two or more workers that take their plain average at `step`, or None if the round does more.
+        """Return the groups of workers that take their plain average at `step`.
 
-        A worker in no group sits the round out, so a round without any communication gives ().
+        Returns:
+            Groups of two or more workers. A worker in no group sits the round out, so a round without communication
+            gives (). None if the round is not made of plain averages of disjoint groups.
 
         >>> build_topology("one_peer_ring", 5).averaging_groups(step=0)
         ((0, 1), (2, 3))
@@ -120,12 +133,20 @@ class Topology:
         return tuple(group for group in supports if len(group) > 1)
 
     def of_survivors(self, workers: Sequence[int]) -> "Topology":
-        """The topology of those of its `workers` that are left when others are lost, numbered anew in order.
+        """Return the topology for the workers that remain after others are lost, renumbered from 0 in order.
 
-        A topology of the library is built for as many workers: to drop the lost ones would part a ring, for example.
-        Where there is none (`one_peer_exponential` but for powers of two) it is `base_graph`. Any other keeps its
-        rounds, and the weight of the lost workers goes to those that would have used it; where that would not be a
-        topology any more, directed or in parts, it is `base_graph`, too.
+        A topology of the library is built again for the smaller number of workers, because deleting workers would cut
+        a ring, for example. If it does not exist for that number (`one_peer_exponential` needs a power of two), the
+        result is `base_graph`.
+
+        A custom topology keeps its rounds. Each worker adds the weights of its lost peers to its own weight. If the
+        result is not a valid topology (directed, or no longer connected), the result is `base_graph`.
+
+        Args:
+            workers: numbers of the surviving workers, in ascending order.
+
+        Raises:
+            ValueError: a number is not a worker of this topology.
 
         >>> build_topology("one_peer_ring", 5).of_survivors([0, 1, 3, 4]).matrix(0)[0]
         tensor([0.5000, 0.5000, 0.0000, 0.0000], dtype=torch.float64)
@@ -133,40 +154,45 @@ class Topology:
         >>> ring.of_survivors([0, 1, 2]).matrix(0)[0]
         tensor([0.6667, 0.3333, 0.0000], dtype=torch.float64)
         """
-        left = [self._checked_worker(worker) for worker in workers]
-        if len(left) == self.num_workers:
+        survivors = [self._checked_worker(worker) for worker in workers]
+        if len(survivors) == self.num_workers:
             return self
         if self.name in TOPOLOGIES and self == build_topology(self.name, self.num_workers):
             with contextlib.suppress(ValueError):
-                return build_topology(self.name, len(left))
-            return build_topology("base_graph", len(left))
-        rounds = [round_[np.ix_(left, left)] for round_ in self.rounds]
+                return build_topology(self.name, len(survivors))
+            return build_topology("base_graph", len(survivors))
+        rounds = [round_[np.ix_(survivors, survivors)] for round_ in self.rounds]
         try:
             return Topology(self.name, tuple(round_ + np.diag(1 - round_.sum(axis=1)) for round_ in rounds))
         except ValueError:
-            return build_topology("base_graph", len(left))
+            return build_topology("base_graph", len(survivors))
 
     def period_matrix(self) -> Tensor:
-        """What a whole period does at gamma = 1: the product of its rounds, first one rightmost, (n, n) float64."""
-        return torch.from_numpy(self._product())
+        """Return the effect of one period at gamma = 1: the (n, n) float64 product W(T-1) ... W(1) W(0)."""
+        product = np.eye(self.num_workers)
+        for round_ in self.rounds:
+            product = round_ @ product
+        return torch.from_numpy(product)
 
     def spectral_gap(self) -> float:
-        """Share of the disagreement that one period at gamma = 1 removes at least, in [0, 1]; 1 is exact averaging.
+        """Return the smallest share of disagreement that one period at gamma = 1 removes, in [0, 1].
 
-        1 minus the largest singular value of (product of the rounds - 11'/n).
+            1 - ||W(T-1) ... W(0) - 11'/n||_2
+
+        A gap of 1 means that one period averages exactly.
 
         >>> round(build_topology("one_peer_exponential", 8).spectral_gap(), 12)
         1.0
         """
-        deviation = self._product() - 1 / self.num_workers
+        deviation = self.period_matrix().numpy() - 1 / self.num_workers
         return max(0.0, 1.0 - float(np.linalg.norm(deviation, ord=2)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the rounds without the name, 64 hex digits: workers compare it to see that they agree."""
+        """SHA-256 of the rounds as 64 hex digits. Workers compare it to verify that they use the same topology."""
         digest = hashlib.sha256(f"{self.period} rounds of {self.num_workers} workers".encode())
         for round_ in self.rounds:
-            digest.update(round_.astype("<f8").tobytes())  # little-endian, so that every machine hashes the same bytes
+            digest.update(round_.astype("<f8").tobytes())  # little-endian: the same bytes on every machine
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -178,48 +204,44 @@ class Topology:
     def __repr__(self) -> str:
         return f"Topology({self.name!r}, num_workers={self.num_workers}, period={self.period})"
 
-    def _product(self) -> Round:
-        product = np.eye(self.num_workers)
-        for round_ in self.rounds:
-            product = round_ @ product
-        return product
-
     def _round(self, step: int) -> Round:
         if step < 0:
             raise ValueError(f"step counts from 0; got {step}.")
         return self.rounds[step % self.period]
 
     def _checked_worker(self, worker: int) -> int:
-        # A negative index would silently name a worker from the end.
+        # NumPy would accept a negative index and count from the end.
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"worker must be from 0 to {self.num_workers - 1}; got {worker}.")
         return worker
 
 
 def build_topology(name: str, num_workers: int) -> Topology:
-    """The topology called `name` (a key of TOPOLOGIES) for `num_workers` >= 1 workers.
+    """Build a topology of the library by name.
 
-    A single worker has the trivial topology [[1]] under every name. Raises ValueError for an unknown name and for a
-    number of workers that the topology cannot serve.
+    Args:
+        name: a key of TOPOLOGIES.
+        num_workers: number of workers, at least 1. A single worker has the topology [[1]] under every name.
+
+    Raises:
+        ValueError: the name is unknown, or the topology does not exist for this number of workers.
 
     >>> build_topology("base_graph", 6).period
     4
     """
-    if not isinstance(name, str) or name not in TOPOLOGIES:
-        raise ValueError(f"topology must be one of {', '.join(TOPOLOGIES)}; got {name!r}.{_suggestion(name)}")
-    if isinstance(num_workers, bool) or not isinstance(num_workers, numbers.Integral) or num_workers < 1:
-        raise ValueError(f"num_workers must be a whole number >= 1; got {num_workers!r}.")
-    num_workers = int(num_workers)
+    check_choice("topology", name, TOPOLOGIES)
+    num_workers = check_integer("num_workers", num_workers, minimum=1)
     rounds = TOPOLOGIES[name](num_workers) if num_workers > 1 else [np.ones((1, 1))]
     return Topology(name, tuple(rounds))
 
 
 def one_peer_ring(num_workers: int) -> list[Round]:
-    """Pair each worker with one ring neighbour, then with the other; each pair takes its average.
+    """Pair each worker with its two ring neighbors in turn; each pair takes its average.
 
-    Even n: (0,1)(2,3).. then (1,2)(3,4)..(n-1,0), period 2 (1 for two workers). Odd n: the ring without one worker
-    splits into pairs in one way only, and who sits out goes round the ring, n-1, 0, 1, ..: period n. A worker then
-    meets its right, left, right, .. neighbour in turn, with one round of rest in n, and every edge of the ring is used.
+    Even n: pairs (0, 1), (2, 3), ... alternate with (1, 2), (3, 4), ..., (n-1, 0). The period is 2 (1 for n = 2).
+
+    Odd n: one worker sits out each round, in the order n-1, 0, 1, .... The period is n. Each worker alternates between
+    its right and left neighbor, sits out one round in n, and every edge of the ring is used.
     """
     if num_workers == 2:
         starts = [0]
@@ -231,42 +253,43 @@ def one_peer_ring(num_workers: int) -> list[Round]:
 
 
 def one_peer_exponential(num_workers: int) -> list[Round]:
-    """In round j, worker i takes the average with worker i XOR 2^j; one period of log2(n) rounds averages exactly.
+    """Pair worker i with worker i XOR 2^j in round j; log2(n) rounds average exactly.
 
-    Raises ValueError unless the number of workers is a power of two.
+    Raises:
+        ValueError: the number of workers is not a power of two.
     """
     if num_workers & (num_workers - 1):
         raise ValueError(
-            f"one_peer_exponential needs a power of two of workers; got {num_workers}. "
-            f"Use 'base_graph' for other counts."
+            f"one_peer_exponential needs a number of workers that is a power of two; got {num_workers}. "
+            f"Use 'base_graph' for other numbers."
         )
     return [_exchange_round(exchanges, num_workers) for exchanges in hypercube(range(num_workers))]
 
 
 def complete(num_workers: int) -> list[Round]:
-    """Everyone averages with everyone: W = 11'/n, period 1."""
+    """Average all workers in every step: W = 11'/n, period 1."""
     return [np.full((num_workers, num_workers), 1 / num_workers)]
 
 
 def ring(num_workers: int) -> list[Round]:
-    """Average with both ring neighbours: weights 1/3 (1/2 for two workers), period 1."""
+    """Average each worker with both ring neighbors: weights 1/3 (1/2 for two workers), period 1."""
     return [_circulant({1, -1}, num_workers)]
 
 
 def exponential(num_workers: int) -> list[Round]:
-    """Average with the workers at distances 1, 2, 4, .. up to n/2 on both sides of the ring, period 1.
+    """Average each worker with those at ring distances 1, 2, 4, ... up to n/2 on both sides, period 1.
 
-    All weights, one's own included, are 1 / (number of peers + 1), as every worker has the same number of peers.
+    All workers have the same number of peers. Every weight, including the worker's own, is 1 / (number of peers + 1).
     """
     distances = [1 << bit for bit in range((num_workers // 2).bit_length())]
     return [_circulant({sign * distance for distance in distances for sign in (1, -1)}, num_workers)]
 
 
 def grid(num_workers: int) -> list[Round]:
-    """Neighbours on the most square grid of exactly n cells (a path for a prime n), period 1.
+    """Mix each worker with its neighbors on the most square grid of n cells (a path for a prime n), period 1.
 
-    Weights are Metropolis-Hastings: W[i, j] = 1 / (1 + max(degree i, degree j)), which makes an irregular graph
-    doubly stochastic; a worker keeps the rest of its weight to itself.
+    Weights are Metropolis-Hastings: W[i, j] = 1 / (1 + max(degree of i, degree of j)). The worker's own weight is the
+    remainder to 1, which makes an irregular graph doubly stochastic.
     """
     height = max(side for side in range(1, math.isqrt(num_workers) + 1) if num_workers % side == 0)
     row, column = np.divmod(np.arange(num_workers), num_workers // height)
@@ -278,9 +301,9 @@ def grid(num_workers: int) -> list[Round]:
 
 
 def base_graph(num_workers: int) -> list[Round]:
-    """One peer per round, and one period of O(log n) rounds averages any number of workers exactly.
+    """Pair workers so that one period of O(log n) rounds averages any number of workers exactly.
 
-    The Base-2 graph of Takezawa et al. (2023), explained in `dsgdac_accel.base_graph`.
+    This is the Base-2 graph of Takezawa et al. (2023); see `dsgdac_accel.base_graph`.
     """
     return [_exchange_round(exchanges, num_workers) for exchanges in base_graph_rounds(num_workers)]
 
@@ -294,18 +317,18 @@ TOPOLOGIES: dict[str, Callable[[int], list[Round]]] = {
     "grid": grid,
     "base_graph": base_graph,
 }
-"""Every name that `build_topology` knows, with the function that lists its rounds for two workers or more."""
+"""Topologies of `build_topology` by name. Each function returns the rounds for two or more workers."""
 
 
 def _pairs_from(start: int, num_workers: int) -> Round:
-    """Average the ring's pairs (start, start + 1), (start + 2, start + 3), ..; with odd n, start - 1 sits out."""
+    """Average the ring pairs (start, start + 1), (start + 2, start + 3), ...; for odd n, worker start - 1 sits out."""
     lefts = range(start, start + num_workers - 1, 2)
     pairs = [(left % num_workers, (left + 1) % num_workers, 0.5) for left in lefts]
     return _exchange_round(pairs, num_workers)
 
 
 def _exchange_round(exchanges: Iterable[Exchange], num_workers: int) -> Round:
-    """The matrix of a round of disjoint pairs; whoever is in none keeps its parameters."""
+    """Return the matrix of a round of disjoint pairs. A worker in no pair keeps its parameters."""
     round_ = np.eye(num_workers)
     for one, other, weight in exchanges:
         round_[one, other] = round_[other, one] = weight
@@ -314,7 +337,7 @@ def _exchange_round(exchanges: Iterable[Exchange], num_workers: int) -> Round:
 
 
 def _circulant(offsets: set[int], num_workers: int) -> Round:
-    """Equal weights for oneself and the workers at `offsets` along the ring; offsets that coincide count once."""
+    """Average each worker with those at `offsets` along the ring; coinciding offsets count once."""
     members = {offset % num_workers for offset in offsets} | {0}
     round_ = np.zeros((num_workers, num_workers))
     for worker in range(num_workers):
@@ -322,32 +345,27 @@ def _circulant(offsets: set[int], num_workers: int) -> Round:
     return round_
 
 
-def _suggestion(name: object) -> str:
-    close = difflib.get_close_matches(str(name), TOPOLOGIES, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def _checked_round(matrix: Any, label: str) -> Round:
-    """The matrix as a read-only float64 array, or a ValueError that names the first rule it breaks."""
+    """Return the matrix as a read-only float64 array; raise a ValueError that names the first broken rule."""
     round_ = _as_float64(matrix, label)
     if round_.ndim != 2 or round_.shape[0] != round_.shape[1] or not len(round_):
         raise ValueError(
-            f"each round must be a square matrix with a row and a column per worker; {label} has shape "
-            f"{round_.shape}. Pass a list of (n, n) matrices, [W] for a single one."
+            f"each round must be a square matrix with one row and column per worker; {label} has shape "
+            f"{round_.shape}. Pass a list of (n, n) matrices, [W] for a single round."
         )
     if not np.isfinite(round_).all():
-        raise ValueError(f"weights must be finite; {label} has {_first(round_, ~np.isfinite(round_))}.")
+        raise ValueError(f"weights must be finite; {label} has {_first_entry(round_, ~np.isfinite(round_))}.")
     if (round_ < -TOLERANCE).any():
-        raise ValueError(f"weights must be >= 0; {label} has {_first(round_, round_ < -TOLERANCE)}.")
+        raise ValueError(f"weights must be >= 0; {label} has {_first_entry(round_, round_ < -TOLERANCE)}.")
     _check_sums(round_, label)
-    # A weight of -1e-17, left by a subtraction, means 0; adding 0.0 turns -0.0 into 0.0 for the fingerprint.
+    # A subtraction can leave -1e-17 for 0. Adding 0.0 turns -0.0 into 0.0, which has other bytes in the fingerprint.
     round_ = np.maximum(round_, 0.0) + 0.0
     round_.setflags(write=False)
     return round_
 
 
 def _as_float64(matrix: Any, label: str) -> Round:
-    """A fresh float64 copy of whatever NumPy or torch can read as real numbers."""
+    """Copy a list, array or tensor of real numbers to a new float64 array."""
     try:
         array = matrix.detach().cpu().numpy() if isinstance(matrix, Tensor) else np.array(matrix)
         if array.dtype.kind not in "iuf":
@@ -357,7 +375,7 @@ def _as_float64(matrix: Any, label: str) -> Round:
     return array.astype(np.float64)
 
 
-def _first(round_: Round, where: NDArray[np.bool_]) -> str:
+def _first_entry(round_: Round, where: NDArray[np.bool_]) -> str:
     row, column = np.argwhere(where)[0]
     return f"W[{row}, {column}] = {round_[row, column]}"
 
@@ -368,29 +386,29 @@ def _check_sums(round_: Round, label: str) -> None:
         worst = int(abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > TOLERANCE:
             raise ValueError(
-                f"each round must be doubly stochastic, or mixing moves the mean of the workers: every row and column "
-                f"sums to 1 within {TOLERANCE:g}; {line} {worst} of {label} sums to {float(sums[worst])!r}. "
-                f"Normalise it in float64; Metropolis-Hastings weights do for any undirected graph."
+                f"each round must be doubly stochastic (rows and columns sum to 1 within {TOLERANCE:g}), or mixing "
+                f"moves the mean of the workers; {line} {worst} of {label} sums to {float(sums[worst])!r}. "
+                f"Normalize it in float64, or use Metropolis-Hastings weights, which fit any undirected graph."
             )
 
 
 def _check_together(rounds: tuple[Round, ...]) -> None:
-    """Refuse no rounds, rounds of different sizes, and workers that can never hear of each other."""
+    """Raise a ValueError unless there are rounds, all of one size, that together connect all workers."""
     if not rounds:
         raise ValueError("a topology needs at least one round; got none.")
     sizes = [len(round_) for round_ in rounds]
     if len(set(sizes)) > 1:
-        raise ValueError(f"all rounds must be for the same number of workers; got sizes {sizes}.")
+        raise ValueError(f"all rounds must have the same number of workers; got sizes {sizes}.")
     reached = _reached_from_first(np.any(np.stack(rounds) > 0, axis=0))
     if not reached.all():
         raise ValueError(
             f"the rounds together must connect all workers; no path joins worker 0 and worker "
-            f"{int(reached.argmin())}. Add a round that links their two parts."
+            f"{int(reached.argmin())}. Add a round that links the two parts."
         )
 
 
 def _reached_from_first(adjacent: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which workers a path from worker 0 reaches; in a doubly stochastic matrix a path back then exists as well."""
+    """Return which workers a path from worker 0 reaches. In a doubly stochastic matrix, a path back exists as well."""
     reached = np.arange(len(adjacent)) == 0
     while True:
         further = reached | adjacent[reached].any(axis=0)

@@ -104,7 +104,7 @@ def test_refusals_name_what_is_wrong():
     optimizers, topology = [SGD([x]) for x in x_N], build_topology("ring", 2)
     with pytest.raises(ValueError, match="got 1 models and 2 optimizers for a topology of 2 workers"):
         Simulation([[x_N[0]]], optimizers, topology, AdaptiveConsensus())
-    with pytest.raises(ValueError, match="order must be 'local_first' or 'mix_first'; got 'last'"):
+    with pytest.raises(ValueError, match="order must be one of local_first, mix_first; got 'last'"):
         gossip_step([], [], torch.eye(1), 1.0, order="last")
 
 
@@ -173,7 +173,7 @@ def test_on_a_quadratic_the_deployed_model_of_any_gamma_is_synchronous_sgd():
 
 
 def test_complete_averaging_leaves_only_the_last_local_updates_apart():
-    # gamma = 1: x_i = x_bar - a g_i, so the deviation is that of the last updates and nothing older.
+    # gamma = 1: x_i = x_bar - lr g_i, so the deviation is that of the last updates and nothing older.
     states = simulate(build_topology("complete", 4), AdaptiveConsensus(power=0))
     workers = next(states)
     for _ in range(6):
@@ -185,7 +185,7 @@ def test_complete_averaging_leaves_only_the_last_local_updates_apart():
     assert len(workers.gammas) == 6
 
 
-def test_gamma_is_logged_from_the_rate_of_the_group_with_the_largest_base_rate():
+def test_gamma_is_logged_from_the_lr_of_the_group_with_the_largest_base_lr():
     models = [nn.Linear(2, 1) for _ in range(2)]
     optimizers = [
         torch.optim.SGD([{"params": model.bias, "lr": 0.01}, {"params": model.weight, "lr": 0.4}]) for model in models
@@ -227,7 +227,7 @@ def test_disagreement_vanishes_under_dsgd_and_stays_under_adaptive_consensus():
 
 
 def radius_of_the_recursion(power, num_steps):
-    """Root of E||z||^2 over the modes of a ring of 8 with a flat loss: z <- (1 - gamma mu) z - a xi, unit noise."""
+    """Root of E||z||^2 over the modes of a ring of 8 with a flat loss: z <- (1 - gamma mu) z - lr xi, unit noise."""
     mu_N = 1 - torch.linalg.eigvalsh(build_topology("ring", 8).matrix(0))[:-1]  # without the mean mode, mu = 0
     schedule = AdaptiveConsensus(power=power)
     variance_N = torch.zeros_like(mu_N)
@@ -238,7 +238,7 @@ def radius_of_the_recursion(power, num_steps):
 
 
 def test_final_radius_against_run_length_is_the_corollary_of_theorem_1():
-    # E z^2 = a^2 / (d (2 - d)) with d = gamma mu tends to a^(2 - p) / (2 mu) as the rate falls.
+    # E z^2 = lr^2 / (d (2 - d)) with d = gamma mu tends to lr^(2 - p) / (2 mu) as lr falls.
     radius = {p: [radius_of_the_recursion(p, steps)[0] for steps in (420, 1400, 5600)] for p in (1, 2, 3, 4)}
     limit = radius_of_the_recursion(2, 1)[1]
     assert radius[1][0] > 1.3 * radius[1][1] > 1.3**2 * radius[1][2]

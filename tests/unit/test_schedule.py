@@ -1,4 +1,4 @@
-"""Gamma against the paper's formula and published schedules; planned rates against stepping the real scheduler."""
+"""Gamma against the formula of the paper and published schedules; planned learning rates against real schedulers."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ def gammas(consensus, lrs):
 
 
 @given(lr=lrs, max_lr=lrs, power=powers)
-def test_gamma_is_between_0_and_1_whatever_the_rates(lr, max_lr, power):
+def test_gamma_is_between_0_and_1_for_any_lrs(lr, max_lr, power):
     assert 0 <= adaptive_gamma(lr, max_lr, power) <= 1
 
 
@@ -48,7 +48,7 @@ def test_power_0_is_exactly_1(lr, max_lr):
     assert adaptive_gamma(lr, max_lr, power=0) == 1.0
 
 
-def test_gamma_of_rates_at_the_edge():
+def test_gamma_at_the_edges_of_the_range():
     assert adaptive_gamma(0.0, 0.0, power=3) == 1.0
     assert adaptive_gamma(0.1, 0.0, power=3) == 1.0
     assert adaptive_gamma(0.0, 0.1, power=3) == 0.0
@@ -56,7 +56,7 @@ def test_gamma_of_rates_at_the_edge():
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, True, "0.1", None])
-def test_a_rate_that_is_no_rate_is_refused(value):
+def test_values_that_are_no_lr_are_refused(value):
     with pytest.raises(ValueError, match="lr must be a finite number >= 0"):
         adaptive_gamma(value, 0.1, 2)
     with pytest.raises(ValueError, match="max_lr must be a finite number >= 0"):
@@ -85,7 +85,7 @@ def test_gamma_is_1_before_start_step_and_the_formula_from_it_on():
 def test_a_start_epoch_is_the_first_step_seen_of_that_epoch():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     seen = [(0, 0.8, 0), (1, 0.4, 0), (2, 0.4, 1), (3, 0.2, 1), (4, 0.1, 2)]
-    # The rate 0.8 came before the start and does not count for a_max.
+    # The lr 0.8 came before the start and does not count for max_lr.
     assert [consensus.gamma(step, lr, epoch) for step, lr, epoch in seen] == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
@@ -98,7 +98,7 @@ def test_activation_stays_even_if_the_epoch_counter_starts_again():
 def test_a_step_before_the_start_keeps_gamma_1_when_asked_for_afterwards():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     assert [consensus.gamma(1, 0.2, epoch=0), consensus.gamma(2, 0.4, epoch=1)] == [1.0, 1.0]
-    # A rate from before the start does not count for a_max, whenever it is asked about.
+    # An lr from before the start does not count for max_lr, no matter when it is asked for.
     assert [consensus.gamma(1, 0.8, epoch=0), consensus.gamma(3, 0.2, epoch=1)] == [1.0, 0.5]
 
 
@@ -115,7 +115,7 @@ def test_asking_twice_changes_nothing():
         assert once.gamma(step, lr) == first
 
 
-# a_max
+# max_lr
 
 WARMED_UP = [0.25, 0.5, 1.0, 0.5, 0.25]
 
@@ -140,11 +140,11 @@ def test_run_with_a_plan_knows_a_maximum_still_to_come():
     assert AdaptiveConsensus(power=1, max_lr="run", planned_lrs=WARMED_UP).gamma(0, 0.25) == 0.25
 
 
-def test_a_number_as_a_max_clamps_larger_rates():
+def test_a_number_as_max_lr_clamps_larger_lrs():
     assert gammas(AdaptiveConsensus(power=1, max_lr=0.5), WARMED_UP) == [0.5, 1.0, 1.0, 1.0, 0.5]
 
 
-def test_a_rate_above_the_plan_raises_a_max():
+def test_an_lr_above_the_plan_raises_max_lr():
     consensus = AdaptiveConsensus(power=1, planned_lrs=[0.1, 0.1, 0.1])
     assert gammas(consensus, [0.1, 0.4, 0.1]) == [1.0, 1.0, 0.25]
 
@@ -165,7 +165,7 @@ def test_the_floor_holds_gamma_up():
     assert gammas(AdaptiveConsensus(power=1, floor=0.3), WARMED_UP)[-2:] == [0.5, 0.3]
 
 
-def test_a_constant_holds_once_active_and_ignores_the_rate():
+def test_a_constant_holds_once_active_and_ignores_the_lr():
     assert gammas(AdaptiveConsensus(constant=0.1, start_step=2), WARMED_UP) == [1.0, 1.0, 0.1, 0.1, 0.1]
     assert AdaptiveConsensus(constant=0).gamma(0, 0.5) == 0.0
 
@@ -213,9 +213,9 @@ def test_a_resumed_run_needs_no_plan_to_find_the_same_a_max():
 
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match=r"lacks \['active_since'\]"):
-        AdaptiveConsensus().load_state_dict({"largest_rate": 0.1})
-    with pytest.raises(ValueError, match="active_since must be a whole number"):
-        AdaptiveConsensus().load_state_dict({"active_since": -1, "largest_rate": 0.1})
+        AdaptiveConsensus().load_state_dict({"largest_lr": 0.1})
+    with pytest.raises(ValueError, match="active_since must be an integer >= 0; got -1"):
+        AdaptiveConsensus().load_state_dict({"active_since": -1, "largest_lr": 0.1})
 
 
 # Refusals
@@ -229,24 +229,24 @@ def test_a_foreign_state_is_refused():
         ({"power": math.inf}, "power must be"),
         ({"power": True}, "power must be a finite number >= 0; got True"),
         ({"power": "3"}, "power must be"),
-        ({"floor": -0.1}, r"floor must be a finite number in \[0, 1\]; got -0.1"),
+        ({"floor": -0.1}, r"floor must be a number in \[0, 1\]; got -0.1"),
         ({"floor": 1.1}, "floor must be"),
-        ({"constant": 1.5}, r"constant must be a finite number in \[0, 1\]; got 1.5"),
+        ({"constant": 1.5}, r"constant must be a number in \[0, 1\]; got 1.5"),
         ({"constant": False}, "constant must be"),
-        ({"constant": 0.1, "floor": 0.2}, r"constant must be a finite number in \[0.2, 1\]"),
-        ({"start_step": -1}, "start_step must be a whole number >= 0, counted from 0; got -1"),
+        ({"constant": 0.1, "floor": 0.2}, r"constant must be a number in \[0.2, 1\]"),
+        ({"start_step": -1}, "start_step must be an integer >= 0; got -1. Counting starts at 0"),
         ({"start_step": 1.5}, "start_step must be"),
         ({"start_step": True}, "start_step must be"),
         ({"start_epoch": -1}, "start_epoch must be"),
         ({"start_step": 0, "start_epoch": 0}, "exclude each other; got 0 and 0"),
-        ({"max_lr": "max"}, "max_lr must be 'active', 'run' or a finite number > 0; got 'max'"),
+        ({"max_lr": "max"}, "max_lr must be a finite number > 0; got 'max'. Or use 'active' or 'run'"),
         ({"max_lr": 0}, "max_lr must be"),
         ({"max_lr": -0.1}, "max_lr must be"),
         ({"max_lr": math.nan}, "max_lr must be"),
         ({"max_lr": math.inf}, "max_lr must be"),
         ({"max_lr": True}, "max_lr must be"),
         ({"max_lr": None}, "max_lr must be"),
-        ({"planned_lrs": [0.1, -0.1]}, "each planned rate must be"),
+        ({"planned_lrs": [0.1, -0.1]}, "each planned lr must be"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -266,7 +266,7 @@ def test_repr_shows_what_was_set():
     )
 
 
-# The rates of a scheduler's future
+# The future learning rates of a scheduler
 
 
 def warm_up_then_cosine(optimizer):
@@ -295,10 +295,10 @@ def two_groups(optimizer_name, as_tensors=False):
     return OPTIMIZERS[optimizer_name](groups)
 
 
-def rates_by_really_stepping(scheduler, optimizer, total_steps):
+def lrs_by_really_stepping(scheduler, optimizer, total_steps):
     found = []
     for _ in range(total_steps):
-        found.append(float(optimizer.param_groups[1]["lr"]))  # the second group has the larger base rate
+        found.append(float(optimizer.param_groups[1]["lr"]))  # the second group has the larger base lr
         optimizer.step()
         scheduler.step()
     return found
@@ -308,11 +308,11 @@ def rates_by_really_stepping(scheduler, optimizer, total_steps):
 @pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
-def test_planned_rates_are_those_of_really_stepping(scheduler_name, optimizer_name, as_tensors):
+def test_planned_lrs_are_those_of_really_stepping(scheduler_name, optimizer_name, as_tensors):
     optimizer = two_groups(optimizer_name, as_tensors)
     scheduler = SCHEDULERS[scheduler_name](optimizer)
     planned = planned_lrs(scheduler, total_steps=20)
-    assert planned == rates_by_really_stepping(scheduler, optimizer, 20)
+    assert planned == lrs_by_really_stepping(scheduler, optimizer, 20)
     assert len(set(planned)) > 1
 
 
@@ -381,12 +381,12 @@ def test_named_parameters_and_a_fused_optimizer_can_be_planned():
 
 @pytest.mark.parametrize("total_steps", [-1, True, 2.5])
 def test_a_length_that_is_no_length_is_refused(total_steps):
-    with pytest.raises(ValueError, match="total_steps must be a whole number >= 0"):
+    with pytest.raises(ValueError, match="total_steps must be an integer >= 0"):
         planned_lrs(StepLR(two_groups("sgd"), 5), total_steps)
 
 
-def test_the_rate_is_that_of_the_group_with_the_largest_base_rate():
+def test_the_current_lr_is_that_of_the_group_with_the_largest_base_lr():
     optimizer = two_groups("sgd")
     assert current_lr(optimizer) == 0.2
-    LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.0])  # the rate of the leading group falls below the other
+    LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.0])  # the lr of the leading group falls below the other
     assert current_lr(optimizer) == 0.0

@@ -135,7 +135,7 @@ def test_bounds_use_the_largest_damping_among_the_stable_modes():
 
 
 @given(lrs, st.floats(1e-3, 1.0), st.floats(1e-2, 1.0), st.floats(-0.9, 0.9), st.floats(0.0, 0.9))
-def test_in_mixing_dominated_modes_the_variance_is_a_constant_times_the_rate_squared_over_mixing(a, gamma, mu, x, rho):
+def test_in_mixing_dominated_modes_the_variance_is_a_constant_times_lr_squared_over_mixing(a, gamma, mu, x, rho):
     # Remark 1: (1 - rho) gamma mu <= d <= (1 + rho) gamma mu, and d (2 - d) for d <= d_max < 2.
     lam = x * gamma * mu / a
     assume(abs(abs(x) - rho) > 1e-9)
@@ -158,7 +158,7 @@ def test_with_momentum_a_mode_is_mixing_dominated_where_its_variance_is_about_th
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_where_mixing_is_weak_the_variance_tends_to_that_of_a_rate_divided_by_one_minus_momentum(momentum):
+def test_where_mixing_is_weak_the_variance_tends_to_that_of_lr_over_one_minus_momentum(momentum):
     errors = []
     for gamma in (1e-3, 1e-4, 1e-5):
         limit = mixing_dominated_variance(0.1, gamma, 0.5, 2.0, momentum)
@@ -257,7 +257,7 @@ def test_an_unstable_direction_makes_the_norms_infinite_and_no_error(name):
     assert error.radius == error.frobenius == math.inf
     assert error.envelope == error.exposure == -math.inf
     assert "radius=inf" in repr(error)
-    for lam, gamma in ((0.0, 0.0), (1000.0, 0.1)):  # a random walk, and a rate beyond what the curvature bears
+    for lam, gamma in ((0.0, 0.0), (1000.0, 0.1)):  # a random walk, and an lr too large for the curvature
         assert predicted_radius(build_topology(name, 4), gamma, 0.1, lam, 1.0).frobenius == math.inf
     # Nothing of it counts where no direction is meant, or its curvature is 0.
     without = predicted_radius(build_topology(name, 4), lam=[1.0, -3.0], counts=[1, 0], **settings_)
@@ -344,7 +344,7 @@ def test_with_constant_settings_the_recursion_arrives_at_the_stationary_state(to
     assert along[0].frobenius ** 2 == pytest.approx((topology.num_workers - 1) * 4 * 0.1**2)  # the first step's noise
 
 
-def test_the_recursion_is_the_dense_one_with_the_rate_and_gamma_of_each_step():
+def test_the_recursion_is_the_dense_one_with_the_lr_and_gamma_of_each_step():
     topology, lam, momentum, steps = build_topology("one_peer_ring", 4), 0.7, 0.9, 12
     schedule = AdaptiveConsensus(power=2, start_step=3)
     planned = [0.1 * x for x in cosine(steps, warm_up=2)]
@@ -356,7 +356,7 @@ def test_the_recursion_is_the_dense_one_with_the_rate_and_gamma_of_each_step():
         A, B = list(of_all_workers(topology, gamma, lr, lam, momentum))[step % 2]
         covariance = A @ covariance @ A.T + 2.0 * B @ B.T
         exact(error.variance_TNK[0, :, 0], torch.from_numpy(np.diag(covariance)[:4].copy()))
-    assert along[0].frobenius == 0  # the first rate of a warm-up is 0
+    assert along[0].frobenius == 0  # the first lr of a warm-up is 0
 
 
 def final_radius(power, num_steps, momentum):
@@ -367,7 +367,7 @@ def final_radius(power, num_steps, momentum):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_final_radius_against_the_length_of_a_cosine_is_corollary_2(momentum):
-    # E z^2 ~ a^(2 - p): as the rate ends lower in a longer run, p < 2 vanishes, p = 2 stays, p > 2 grows.
+    # E z^2 ~ lr^(2 - p): as lr ends lower in a longer run, p < 2 vanishes, p = 2 stays, p > 2 grows.
     radius = {power: [final_radius(power, steps, momentum) for steps in (200, 800)] for power in range(5)}
     assert radius[0][1] < 0.2 * radius[0][0]
     assert 0.3 < radius[1][1] / radius[1][0] < 0.8
@@ -377,8 +377,8 @@ def test_the_final_radius_against_the_length_of_a_cosine_is_corollary_2(momentum
     assert [lengths[1] for lengths in radius.values()] == sorted(lengths[1] for lengths in radius.values())
 
 
-def test_under_power_2_a_flat_loss_tends_to_the_mixing_dominated_variance_of_any_rate():
-    # At p = 2 alpha^2 / gamma = a_max^2 whatever the rate, so the limit is known in advance.
+def test_under_power_2_a_flat_loss_tends_to_the_mixing_dominated_variance_of_any_lr():
+    # At p = 2, alpha^2 / gamma = max_lr^2 for any alpha, so the limit is known in advance.
     topology = build_topology("ring", 6)
     mu_J, _ = graph_modes(topology)
     planned = [0.2 * x for x in cosine(1000)]
@@ -462,13 +462,13 @@ def test_refusals_say_what_to_do():
             predicted_radius(ring, 0.5, 0.1, lam, sigma2)
     with pytest.raises(ValueError, match=r"counts must be >= 0; got -1.0"):
         predicted_radius(ring, 0.5, 0.1, 1.0, 1.0, counts=-1)
-    with pytest.raises(ValueError, match=r"got 2 gammas and 3 rates. Pass an AdaptiveConsensus"):
+    with pytest.raises(ValueError, match=r"got 2 gammas and 3 lrs. Pass an AdaptiveConsensus"):
         radius_along(ring, [1.0] * 2, [0.1] * 3, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"lrs must be >= 0; got -0.1"):
         radius_along(ring, [1.0], [-0.1], 1.0, 1.0)
-    for rates_T in (0.1, []):
-        with pytest.raises(ValueError, match=r"rates must be a list with one entry per step, at least one; got shape"):
-            radius_along(ring, [1.0], rates_T, 1.0, 1.0)
+    for lrs_T in (0.1, []):
+        with pytest.raises(ValueError, match=r"lrs must be a list with one entry per step, at least one; got shape"):
+            radius_along(ring, [1.0], lrs_T, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"rho must be in \[0, 1\); got 1"):
         is_mixing_dominated(0.1, 0.1, 0.5, 0.0, rho=1)
     with pytest.raises(ValueError, match=r"got \(2, 2\) for 3 workers"):

@@ -241,8 +241,8 @@ def test_an_unknown_name_lists_the_names_and_suggests_the_closest():
 
 
 @pytest.mark.parametrize("num_workers", [0, -1, 2.0, True, "4", None])
-def test_the_number_of_workers_is_a_whole_number_from_one(num_workers):
-    with pytest.raises(ValueError, match=re.escape(f"num_workers must be a whole number >= 1; got {num_workers!r}")):
+def test_the_number_of_workers_is_an_integer_from_one(num_workers):
+    with pytest.raises(ValueError, match=re.escape(f"num_workers must be an integer >= 1; got {num_workers!r}")):
         build_topology("complete", num_workers)
 
 
