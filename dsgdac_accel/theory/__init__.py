@@ -1,15 +1,15 @@
-"""What the paper's linear model (arXiv 2602.02899, Section 3.4) predicts of the workers' disagreement.
+"""Predictions of the workers' disagreement by the paper's linear model (arXiv 2602.02899, Section 3.4).
 
-Near the deployed model the loss is taken as a quadratic with a fixed Hessian. The consensus error then splits into
-modes, one for each pair of an eigenvalue mu of the graph Laplacian I - W and an eigenvalue lam of the Hessian, and a
-mode follows (Lemma 1)
+Near the deployed model, the loss is approximated by a quadratic with a fixed Hessian. The consensus error then splits
+into modes, one for each pair of an eigenvalue mu of the graph Laplacian I - W and an eigenvalue lam of the Hessian.
+With learning rate alpha, gradient noise xi and momentum b, a mode z follows (Lemma 1)
 
-    z <- (1 - gamma mu - a lam) z - a xi            without momentum,
-    m <- b m + lam z + xi,   z <- (1 - gamma mu) z - a m     with momentum b, as in torch.optim.SGD.
+    z <- (1 - gamma mu - alpha lam) z - alpha xi                       without momentum
+    m <- b m + lam z + xi,   z <- (1 - gamma mu) z - alpha m           with momentum, as in torch.optim.SGD
 
-`modes` holds the closed forms of one mode, in the paper's letters (alpha is the rate a); `radius` sums them up for a
-topology, in stationary state or along a schedule; `quadratic` simulates the algorithm, to see that it is true. Weight
-decay counts as curvature: add it to lam.
+`modes` has the closed forms of one mode, in the paper's letters. `radius` sums them over a topology, in the stationary
+state or along a schedule. `quadratic` simulates the algorithm to check the predictions. Weight decay acts as curvature:
+add it to lam.
 
 Suffixes of shapes: N workers, J modes of the graph, K directions of the Hessian, C chains of a simulation, T rounds of
 a period.

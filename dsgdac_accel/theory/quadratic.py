@@ -1,6 +1,6 @@
-"""DSGD-AC on a quadratic with random noise, in many independent chains at once: the check of the theory.
+"""DSGD-AC on a quadratic with Gaussian noise, in many independent chains at once, to check the theory.
 
-All chains run the algorithm itself, worker by worker with torch.optim.SGD's momentum; nothing of the theory goes in.
+The chains run Algorithm 1 with the momentum of torch.optim.SGD. They use nothing of the theory.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsgdac_accel.checks import check_integer
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.theory import arguments
 from dsgdac_accel.theory.covariance import ROUNDING, Dynamics
@@ -28,36 +29,38 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuadraticRun:
-    """What `simulate_quadratic` measured. Chains are independent, so the spread of their time averages, however
-    correlated the steps of a chain are, gives the standard error.
+    """Measurements of `simulate_quadratic`.
+
+    The steps of a chain are correlated, but the chains are independent. The standard errors therefore come from the
+    spread of the chains' time averages.
     """
 
     topology: Topology
 
     moments_CTKNN: Tensor
-    """Time average of (u_k' delta_i) (u_k' delta_j) after each round of a period, in every chain."""
+    """Time average of (u_k' delta_i) (u_k' delta_j) after each round of a period, for every chain."""
 
     radius_C: Tensor
-    """Time average of mean_i ||delta_i|| in every chain."""
+    """Time average of mean_i ||delta_i||, for every chain."""
 
     def modal_variance(self) -> Estimate:
-        """E[z_jk^2] of each mode of a single symmetric round, shape (J, K), in the order of `graph_modes`."""
+        """Return E[z_jk^2] of each mode of a single symmetric round, shape (J, K), in the order of `graph_modes`."""
         _, vectors_NJ = graph_modes(self.topology)
         moments_CKNN = self.moments_CTKNN[:, 0]
         return _over_chains(torch.einsum("nj,cknm,mj->cjk", vectors_NJ, moments_CKNN, vectors_NJ))
 
     def variance(self) -> Estimate:
-        """E[(u_k' delta_i)^2] after each round of a period, shape (T, N, K)."""
+        """Return E[(u_k' delta_i)^2] after each round of a period, shape (T, N, K)."""
         return _over_chains(self.moments_CTKNN.diagonal(dim1=-2, dim2=-1).mT)
 
     def frobenius(self) -> Estimate:
-        """Root mean square of ||Delta||_F, shape ()."""
+        """Return the root mean square of ||Delta||_F, shape ()."""
         square = _over_chains(self.moments_CTKNN.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).mean(-1))
         root = square.value.sqrt()
         return Estimate(root, square.standard_error / (2 * root))
 
     def radius(self) -> Estimate:
-        """Mean distance of a worker from the average, shape ()."""
+        """Return the mean distance of a worker from the average, shape ()."""
         return _over_chains(self.radius_C)
 
 
@@ -73,21 +76,23 @@ def simulate_quadratic(
     chains: int = 64,
     seed: int = 0,
 ) -> QuadraticRun:
-    """Run DSGD-AC at a constant gamma and rate on f(x) = sum_k lam_k x_k^2 / 2 and measure the disagreement.
+    """Run DSGD-AC at constant gamma and lr on f(x) = sum_k lam_k x_k^2 / 2 and measure the disagreement.
 
     Args:
-        topology, gamma, rate, lam, sigma2, momentum: as in `predicted_radius`; the noise is Gaussian.
-        steps: steps measured in each chain, rounded up to whole periods of the topology.
-        burn_in: steps before, likewise. By default as many as bring the variance to within 1e-6 of its limit.
-        chains: independent runs >= 2, from which the standard errors come.
-        seed: of the noise.
+        topology, gamma, lr, lam, sigma2, momentum: see `predicted_radius`; the noise is Gaussian.
+        steps: measured steps of each chain, rounded up to whole periods of the topology.
+        burn_in: steps before the measurement, rounded up likewise. By default, enough to bring the variance to within
+            1e-6 of its limit.
+        chains: number of independent runs, at least 2. Their spread gives the standard errors.
+        seed: seed of the noise.
 
-    Raises ValueError for an argument out of range, and for unstable settings: they have no stationary state.
+    Raises:
+        ValueError: an argument is out of range, or the settings are unstable and have no stationary state.
 
-    >>> from dsgdac_accel import build_topology
+    >>> from dsgdac_accel.topology import build_topology
     >>> from dsgdac_accel.theory import predicted_radius
     >>> ring = build_topology("one_peer_ring", 8)
-    >>> settings = dict(gamma=0.5, rate=0.1, lam=[5.0, 0.0], sigma2=1.0, momentum=0.9)
+    >>> settings = dict(gamma=0.5, lr=0.1, lam=[5.0, 0.0], sigma2=1.0, momentum=0.9)
     >>> measured, error = simulate_quadratic(ring, **settings, steps=500).frobenius()
     >>> bool(abs(measured - predicted_radius(ring, **settings).frobenius) < 4 * error)
     True
@@ -96,13 +101,13 @@ def simulate_quadratic(
     lr = arguments.scalar("lr", arguments.positive_lr("lr", lr))
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
     lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
-    chains = arguments.whole_number("chains", chains, at_least=2)
+    chains = check_integer("chains", chains, minimum=2)
     period = topology.period
     memory = slowest_decay(topology, gamma, lr, lam_K, momentum)
     if burn_in is None:
         burn_in = math.ceil(math.log(1e-6) / (2 * math.log(memory))) if memory > 0 else 1
-    kept = math.ceil(arguments.whole_number("steps", steps, at_least=1) / period)
-    skipped = math.ceil(arguments.whole_number("burn_in", burn_in, at_least=0) / period) * period
+    kept = math.ceil(check_integer("steps", steps, minimum=1) / period)
+    skipped = math.ceil(check_integer("burn_in", burn_in, minimum=0) / period) * period
     num_steps = skipped + kept * period
     run = quadratic_chains(topology, [gamma] * num_steps, [lr] * num_steps, lam_K, sigma2_K, momentum, chains, seed)
     moments_CTKNN = torch.zeros(chains, period, len(lam_K), topology.num_workers, topology.num_workers).double()
@@ -123,14 +128,21 @@ def quadratic_chains(
     chains: int = 64,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """The deviations of all workers after each step of many independent runs, shape (N, C, K) each, float64.
+    """Yield the deviations of all workers after each step of many independent runs, float64, shape (N, C, K).
 
-    All workers start equal. Arguments as in `radius_along`, whose expectation this is a sample of, and
-    `simulate_quadratic`. Stable or not, the run is carried out. Raises ValueError for an argument out of range.
+    All workers start equal. The expectation of these samples is `radius_along`. Unstable settings run as well.
 
-    >>> from dsgdac_accel import build_topology
+    Args:
+        topology, gammas, lrs, lam, sigma2, momentum: see `radius_along`.
+        chains: number of independent runs, at least 1.
+        seed: seed of the noise.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> from dsgdac_accel.topology import build_topology
     >>> pair = build_topology("complete", 2)
-    >>> for delta_NCK in quadratic_chains(pair, gammas=[1.0] * 3, rates=[0.1] * 3, lam=[2.0, 0.0], sigma2=[0.0, 1.0]):
+    >>> for delta_NCK in quadratic_chains(pair, gammas=[1.0] * 3, lrs=[0.1] * 3, lam=[2.0, 0.0], sigma2=[0.0, 1.0]):
     ...     print(delta_NCK.shape, delta_NCK[..., 0].abs().max().item())
     torch.Size([2, 64, 2]) 0.0
     torch.Size([2, 64, 2]) 0.0
@@ -138,7 +150,7 @@ def quadratic_chains(
     """
     lam_K, sigma2_K, _ = arguments.spectrum(lam, sigma2)
     momentum = arguments.scalar("momentum", arguments.momentum_factor(momentum))
-    chains = arguments.whole_number("chains", chains, at_least=1)
+    chains = check_integer("chains", chains, minimum=1)
     generator = torch.Generator().manual_seed(seed)
     schedule = zip(*arguments.scheduled(gammas, lrs), strict=True)
     return _chains(topology, schedule, lam_K, sigma2_K, momentum, chains, generator)
@@ -160,9 +172,8 @@ def _chains(
         x_NCK, momentum_NCK = quadratic_step(
             x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, lr, momentum
         )
-        # Nothing mixes the mean of the workers: where a curvature is negative it grows without bound, and its rounding
-        # would swamp the deviations, which stay bounded. Taking it out changes none of them, as mixing never reads
-        # the mean and the gradient is linear.
+        # Remove the mean of the workers. With negative curvature it grows without bound, and its rounding errors would
+        # exceed the bounded deviations. They do not depend on it: mixing ignores the mean, and the gradient is linear.
         x_NCK, momentum_NCK = x_NCK - x_NCK.mean(0), momentum_NCK - momentum_NCK.mean(0)
         yield x_NCK
 
@@ -176,9 +187,9 @@ def quadratic_step(
     lr: float,
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
-    """One step of Algorithm 1 with torch.optim.SGD's momentum, for all chains: the new x and momentum buffers.
+    """Return x and the momentum buffers of all chains after one step of Algorithm 1 with torch.optim.SGD's momentum.
 
-    m_i <- b m_i + g_i,     x_i <- x_i - a m_i + gamma sum_j W_ij (x_j - x_i)
+    m_i <- b m_i + g_i,     x_i <- x_i - lr m_i + gamma sum_j W_ij (x_j - x_i)
     """
     momentum_NCK = momentum * momentum_NCK + gradient_NCK
     mixed_NCK = (mixing_NN @ x_NCK.flatten(1)).view_as(x_NCK)
@@ -186,14 +197,14 @@ def quadratic_step(
 
 
 def slowest_decay(topology: Topology, gamma: float, lr: float, lam_K: Tensor, momentum: float) -> float:
-    """The factor by which the longest-lived disagreement shrinks per step; refuses settings that let one live on."""
+    """Return the factor per step by which the slowest disagreement decays; raise ValueError if one does not decay."""
     decay_K = Dynamics(topology, lam_K, torch.zeros_like(lam_K), momentum).decay(gamma, lr)
     worst = int(decay_K.argmax())
     if decay_K[worst] >= 1 - ROUNDING:
         raise ValueError(
-            f"a stationary state needs stable modes; with gamma={gamma:g}, rate={lr:g} and momentum={momentum:g} the "
+            f"a stationary state needs stable modes; with gamma={gamma:g}, lr={lr:g} and momentum={momentum:g} the "
             f"direction of curvature {lam_K[worst].item():g} grows by {decay_K[worst].item():g} per period. "
-            f"Raise gamma where the curvature is <= 0, lower the rate where it is large; see is_stable."
+            f"Raise gamma if the curvature is <= 0, lower lr if it is large; see is_stable."
         )
     return float(decay_K[worst]) ** (1 / topology.period)
 

@@ -474,7 +474,7 @@ def test_refusals_say_what_to_do():
     with pytest.raises(ValueError, match=r"got \(2, 2\) for 3 workers"):
         consensus_penalty(torch.zeros(3, 1), torch.eye(2), 0.5, 0.1)
     for name, value in (("chains", 1), ("steps", 0), ("burn_in", -1), ("steps", 1.5), ("chains", True)):
-        with pytest.raises(ValueError, match=rf"{name} must be a whole number >= \d; got {value}"):
+        with pytest.raises(ValueError, match=rf"{name} must be an integer >= \d; got {value}"):
             simulate_quadratic(ring, 0.5, 0.1, 1.0, 1.0, **{name: value})
     with pytest.raises(ValueError, match=r"momentum=0.9 the direction of curvature -0.5 grows by .* Raise gamma"):
         simulate_quadratic(alternating, 0.1, 0.1, [1.0, -0.5], 1.0, momentum=0.9)
