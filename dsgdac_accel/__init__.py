@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from dsgdac_accel.config import GossipConfig
     from dsgdac_accel.core.arrivals import NonFiniteError
     from dsgdac_accel.core.mixer import Mixer
-    from dsgdac_accel.distributed.failure_detection import WorkerLostError
+    from dsgdac_accel.distributed.failure_detection import WorkerLostError, WorkersChangedError
     from dsgdac_accel.distributed.group import WorkerGroup
     from dsgdac_accel.distributed.stopping import EXIT_STOPPED, StoppedBySignal
-    from dsgdac_accel.elastic.membership import WorkersChangedError
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.topology import Topology, build_topology
@@ -64,7 +63,7 @@ _MODULES = {
     "WorkerCountError": "checkpoint",
     "WorkerGroup": "distributed.group",
     "WorkerLostError": "distributed.failure_detection",
-    "WorkersChangedError": "elastic.membership",
+    "WorkersChangedError": "distributed.failure_detection",
     "build_topology": "topology",
 }
 

@@ -29,8 +29,8 @@ from dsgdac_accel.checkpoint.serialization import (
     sync_folder,
     write_whole,
 )
+from dsgdac_accel.distributed.failure_detection import WorkersChangedError
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.elastic.membership import WorkersChangedError
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from dsgdac_accel.core.layout import KeepsLayout
 from dsgdac_accel.core.parameter_list import ParameterList
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.elastic.membership import WorkersChangedError
 from dsgdac_accel.topology import Topology
 
 
@@ -133,13 +132,8 @@ class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
 
     def drain(self) -> None:
         """Wait for what is in flight. What arrived is kept for the next `finish`."""
-        if not self.exchange.in_flight:
-            return
-        try:
-            self.exchange.wait()
+        if self.exchange.in_flight and self.group.complete_exchange(self.exchange.wait):
             self._arrived = True
-        except WorkersChangedError as change:  # `regroup` has been called: this round is left out
-            self.group.raise_inside_section(change)
 
     @torch.no_grad()
     def finish(self, gamma: float) -> None:

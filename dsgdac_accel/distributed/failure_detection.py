@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from dsgdac_accel.distributed.failure_reports import FailureReports
-from dsgdac_accel.elastic.membership import Agreement, SignsOfLife, Standing, WatchedStore, WorkersChangedError, agree
+from dsgdac_accel.elastic.membership import Agreement, SignsOfLife, Standing, WatchedStore, agree
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,13 @@ _ON_ALL_WORKERS = (
 
 class WorkerLostError(RuntimeError):
     """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
+
+
+class WorkersChangedError(RuntimeError):
+    """A worker was lost during shared work, and the survivors have reconnected. All of them get this error.
+
+    Do the same work once more, with the remaining workers.
+    """
 
 
 class HandlesLosses:
@@ -125,6 +132,18 @@ class HandlesLosses:
                 if self._inside:
                     raise
                 logger.info("begun anew: %s", change)
+
+    def complete_exchange(self, wait: Callable[[], None]) -> bool:
+        """Wait for a posted exchange; False if workers were lost in it, and this round is dropped.
+
+        Raises WorkersChangedError inside a section, which then starts over.
+        """
+        try:
+            wait()
+            return True
+        except WorkersChangedError as change:
+            self.raise_inside_section(change)
+            return False
 
     def raise_inside_section(self, change: WorkersChangedError) -> None:
         """Raise unless no section is open here that is open everywhere: others may have left it just now."""

@@ -30,13 +30,6 @@ _GRACE_SECONDS = 4.0
 """How long a worker that kept another waiting in vain has to say that it is there after all."""
 
 
-class WorkersChangedError(RuntimeError):
-    """A worker was lost in the middle of something that all do together, and the others go on without it.
-
-    They all get this error there. Everything is in order again: do the same once more, with the workers that are left.
-    """
-
-
 @dataclass(frozen=True)
 class Standing:
     """How far one worker is."""
