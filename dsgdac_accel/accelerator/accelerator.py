@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +15,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from dsgdac_accel.accelerator.deploying import DeploysAverage
 from dsgdac_accel.accelerator.preparing import PreparesForGossip
+from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
@@ -90,6 +94,9 @@ class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, Repea
         self.group = group
         group.when_workers_change(self._follow_survivors)
         self.gossip_steps: list[GossipStep] = []
+        self._checkpoints = AcceleratorCheckpoints(
+            self, group, self.gossip_steps, config, workers_per_process=config.workers_per_process
+        )
         self.consensus_logger = ConsensusLogger(lambda: consensus_metrics(self.gossip_steps), [self._log_to_trackers])
         self._places = {}
         self._seeded = False
@@ -100,6 +107,79 @@ class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, Repea
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared["num_processes"], shared["process_index"] = self.group.size, self.group.rank
             shared["local_process_index"] = self.group.local_rank
+
+    # ---- checkpoints
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        wait: bool = True,
+        facts: Mapping[str, Any] | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save the state of every worker, as `Accelerator.save_state` does for one. Collective.
+
+        A checkpoint holds models, optimizers, schedulers, gradient scaler, random streams, positions in topology, gamma
+        schedule and prepared loaders, registered objects, and inside an accumulation window the gradients. Nothing is
+        pickled, and training is not disturbed. Automatic naming and `total_limit` work as in Accelerate, but older
+        checkpoints are deleted only after this one is complete.
+
+        Args:
+            output_dir: folder on a file system that all workers share. Leave it out with automatic naming.
+            safe_serialization, save_model_func_kwargs: Accelerate's; ignored, files are always safetensors.
+            wait: False writes in the background after a copy to host memory. The checkpoint becomes complete a little
+                later, and the next `save_state` or `finish_saving` raises its errors.
+            facts: plain values for the manifest, such as the run's configuration.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
+            RuntimeError: called inside `deployed_model`.
+        """
+        return self._checkpoints.save(output_dir, wait=wait, facts=facts)
+
+    def finish_saving(self) -> Path | None:
+        """Wait until the checkpoint that is written in the background, if any, is complete. Collective.
+
+        Returns:
+            Its folder; None if there was none, or if a worker was lost that may not have written its part.
+
+        Raises:
+            CheckpointError: on all workers, if any of them could not write its part.
+        """
+        return self._checkpoints.finish()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_other_worker_count: Literal["refuse", "deployed"] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load each worker's own state from `save_state` into the same prepared objects. Collective.
+
+        Training then continues bit by bit as if it had not stopped. Take the rest of the interrupted pass from
+        `resumed_batches`.
+
+        Args:
+            input_dir: the checkpoint. Leave it out with automatic naming to load the newest complete one.
+            load_kwargs, load_model_func_kwargs: Accelerate's; ignored.
+            on_other_worker_count: what to do with a checkpoint of more or fewer workers: "refuse", or "deployed" to
+                start all workers from the average of the saved ones. Parameters and floating-point optimizer states
+                are then averaged, BatchNorm statistics are pooled, everything else is worker 0's, and random streams
+                are seeded anew. Default: the GossipConfig's.
+
+        Raises:
+            WorkerCountError: another number of workers, refused.
+            CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
+            RuntimeError: called inside `deployed_model`.
+        """
+        self._checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
 
     # ---- logging
 

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.data.loaders import epoch_of
+from dsgdac_accel.data.dataloader_state import epoch_of
 
 
 class GossipOptimizer(AcceleratedOptimizer):

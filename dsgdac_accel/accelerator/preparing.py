@@ -15,16 +15,15 @@ from torch.utils.data import IterableDataset
 
 from dsgdac_accel.accelerator.holding import HoldsWorkers
 from dsgdac_accel.accelerator.optimizer import GossipOptimizer
-from dsgdac_accel.checkpoint.dataloader_state import inner_loader
-from dsgdac_accel.checkpoint.saving import KeepsEveryWorker
+from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.compatibility import refuse_unsupported_model
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.buckets import as_parameter_list
 from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.data.equal_steps import EqualSteps, known_length
+from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes, recorder_of
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.loaders import (
-    count_passes,
     differ_per_worker,
     share_own_samplers,
     share_sampler_seed,
@@ -36,13 +35,14 @@ from dsgdac_accel.randomness import seed_workers_differently, shared_seed
 from dsgdac_accel.virtual_workers import VirtualWorkers
 
 
-class PreparesForGossip(HoldsWorkers, KeepsEveryWorker, Accelerator):
+class PreparesForGossip(HoldsWorkers, Accelerator):
     """The part of `GossipAccelerator` that prepares: equal starts, no DDP, one tick per step, shared data order."""
 
     gossip_config: GossipConfig
     gossip_steps: list[GossipStep]
     _is_training: Callable[[], bool]
     _seeded: bool
+    _checkpoints: AcceleratorCheckpoints
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, as `Accelerator.prepare`. Collective."""
@@ -121,11 +121,11 @@ class PreparesForGossip(HoldsWorkers, KeepsEveryWorker, Accelerator):
         if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
             # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
             self.dataloader_config.data_seed = shared_seed(self.group)
-        prepared = self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), self._is_training)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = record_passes(prepared, self._dataloaders, self._is_training)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         survive_losses(prepared, self.group)
-        count_passes(prepared, self._is_training)
         if isinstance(prepared, DataLoaderDispatcher):
             return prepared  # worker 0 reads for all, so all get equally many
         warn_of_own_shards(data_loader, self.group)
@@ -148,7 +148,8 @@ class PreparesForGossip(HoldsWorkers, KeepsEveryWorker, Accelerator):
 
         Called for what was taken of the loaded pass, it does the same.
         """
-        if 0 < num_batches == self._batches_taken(dataloader):
+        recorder = recorder_of(dataloader)
+        if recorder is not None and 0 < num_batches == recorder.loaded_batches:
             return self.resumed_batches(dataloader)
         if isinstance(dataloader, EqualSteps):
             return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
@@ -156,6 +157,31 @@ class PreparesForGossip(HoldsWorkers, KeepsEveryWorker, Accelerator):
         if isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
             num_batches *= inner.batches_per_fetch  # Accelerate would leave out that many of what worker 0 reads
         return super().skip_first_batches(dataloader, num_batches)
+
+    def resumed_batches(self, loader: Iterable[Any], replay: bool | None = None) -> ResumedBatches:
+        """Return the batches that the next pass over a prepared loader has to take.
+
+        After `load_state` these are the rest of the interrupted pass, with the same batches and random numbers as in
+        an unbroken run; otherwise the whole pass. A loop may always be written
+        `for batch in accelerator.resumed_batches(loader)`.
+
+        Args:
+            loader: a prepared loader.
+            replay: how to skip the batches taken before. True fetches and drops them, which also brings random streams
+                of loader processes and datasets to their saved state. False skips them in the sampler, which takes no
+                time. None replays where loader processes or an iterable dataset need it.
+        """
+        return ResumedBatches(loader, replay)
+
+    def data_position(self, loader: Any) -> DataPosition:
+        """Return the epoch of a prepared loader that is being read or comes next, and the batches taken of it.
+
+        After `load_state`: `for epoch in range(accelerator.data_position(loader).epoch, epochs): ...`.
+
+        Raises:
+            TypeError: the loader was not prepared.
+        """
+        return data_position(loader)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

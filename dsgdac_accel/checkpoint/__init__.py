@@ -1,7 +1,7 @@
-"""Checkpoints of all workers: complete or absent, checked when read, written on the spot or in the background.
+"""Checkpoints of all workers: complete or absent, without pickle, checked when read.
 
     folder/workers/00000.safetensors    state of worker 0, one file per worker
-    folder/gossip.json                  the manifest, written last: without it there is no checkpoint
+    folder/gossip.json                  the manifest, written last: a folder without it is no checkpoint
 
 The folder must be on a file system that all workers share.
 """

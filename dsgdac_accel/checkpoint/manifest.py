@@ -1,30 +1,35 @@
-"""The manifest of a checkpoint, and folders of checkpoints: which are complete, which is the newest, which may go."""
+"""The manifest of a checkpoint, and folders of checkpoints: which is complete, which is the newest, which to delete."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.serialization import FORMAT, PARTIAL, CheckpointError, SavedFile
+from dsgdac_accel.checkpoint.serialization import FORMAT, LOAD_ANOTHER, PARTIAL, CheckpointError, SavedFile
 from dsgdac_accel.version import __version__
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "gossip.json"
 WORKERS = "workers"
 RECEIPT = ".receipt"
-"""Ending of the note that a worker's file is written, which is there only while a checkpoint is being saved."""
+"""Suffix of the file that reports a worker's file as written; it exists only while a checkpoint is being saved."""
 
-# A manifest from elsewhere must not lead out of its folder.
+# Names are matched as a whole, so that a manifest from elsewhere cannot point outside its folder.
 WORKER_FILE = re.compile(r"workers/(\d{5,})(?:-(\d+))?\.safetensors")
 OURS = re.compile(rf"\d{{5,}}(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
-"""Names of the files that saving puts into the folder of the workers."""
+"""Names of the files that saving writes into the folder of the workers."""
 
 
 class WorkerCountError(CheckpointError):
-    """A checkpoint of `saved` workers was to be loaded by `launched` ones."""
+    """A checkpoint of `saved` workers cannot be loaded by `launched` workers."""
 
     def __init__(self, folder: Path, saved: int, launched: int) -> None:
         self.saved = saved
@@ -35,18 +40,18 @@ class WorkerCountError(CheckpointError):
         )
 
 
-# ---- the manifest
+# ---- one checkpoint
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The contents of a checkpoint's manifest."""
 
     workers: int
     step: int
     """Optimizer steps done."""
     facts: dict[str, Any]
-    """What the caller noted: topology, configuration, ..."""
+    """Plain values from the caller: topology, configuration, ..."""
     files: tuple[SavedFile, ...]
     """State of worker 0, 1, ..."""
     library: str = __version__
@@ -56,20 +61,20 @@ class Manifest:
 def read_manifest(folder: Path | str) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
-    Raises CheckpointError for a folder without one, and for one that is damaged or of another format.
+    Raises:
+        CheckpointError: the folder has none, or it is damaged or of another format.
     """
     path = Path(folder) / MANIFEST
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint: {MANIFEST}, which is written last, is not there. "
-            f"Load another checkpoint."
+            f"{folder} holds no complete checkpoint: {MANIFEST}, which is written last, is missing. {LOAD_ANOTHER}"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). Load another checkpoint.") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). {LOAD_ANOTHER}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Load another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
@@ -86,82 +91,49 @@ def read_manifest(folder: Path | str) -> Manifest:
         if not names or type(manifest.step) is not int or not isinstance(manifest.facts, dict):
             raise ValueError("workers, step and facts are not as this library writes them")
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Load another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
+    return manifest
+
+
+def complete_manifest(folder: Path | str) -> Manifest:
+    """Read the manifest and check that every file it names exists in full size. Loading checks the contents.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, with the reason.
+    """
+    manifest = read_manifest(folder)
+    for file in manifest.files:
+        path = Path(folder) / file.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:  # also if another process deletes the checkpoint right now
+            raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
+        if size != file.size:
+            raise CheckpointError(f"{path} has {size:,} bytes, and {file.size:,} were written.")
     return manifest
 
 
 def is_complete(folder: Path | str) -> bool:
-    """Whether the manifest and every file it names are there, in full size; contents are checked by loading."""
-    return _manifest_if_complete(folder) is not None
-
-
-def _manifest_if_complete(folder: Path | str) -> Manifest | None:
-    """Read once: a run that is under way may delete the checkpoint at any moment."""
+    """Return whether the manifest and every file it names exist in full size. Loading checks the contents."""
     try:
-        manifest = read_manifest(folder)
-        sizes = [(Path(folder) / file.name).stat().st_size for file in manifest.files]
-    except (CheckpointError, OSError):
-        return None
-    return manifest if sizes == [file.size for file in manifest.files] else None
+        complete_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
-def newest_checkpoint(parent: Path | str, pattern: str = "*") -> Path | None:
-    """The complete checkpoint of the largest step among the folders of `parent` that match `pattern`.
-
-    Returns None where no checkpoint was ever completed.
-
-    Raises CheckpointError where there are some and none can be used: they are damaged, or of another version. A run
-    that took this for none would begin anew and write over them.
-    """
-    complete = complete_checkpoints(parent, pattern)
-    if complete:
-        return complete[-1][1]
-    unusable = [folder for folder in _folders(parent, pattern) if (folder / MANIFEST).exists()]
-    if unusable:
-        read_manifest(unusable[-1])  # says what is wrong with it, unless it is the files
-        raise CheckpointError(f"{unusable[-1]} is damaged: files of its workers are missing, or not in full size.")
-    return None
-
-
-def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: Path | None = None) -> list[Path]:
-    """Delete the oldest complete checkpoints beyond `keep`, and what broken-off saves before the newest left behind.
-
-    Call it on one worker, after a save is complete: nothing is deleted where no checkpoint is complete.
-
-    Args:
-        parent, pattern: which folders.
-        keep: how many complete ones stay, at least 1.
-        saved: the one just saved. Those of later steps are of a future that a run has left by going back, and go.
-
-    Returns:
-        What was deleted.
-    """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, the newest checkpoint; got {keep}.")
-    complete = complete_checkpoints(parent, pattern)
-    if saved is not None:
-        step = read_manifest(saved).step
-        left = [folder for at, folder in complete if at > step]
-        complete = [(at, folder) for at, folder in complete if at <= step]
-    else:
-        left = []
-    if not complete:
-        return []
-    newest = complete[-1][1]
-    old = left + [folder for _, folder in complete[:-keep]]
-    done = {folder for _, folder in complete} | set(left)
-    finished = (newest / MANIFEST).stat().st_mtime
-    for folder in _folders(parent, pattern):
-        if folder not in done and is_leftover(folder) and folder.stat().st_mtime <= finished:
-            old.append(folder)
-    return [folder for folder in old if delete_checkpoint(folder)]
+def is_leftover(folder: Path) -> bool:
+    """Return whether `folder` holds only what an interrupted save left."""
+    workers = folder / WORKERS
+    ours = workers.is_dir() and all(OURS.fullmatch(file.name) for file in workers.iterdir())
+    return ours and not (folder / MANIFEST).exists()
 
 
 def delete_checkpoint(folder: Path) -> bool:
-    """Delete a checkpoint; broken off in the middle, it leaves none that looks complete.
+    """Delete a checkpoint. The manifest goes first, so that an interrupted deletion leaves no complete-looking one.
 
-    Of a link to one that lies elsewhere only the link goes. Returns False, and the checkpoint stays complete, where
-    somebody has protected it from being deleted.
+    A symbolic link is deleted without its target. Returns False, and leaves the checkpoint complete, where permissions
+    forbid the deletion.
     """
     try:
         (folder if folder.is_symlink() else folder / MANIFEST).unlink(missing_ok=True)
@@ -171,18 +143,97 @@ def delete_checkpoint(folder: Path) -> bool:
     return True
 
 
+# ---- folders of checkpoints
+
+
+def complete_checkpoints(parent: Path | str, pattern: str) -> list[tuple[int, Path]]:
+    """Return steps and folders of the complete checkpoints, the oldest first."""
+    found = []
+    for folder in _folders(parent, pattern):
+        try:
+            found.append((complete_manifest(folder).step, folder))
+        except CheckpointError:
+            continue
+    return sorted(found)
+
+
+def newest_checkpoint(parent: Path | str, pattern: str = "*") -> Path | None:
+    """Return the complete checkpoint of the largest step among the folders of `parent` that match `pattern`.
+
+    Logs a warning for each newer one that is incomplete. Returns None where no checkpoint was ever completed.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged or of another version. A run that took this for
+            none would start anew and overwrite them.
+    """
+    folders = sorted(_folders(parent, pattern), key=_step)
+    newest = newest_complete(folders)
+    if newest is None:
+        for folder in reversed(folders):
+            if (folder / MANIFEST).exists():
+                complete_manifest(folder)  # raises, unless it was completed just now
+                return folder
+    return newest
+
+
+def newest_complete(folders: Sequence[Path]) -> Path | None:
+    """Return the last complete checkpoint of `folders`, and log a warning for each incomplete one after it.
+
+    Args:
+        folders: the oldest first.
+    """
+    skipped: list[CheckpointError] = []
+    for folder in reversed(folders):
+        try:
+            complete_manifest(folder)
+        except CheckpointError as error:
+            if (folder / MANIFEST).exists() or is_leftover(folder):
+                skipped.append(error)
+            continue
+        for problem in skipped:
+            reason = str(problem).removesuffix(f" {LOAD_ANOTHER}")
+            logger.warning("skipped an incomplete checkpoint: %s Using the older %s.", reason, folder)
+        return folder
+    return None
+
+
+def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: Path | None = None) -> list[Path]:
+    """Delete the oldest complete checkpoints beyond `keep`, and what interrupted saves before the newest one left.
+
+    Call it on one worker after a save is complete. Deletes nothing where no checkpoint is complete.
+
+    Args:
+        parent, pattern: which folders.
+        keep: number of complete checkpoints to keep, at least 1.
+        saved: the one just saved. Checkpoints of later steps are deleted: the run has gone back before them.
+
+    Returns:
+        The deleted folders.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, the newest checkpoint; got {keep}.")
+    found = complete_checkpoints(parent, pattern)
+    last = read_manifest(saved).step if saved is not None else math.inf
+    complete = [folder for step, folder in found if step <= last]
+    if not complete:
+        return []
+    old = [folder for step, folder in found if step > last] + complete[:-keep]
+    finished = (complete[-1] / MANIFEST).stat().st_mtime
+    known = {folder for _, folder in found}
+    for folder in _folders(parent, pattern):
+        if folder not in known and is_leftover(folder) and folder.stat().st_mtime <= finished:
+            old.append(folder)
+    return [folder for folder in old if delete_checkpoint(folder)]
+
+
 def _folders(parent: Path | str, pattern: str) -> list[Path]:
     return sorted(folder for folder in Path(parent).glob(pattern) if folder.is_dir())
 
 
-def complete_checkpoints(parent: Path | str, pattern: str) -> list[tuple[int, Path]]:
-    """Steps and folders of the complete checkpoints, the oldest first."""
-    found = [(_manifest_if_complete(folder), folder) for folder in _folders(parent, pattern)]
-    return sorted((manifest.step, folder) for manifest, folder in found if manifest is not None)
-
-
-def is_leftover(folder: Path) -> bool:
-    """Whether this is what a broken-off save of ours left, and not a folder of somebody else's."""
-    workers = folder / WORKERS
-    ours = workers.is_dir() and all(OURS.fullmatch(file.name) for file in workers.iterdir())
-    return ours and not (folder / MANIFEST).exists()
+def _step(folder: Path) -> int:
+    """Return the step of a checkpoint, from its name where the manifest cannot be read."""
+    try:
+        return read_manifest(folder).step
+    except CheckpointError:
+        numbers = re.findall(r"\d+", folder.name)
+        return int(numbers[-1]) if numbers else -1

@@ -1,4 +1,4 @@
-"""Reading checkpoints, checked."""
+"""Reading checkpoints, with every file checked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
-    """The state of this worker, as it was given to `save_checkpoint`. Collective; on all workers or on none.
+    """Return this worker's state, as it was passed to `save_checkpoint`. Collective: all workers load it, or none.
 
     Raises:
-        WorkerCountError: it is of another number of workers.
+        WorkerCountError: it was saved by another number of workers.
         CheckpointError: there is no complete checkpoint, or a file is damaged, altered, or of another format.
     """
     state = error = manifest = None
@@ -28,7 +28,7 @@ def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
     except CheckpointError as problem:
         error = str(problem)
     seen = group.all_gather_object((error, manifest), "loading a checkpoint")
-    problems = list(dict.fromkeys(problem for problem, _ in seen if problem))
+    problems = [problem for problem, _ in seen if problem]
     if problems:
         raise CheckpointError(problems[0])
     for rank, (_, other) in enumerate(seen):
@@ -44,9 +44,10 @@ def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
 
 
 def load_worker(folder: Path | str, rank: int) -> Any:
-    """The state of one worker of a checkpoint, whoever asks; no communication.
+    """Return the state of worker `rank` of a checkpoint. No communication.
 
-    Raises CheckpointError as `load_checkpoint`.
+    Raises:
+        CheckpointError: there is no such worker, or as in `load_checkpoint`.
     """
     manifest = read_manifest(folder)
     if not 0 <= rank < manifest.workers:
@@ -57,13 +58,14 @@ def load_worker(folder: Path | str, rank: int) -> Any:
 
 
 def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:
-    """The parameters of every worker by name, from a checkpoint of `save_state`; no communication.
+    """Return the parameters of every worker by name, from a checkpoint of `save_state`. No communication.
 
     Args:
-        folder: the checkpoint; also one whose processes held several workers each.
-        model: which of the prepared models, in order.
+        folder: the checkpoint. With several workers per process, each of them gets its own entry.
+        model: index of the prepared model.
 
-    Raises CheckpointError as `load_checkpoint`, and for a checkpoint without that model.
+    Raises:
+        CheckpointError: there is no such model, or as in `load_checkpoint`.
     """
     workers: list[dict[str, Tensor]] = []
     for rank in range(read_manifest(folder).workers):

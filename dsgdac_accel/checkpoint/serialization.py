@@ -1,6 +1,6 @@
 """Training state as files without pickle: tensors as safetensors, everything else as JSON in the file's metadata.
 
-What is read back can hold values only, never code, so a file from a stranger can spoil a run but not run anything.
+A file can hold values only, never code, so an untrusted checkpoint cannot execute anything when it is read.
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
 FORMAT = 1
-"""Of the files and of the manifest; raised whenever older readers would misunderstand newer files."""
+"""Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
 
 PARTIAL = ".partial"
-"""Ending of a file that is being written."""
+"""Suffix of a file that is being written."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of safetensors."""
+
+LOAD_ANOTHER = "Load another checkpoint."
+"""Way out of most errors in reading."""
 
 _TREE = "dsgdac_accel.tree"
 _FORMAT = "dsgdac_accel.format"
-_MAX_HEADER = 100_000_000  # bytes; safetensors refuses more
 _MAX_DEPTH = 100
 _STORED_AS_IS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
-_ARRAY_KINDS = "biufc"  # numbers only: others may hold objects
+_ARRAY_KINDS = "biufc"  # numbers only; other dtypes may hold objects
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or what is read is damaged, incomplete, or of another run."""
+    """A checkpoint cannot be written, or the one to load is damaged, incomplete, or of another run."""
 
 
 # ---- trees of state
@@ -50,19 +55,26 @@ class CheckpointError(RuntimeError):
 
 @dataclass
 class Encoded:
-    """A tree of state, ready to be written: `text` is JSON and names the `tensors`, which are contiguous on the CPU."""
+    """A tree of state, ready to be written."""
 
     text: str
+    """The tree as JSON, with the name of a tensor in place of each."""
     tensors: dict[str, Tensor]
+    """Contiguous tensors on the CPU, by name."""
 
 
 def encode(state: Any, copy: bool = False) -> Encoded:
-    """Take a tree apart into JSON and tensors; with `copy` the tensors do not change when those of `state` do.
+    """Split a tree into JSON and tensors.
 
-    A tree is made of dict, OrderedDict, Counter, list, tuple; its leaves are tensors, NumPy arrays and scalars, None,
-    bool, int, float, str and bytes. All come back as they were, bit by bit; parameters as plain tensors, on the CPU.
+    A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
+    None, bool, int, float, str and bytes. `decode` returns all of them bit by bit, parameters as plain CPU tensors.
 
-    Raises CheckpointError for anything else, with its place in the tree.
+    Args:
+        state: the tree.
+        copy: copy tensors that are on the CPU already, so that later changes of `state` do not reach the result.
+
+    Raises:
+        CheckpointError: the tree contains anything else; the message names its place.
 
     >>> encode({"step": 3, "momentum": [torch.ones(2)]}).text
     '{"step": 3, "momentum": [{"$tensor": "momentum/0"}]}'
@@ -73,12 +85,16 @@ def encode(state: Any, copy: bool = False) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Any:
-    """The tree that `encode` took apart; it uses the memory of `encoded.tensors`."""
+    """Return the tree that `encode` split. Its tensors share memory with `encoded.tensors`.
+
+    Raises:
+        CheckpointError: the text is not from `encode`.
+    """
     try:
         return _decoded(json.loads(encoded.text), encoded.tensors)
-    except Exception as error:  # whatever a tree made up by somebody else leads to
+    except Exception as error:  # a forged tree can lead to any error
         raise CheckpointError(
-            f"the saved state is no tree of values as this library writes it ({type(error).__name__}: {error})."
+            f"the saved state is not a tree of values as this library writes it ({type(error).__name__}: {error})."
         ) from error
 
 
@@ -92,7 +108,7 @@ class _Encoder:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            # Python refuses to write or read very long decimal numbers.
+            # Python limits the length of decimal numbers that it converts.
             return value if value.bit_length() <= 1024 else {"$int": hex(value)}
         if kind is float:
             # JSON has neither NaN nor infinity.
@@ -101,7 +117,8 @@ class _Encoder:
             return {"$bytes": binascii.b2a_base64(value, newline=False).decode()}
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
-                f"the state is nested deeper than {_MAX_DEPTH} levels, or holds itself: {_named(path)}"
+                f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself: {_named(path)}. Let its "
+                f"state_dict() give a flatter tree."
             )
         if kind is list:
             return [self.encoded(item, (*path, number)) for number, item in enumerate(value)]
@@ -114,10 +131,10 @@ class _Encoder:
         if isinstance(value, numpy.generic) and value.dtype.kind in _ARRAY_KINDS:
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
         if kind is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
-            octets = numpy.frombuffer(bytearray(value.tobytes()), dtype=numpy.uint8)  # tobytes: in C order, a copy
+            octets = numpy.frombuffer(bytearray(value.tobytes()), dtype=numpy.uint8)  # a copy, in C order
             return {"$array": [self._put(torch.from_numpy(octets), path), value.dtype.str, list(value.shape)]}
         raise CheckpointError(
-            f"a checkpoint keeps tensors, arrays and plain values, and nothing is pickled; {_named(path)} is a "
+            f"a checkpoint keeps tensors, arrays and plain values, without pickle; {_named(path)} is a "
             f"{kind.__module__}.{kind.__qualname__}. Let its state_dict() give plain values instead."
         )
 
@@ -136,7 +153,7 @@ class _Encoder:
         own = value.detach().resolve_conj().resolve_neg().to("cpu")
         order = sorted(range(own.ndim), key=own.stride, reverse=True)
         if not own.is_contiguous() and own.permute(order).is_contiguous():
-            # The order in memory is kept: fused optimizers walk along it, in parameters and states at once.
+            # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
             stored = self._encoded_values(own.permute(order), value, path)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
         return self._encoded_values(own.contiguous(), value, path)
@@ -150,7 +167,7 @@ class _Encoder:
         return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
     def _put(self, tensor: Tensor, path: tuple) -> str:
-        # Names are for people who open the file; the tree refers to them, so they only have to be unique.
+        # Names only have to be unique, since the tree refers to them; the path is for people who open the file.
         plain = "/".join(str(key) for key in path).encode("utf-8", "replace").decode() or "state"
         name, number = plain, 1
         while name in self.tensors or name == "__metadata__":
@@ -161,7 +178,7 @@ class _Encoder:
 
 
 def _is_subclass(tensor: Tensor) -> bool:
-    return type(tensor.data) is not Tensor  # a Parameter's data is a plain tensor, that of a DTensor is not
+    return type(tensor.data) is not Tensor  # the data of a Parameter is a plain tensor, that of a DTensor is not
 
 
 def _named(path: tuple) -> str:
@@ -194,16 +211,16 @@ def _decoded_cast(content: list, tensors: dict[str, Tensor]) -> Tensor:
     name, dtype_name, shape = content
     dtype = getattr(torch, dtype_name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype_name} is no dtype")
+        raise ValueError(f"{dtype_name} is not a dtype")
     octets = tensors[name]
-    # A view needs bytes. The shape must match what is there: no memory for what only the file claims to hold.
+    # An empty tensor cannot be viewed. The shape must match the bytes, so a forged one allocates nothing.
     return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 def _number_dtype(name: str) -> numpy.dtype:
     dtype = numpy.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"{name} is no dtype of numbers")
+        raise ValueError(f"{name} is not a numeric dtype")
     return dtype
 
 
@@ -224,7 +241,7 @@ _LEAVES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint as its manifest knows it."""
+    """A file of a checkpoint, as its manifest describes it."""
 
     name: str
     """Relative to the checkpoint's folder."""
@@ -234,11 +251,11 @@ class SavedFile:
 
 
 def write_whole(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
-    """Write a file so that it is there whole or not at all, also after a power failure; returns its size and sha256."""
+    """Write a file that exists in full or not at all, even after a power failure. Returns its size and sha256."""
     partial = path.with_name(path.name + PARTIAL)
     size, digest = 0, hashlib.sha256()
     try:
-        # Without a buffer of Python's, whose lock a child that is forked meanwhile would inherit as one that is held.
+        # Unbuffered: a process forked meanwhile would inherit the lock of a Python buffer as held.
         with partial.open("wb", buffering=0) as file:
             for part in parts:
                 digest.update(part)
@@ -256,7 +273,7 @@ def write_whole(path: Path, parts: Iterable[Any]) -> tuple[int, str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let a rename in `folder` survive a power failure."""
+    """Make renames in `folder` survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -265,7 +282,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
-    """The bytes of a safetensors file, piece by piece and without copies of the tensors."""
+    """Yield the bytes of a safetensors file without copying the tensors.
+
+    `safetensors.torch.save_file` refuses tensors that share memory, and hashing its file would mean reading it again.
+    """
     header: dict[str, Any] = {"__metadata__": {_FORMAT: str(FORMAT), _TREE: encoded.text, "format": "pt"}}
     place = 0
     for name, tensor in encoded.tensors.items():
@@ -276,9 +296,9 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
         place += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
+    if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"the plain values of a state may take {_MAX_HEADER:,} bytes as JSON; these take {len(text):,}. "
+            f"the plain values of a state may take {MAX_HEADER_BYTES:,} bytes as JSON; these take {len(text):,}. "
             f"Give long lists of numbers as arrays or tensors."
         )
     yield struct.pack("<Q", len(text))
@@ -289,30 +309,30 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
 
 
 def read_state(folder: Path, file: SavedFile) -> Any:
-    """The tree in a file of a checkpoint, after a look at its size and checksum.
+    """Return the tree in a file of a checkpoint, after checking its size and sha256.
 
-    Raises CheckpointError for a file that is missing, truncated, altered, or of another format.
+    Raises:
+        CheckpointError: the file is missing, truncated, altered, or of another format.
     """
     path = folder / file.name
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). {_ANOTHER}") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). {LOAD_ANOTHER}") from error
     if len(content) != file.size:
-        raise CheckpointError(f"{path} has {len(content)} bytes, and {file.size} were written. {_ANOTHER}")
+        raise CheckpointError(f"{path} has {len(content):,} bytes, and {file.size:,} were written. {LOAD_ANOTHER}")
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise CheckpointError(f"{path} was altered since it was written: its sha256 differs. {_ANOTHER}")
+        raise CheckpointError(f"{path} was altered since it was written: its sha256 differs. {LOAD_ANOTHER}")
     try:
         header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
         metadata = header["__metadata__"]
         encoded = Encoded(metadata[_TREE], parse_safetensors(content))
         found = metadata[_FORMAT]
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"{path} is no state file of this library ({error}). {_ANOTHER}") from error
+        raise CheckpointError(f"{path} is not a state file of this library ({error}). {LOAD_ANOTHER}") from error
     if found != str(FORMAT):
-        raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT}. {_OTHER_VERSION}")
+        raise CheckpointError(
+            f"{path} has format {found}; this version reads {FORMAT}. Load it with the "
+            f"version of dsgdac_accel that wrote it."
+        )
     return decode(encoded)
-
-
-_ANOTHER = "Load another checkpoint."
-_OTHER_VERSION = "Load it with the version of dsgdac_accel that wrote it."

@@ -1,4 +1,4 @@
-"""Writing checkpoints: complete or absent, on the spot or in the background."""
+"""Writing checkpoints that are complete or absent, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.manifest import (
-    MANIFEST,
-    OURS,
-    RECEIPT,
-    WORKER_FILE,
-    WORKERS,
-    Manifest,
-)
+from dsgdac_accel.checkpoint.manifest import MANIFEST, OURS, RECEIPT, WORKER_FILE, WORKERS, Manifest
 from dsgdac_accel.checkpoint.serialization import (
     CheckpointError,
     Encoded,
@@ -34,40 +27,40 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+VISIBLE_SECONDS = 30.0
+"""Time within which worker 0 must see the files of all workers: network file systems show new files with a delay."""
+
 _POLL_SECONDS = 0.05
-_VISIBLE_SECONDS = 30.0  # network file systems show a new file to other machines a little later
 
 
 def save_checkpoint(
     folder: Path | str, state: Any, group: WorkerGroup, *, step: int, facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Write this worker's `state` and, when all workers are done, the manifest. Collective.
+    """Write this worker's `state`, and the manifest once all workers have written theirs. Collective.
 
-    A checkpoint that was in `folder` before stays complete until the new one is.
+    A checkpoint that is replaced stays complete until the new one is.
 
     Args:
         folder: the same on all workers.
-        state: a tree of tensors, arrays and plain values; see `state_files.encode`.
+        state: a tree of tensors, arrays and plain values; see `serialization.encode`.
         group: the workers.
         step: optimizer steps done.
-        facts: plain values for the manifest; worker 0's count.
+        facts: plain values for the manifest, taken from worker 0.
 
     Raises:
-        CheckpointError: on all workers, if any of them could not write; nothing of the failed checkpoint stays.
+        CheckpointError: on all workers, if any of them could not write. The failed checkpoint is removed.
     """
-    saving = _Saving(folder, group, step, facts)
-    saving.close(saving.write(state))
+    pending = PendingCheckpoint(folder, group, step, facts)
+    outcome = pending.write(pending.encoded(state))
+    pending.conclude(pending.gather(outcome))
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background: training stops for a copy of the state to host memory only.
+    """Writes checkpoints in the background, one at a time. Training waits only for a copy of the state in host memory.
 
-    One checkpoint is written at a time. It is complete as soon as all workers' files are, while training goes on: each
-    worker's thread leaves a receipt beside its file, and worker 0's thread waits for those and writes the manifest. No
-    thread talks to other workers, whose messages would get between those of training. Failures come to light on all
-    workers alike in the next `save` or in `finish`.
-
-    Needs host memory for one more copy of the state.
+    A checkpoint becomes complete while training continues: the thread of each worker writes a receipt beside its file,
+    and worker 0's thread waits for all receipts and writes the manifest. The threads use files, not messages, which
+    would interleave with those of training. The next `save` or `finish` raises errors on all workers.
 
     Args:
         group: the workers.
@@ -75,96 +68,112 @@ class CheckpointWriter:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        self._saving: _Saving | None = None
+        self._pending: PendingCheckpoint | None = None
         self._thread: threading.Thread | None = None
-        self._outcome: _Outcome | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def pending(self) -> Path | None:
+        """Folder of the checkpoint that `finish` has to wait for; None if there is none."""
+        return None if self._pending is None else self._pending.folder
 
     def save(self, folder: Path | str, state: Any, *, step: int, facts: Mapping[str, Any] | None = None) -> Path | None:
-        """Finish the last checkpoint and begin this one; arguments as of `save_checkpoint`. Collective.
+        """Finish the previous checkpoint and start this one. Arguments as in `save_checkpoint`. Collective.
 
         Returns:
-            The folder of the last checkpoint, complete now, or None if there was none.
+            The folder of the previous checkpoint, which is complete now; None if there was none.
         """
         finished = self.finish()
-        saving = _Saving(folder, self.group, step, facts)
-        encoded = saving.encoded(state, copy=True)
-        self._saving, self._outcome = saving, None
+        pending = PendingCheckpoint(folder, self.group, step, facts)
+        encoded = pending.encoded(state, copy=True)
+        self._pending, self._outcome = pending, None
 
         def work() -> None:
-            self._outcome = saving.write_encoded(encoded)
-            saving.leave_receipt(self._outcome)
-            saving.written.set()
-            if saving.rank == 0:
-                saving.commit_when_received(self._outcome)
+            self._outcome = pending.write(encoded)
+            pending.leave_receipt(self._outcome)
+            pending.written.set()
+            if pending.rank == 0:
+                pending.commit_when_received(self._outcome)
 
         self._thread = threading.Thread(target=work, name="dsgdac-checkpoint", daemon=True)
         self._thread.start()
         return finished
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written; returns its folder, None if there is none. Collective.
+        """Wait for the checkpoint that is being written. Collective.
 
-        None also where a worker was lost before its part was written, and the others go on.
+        Returns:
+            Its folder; None if there is none, or if a worker was lost before it wrote its part and the survivors
+            continue.
 
-        Raises CheckpointError on all workers, if any of them could not write its part.
+        Raises:
+            CheckpointError: on all workers, if any of them could not write its part.
         """
-        if self._saving is None:
+        if self._pending is None:
             return None
         try:
-            finished = self._finish(self._saving)
+            finished = self._finish(self._pending)
         except WorkersChangedError:
-            raise  # to be begun anew, by all survivors: others may not have come here yet
+            raise  # all survivors call it again, including those that have not come here yet
         except BaseException:
-            self._saving = None
+            self._pending = None
             raise
-        self._saving = None
+        self._pending = None
         return finished
 
-    def _finish(self, saving: _Saving) -> Path | None:
+    def _finish(self, pending: PendingCheckpoint) -> Path | None:
         assert self._thread is not None
-        saving.written.wait()
-        outcome = self._outcome
-        assert outcome is not None
-        # All outcomes arrive with the next collective, so nobody need wait for receipts any more.
+        pending.written.wait()
+        assert self._outcome is not None
         try:
-            outcomes = saving.gather(outcome)
+            outcomes = pending.gather(self._outcome)
         finally:
-            saving.abandon.set()
+            pending.abandon.set()  # the gathered outcomes replace the receipts
             self._thread.join()
-        if saving.numbers != self.group.numbers:
-            return saving.folder if saving.was_committed() else None
-        saving.conclude(outcomes)
-        return saving.folder
+        if pending.numbers != self.group.numbers:
+            return pending.folder if pending.was_committed() else None
+        pending.conclude(outcomes)
+        return pending.folder
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """How one worker's part of a save went."""
+class Outcome:
+    """Result of writing one worker's part: the file, or the error."""
 
     file: SavedFile | None = None
     error: str | None = None
 
 
-class _Saving:
-    """One checkpoint in the making. Construction, `gather`, `conclude` and `close` are collective, the rest is not."""
+class PendingCheckpoint:
+    """One checkpoint that is being written. Owns the files in `folder/workers` and the manifest.
+
+    The constructor, `gather`, `was_committed` and `conclude` are collective. No other method communicates or raises,
+    because the other workers would wait forever: errors travel in `Outcome`.
+
+    Args:
+        folder, group, step, facts: as in `save_checkpoint`.
+
+    Raises:
+        CheckpointError: on all workers, if they save different steps or folders, or worker 0 cannot use the folder.
+    """
 
     def __init__(self, folder: Path | str, group: WorkerGroup, step: int, facts: Mapping[str, Any] | None) -> None:
         self.folder = Path(folder)
         self.group = group
-        self.rank, self.workers = group.rank, group.size  # of this checkpoint, whoever is lost meanwhile
-        self.numbers = list(group.numbers)
+        # As they are now: workers may be lost before the checkpoint is complete.
+        self.rank, self.workers, self.numbers = group.rank, group.size, list(group.numbers)
         self.step = step
         self.facts = dict(facts or {})
         self.written = threading.Event()
         self.abandon = threading.Event()
-        self.committed: str | None = None
-        """None before the manifest is written; then "" or what went wrong."""
+        self.commit_error: str | None = None
+        """None before the manifest is written; then "", or the error."""
         generation, problem = 0, None
         try:
             self.is_new = not self.folder.exists()
             generation = self._clear() if self.rank == 0 else 0
-        except OSError as error:  # an error of one worker must not leave the others waiting
-            problem = _in_words(error, Path(error.filename or folder))
+        except OSError as error:
+            problem = _described(error, Path(error.filename or folder))
         plans = group.all_gather_object((str(folder), step, generation, problem), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[3] is not None:
@@ -174,11 +183,11 @@ class _Saving:
                     f"all workers must save the same step into the same folder; worker 0 saves step {plans[0][1]} into "
                     f"{plans[0][0]} and worker {rank} step {plan[1]} into {plan[0]}."
                 )
-        # A checkpoint that is replaced stays complete until the manifest of the new one is: hence other file names.
+        # New file names, so that a checkpoint that is replaced stays complete until the new manifest is written.
         self.suffix = f"-{plans[0][2]}" if plans[0][2] else ""
 
     def _clear(self) -> int:
-        """The number that tells these files from those of the checkpoint that is in the folder already, if any."""
+        """Delete old receipts. Return a number that no file of a checkpoint in the folder has in its name."""
         files = list((self.folder / WORKERS).glob("*"))
         for file in files:
             if file.suffix == RECEIPT:
@@ -188,46 +197,42 @@ class _Saving:
         numbers = [WORKER_FILE.fullmatch(f"{WORKERS}/{file.name}") for file in files]
         return 1 + max((int(match[2] or 0) for match in numbers if match), default=0)
 
-    def path(self, rank: int, ending: str = ".safetensors") -> Path:
-        """Where a worker's file goes."""
-        return self.folder / WORKERS / f"{rank:05d}{self.suffix}{ending}"
+    def path(self, rank: int, suffix: str = ".safetensors") -> Path:
+        """Return the path of a worker's file."""
+        return self.folder / WORKERS / f"{rank:05d}{self.suffix}{suffix}"
 
-    # ---- one worker's part
+    # ---- the part of every worker
 
     def encoded(self, state: Any, copy: bool = False) -> Encoded | str:
-        """The state taken apart, or what stands in the way."""
+        """Return the encoded state, or the error."""
         try:
             return encode(state, copy)
-        except Exception as error:  # an error of one worker must not leave the others waiting
+        except Exception as error:
             return str(error)
 
-    def write(self, state: Any) -> _Outcome:
-        """Write this worker's file."""
-        return self.write_encoded(self.encoded(state))
-
-    def write_encoded(self, encoded: Encoded | str) -> _Outcome:
-        """Write this worker's file, or pass on why not."""
+    def write(self, encoded: Encoded | str) -> Outcome:
+        """Write this worker's file, unless there is an error already."""
         if isinstance(encoded, str):
-            return _Outcome(error=encoded)
+            return Outcome(error=encoded)
         path = self.path(self.rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             size, digest = write_whole(path, safetensors_parts(encoded))
-        except Exception as error:  # as above
-            return _Outcome(error=_in_words(error, path))
-        return _Outcome(SavedFile(path.relative_to(self.folder).as_posix(), size, digest))
+        except Exception as error:
+            return Outcome(error=_described(error, path))
+        return Outcome(SavedFile(path.relative_to(self.folder).as_posix(), size, digest))
 
-    def leave_receipt(self, outcome: _Outcome) -> None:
-        """Tell worker 0's thread that this file is there."""
+    def leave_receipt(self, outcome: Outcome) -> None:
+        """Report this worker's file to worker 0's thread."""
         if outcome.file is None or self.rank == 0:
             return
-        with contextlib.suppress(OSError):  # it only saves time: the outcome is also gathered, in `finish`
+        with contextlib.suppress(OSError):  # a receipt only saves time: `finish` gathers the outcome, too
             write_whole(self.path(self.rank, RECEIPT), [json.dumps(asdict(outcome.file)).encode()])
 
-    # ---- worker 0's part
+    # ---- the part of worker 0
 
-    def commit_when_received(self, mine: _Outcome) -> None:
-        """Write the manifest once all receipts are there; gives up when abandoned."""
+    def commit_when_received(self, mine: Outcome) -> None:
+        """Write the manifest once all receipts exist, unless `abandon` is set before."""
         files = {} if mine.file is None else {0: mine.file}
         while not self.abandon.is_set() and files:
             for rank in range(self.workers):
@@ -241,8 +246,8 @@ class _Saving:
             self.abandon.wait(_POLL_SECONDS)
 
     def commit(self, files: Sequence[SavedFile]) -> None:
-        """Write the manifest, once; then delete files that it does not name."""
-        if self.committed is not None:
+        """Write the manifest, unless it was written before. Then delete older files of this folder."""
+        if self.commit_error is not None:
             return
         assert len(files) == self.workers, "a checkpoint holds all its workers"
         manifest = Manifest(self.workers, self.step, self.facts, tuple(files))
@@ -250,21 +255,21 @@ class _Saving:
         try:
             self._require_shared(files)
             text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
-            with contextlib.suppress(OSError):  # a folder above it need not be one that may be read
+            with contextlib.suppress(OSError):  # the parent folder need not be readable
                 sync_folder(self.folder.parent)
             write_whole(path, [text.encode() + b"\n"])
         except Exception as error:
-            self.committed = _in_words(error, path)
+            self.commit_error = _described(error, path)
             return
-        self.committed = ""
+        self.commit_error = ""
         named = {self.folder / file.name for file in files}
         for file in (self.folder / WORKERS).glob("*"):
             if file not in named and OURS.fullmatch(file.name):
-                with contextlib.suppress(OSError):  # the checkpoint is complete all the same
+                with contextlib.suppress(OSError):  # the checkpoint is complete without it
                     file.unlink(missing_ok=True)
 
     def _require_shared(self, files: Sequence[SavedFile]) -> None:
-        deadline = time.monotonic() + _VISIBLE_SECONDS
+        deadline = time.monotonic() + VISIBLE_SECONDS
         for rank, file in enumerate(files):
             while not (self.folder / file.name).exists():
                 if time.monotonic() > deadline:
@@ -276,32 +281,34 @@ class _Saving:
 
     # ---- together
 
-    def gather(self, outcome: _Outcome) -> list[_Outcome]:
-        """Every worker's outcome."""
+    def gather(self, outcome: Outcome) -> list[Outcome]:
+        """Return every worker's outcome. Collective."""
         return self.group.all_gather_object(outcome, f"saving the checkpoint of step {self.step}")
 
     def was_committed(self) -> bool:
-        """After a loss: whether the manifest was written in time. If not, an older checkpoint in the folder stays."""
-        committed = "" in self.group.all_gather_object(self.committed, f"completing the checkpoint of step {self.step}")
+        """Return whether the manifest was written before a worker was lost. Collective.
+
+        If not, an older checkpoint in the folder stays.
+        """
+        what = f"completing the checkpoint of step {self.step}"
+        committed = "" in self.group.all_gather_object(self.commit_error, what)
         if not committed and self.group.rank == 0:
-            logger.warning(
-                "the checkpoint of step %d is not complete: a worker was lost while it was written", self.step
-            )
+            logger.warning("the checkpoint of step %d is incomplete: a worker was lost while it was written", self.step)
         return committed
 
-    def close(self, outcome: _Outcome) -> None:
-        """Complete the checkpoint or raise on all workers."""
-        self.conclude(self.gather(outcome))
+    def conclude(self, outcomes: Sequence[Outcome]) -> None:
+        """Complete the checkpoint, or remove it and raise on all workers. Collective.
 
-    def conclude(self, outcomes: Sequence[_Outcome]) -> None:
-        """Complete the checkpoint or raise on all workers, with the outcomes of all."""
+        Raises:
+            CheckpointError: naming every worker that failed.
+        """
         failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
         if not failed and self.rank == 0:
             self.commit([outcome.file for outcome in outcomes if outcome.file is not None])
         what = f"completing the checkpoint of step {self.step}"
-        manifest_error = self.group.all_gather_object(self.committed, what)[0]
-        if not failed and manifest_error:
-            failed = [(0, manifest_error)]
+        commit_error = self.group.all_gather_object(self.commit_error, what)[0]
+        if not failed and commit_error:
+            failed = [(0, commit_error)]
         if not failed:
             return
         self._discard()
@@ -317,11 +324,11 @@ class _Saving:
         self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")
         if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):
-                with contextlib.suppress(OSError):  # there is something in it
+                with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
 
 
-def _in_words(error: Exception, path: Path) -> str:
+def _described(error: Exception, path: Path) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.worker_state import bare
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature.batches import FixedBatches, checksum
 from dsgdac_accel.curvature.collective import rank_of, size_of, summed
@@ -23,6 +22,7 @@ from dsgdac_accel.curvature.measurement_context import (
 from dsgdac_accel.curvature.parameters import ParameterLayout, State
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.virtual_workers import VirtualWorkers
+from dsgdac_accel.wrappers import unwrapped
 
 _ONE_SAMPLE = "Expected more than 1 value per channel when training"  # torch's words
 
@@ -89,7 +89,7 @@ class HessianOperator:
         frozen: Collection[nn.Module] = (),
         graph_memory: float = 2**30,
     ) -> None:
-        self.model = bare(model)
+        self.model = unwrapped(model)
         if isinstance(self.model, VirtualWorkers):
             raise ValueError(
                 f"curvature is that of one model; got VirtualWorkers of {self.model.num_workers}. Measure their "

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.worker_state import bare, eager
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
+from dsgdac_accel.wrappers import eager_name, unwrapped
 
 State = Mapping[str, Any]
 """Names and values: a `state_dict()`, or the "parameters" of a checkpoint."""
@@ -45,7 +45,7 @@ class ParameterLayout:
 
         Raises ValueError: nothing is trainable, or in low precision, or on several devices.
         """
-        inner = bare(model)
+        inner = unwrapped(model)
         trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
         if not any(parameter.numel() for parameter in trainable.values()):
             some = any(parameter.numel() for parameter in inner.parameters())
@@ -64,15 +64,15 @@ class ParameterLayout:
         every = list(inner.named_parameters(remove_duplicate=False))
         for name, parameter in every:
             if id(parameter) in names_of:
-                names_of[id(parameter)].append(eager(name))
+                names_of[id(parameter)].append(eager_name(name))
         wide = any(parameter.dtype == torch.float64 for parameter in trainable.values())
         return cls(
-            names=tuple(eager(name) for name in trainable),
+            names=tuple(eager_name(name) for name in trainable),
             aliases=tuple(tuple(names_of[id(parameter)]) for parameter in trainable.values()),
             shapes=tuple(parameter.shape for parameter in trainable.values()),
             dtype=torch.float64 if wide else torch.float32,
             device=devices.pop(),
-            known=frozenset(map(eager, [*inner.state_dict(), *(name for name, _ in every)])),
+            known=frozenset(map(eager_name, [*inner.state_dict(), *(name for name, _ in every)])),
         )
 
     @property
@@ -104,7 +104,7 @@ class ParameterLayout:
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def _by_name(self, values: State) -> list[Tensor]:
-        named = {eager(name): value for name, value in values.items()}
+        named = {eager_name(name): value for name, value in values.items()}
         missing = [names[0] for names in self.aliases if not any(name in named for name in names)]
         unknown = sorted(named.keys() - self.known)
         if missing or unknown:
@@ -128,7 +128,7 @@ def flatten(model: nn.Module, values: State | Iterable[Tensor] | None = None) ->
     tensor([1., 2., 3.])
     """
     if values is None:
-        values = [parameter for parameter in bare(model).parameters() if parameter.requires_grad]
+        values = [parameter for parameter in unwrapped(model).parameters() if parameter.requires_grad]
     return ParameterLayout.of(model).flatten(values)
 
 
@@ -138,7 +138,7 @@ def set_parameters(model: nn.Module, flat: Tensor) -> None:
     layout = ParameterLayout.of(model)
     if flat.shape != (layout.dim,):
         raise ValueError(f"expected a vector of shape ({layout.dim},) for this model; got {tuple(flat.shape)}.")
-    own = {eager(name): parameter for name, parameter in bare(model).named_parameters()}
+    own = {eager_name(name): parameter for name, parameter in unwrapped(model).named_parameters()}
     for name, value in layout.unflatten(flat).items():
         own[name].copy_(value)
 
@@ -163,17 +163,17 @@ def consensus_errors(
     >>> errors, mean
     ([tensor([-1.]), tensor([1.])], tensor([2.]))
     """
-    layout = ParameterLayout.of(first_replica(bare(model)))
+    layout = ParameterLayout.of(first_replica(unwrapped(model)))
     flats: list[Tensor] = []
     single: list[nn.Module | State] = []
     for worker in workers:
-        inner = bare(worker) if isinstance(worker, nn.Module) else worker
+        inner = unwrapped(worker) if isinstance(worker, nn.Module) else worker
         single.extend(inner.replicas if isinstance(inner, VirtualWorkers) else [inner])
 
     def add_all(total: Tensor) -> None:
         for number, worker in enumerate(single):
             try:
-                state = dict(bare(worker).named_parameters()) if isinstance(worker, nn.Module) else worker
+                state = dict(unwrapped(worker).named_parameters()) if isinstance(worker, nn.Module) else worker
                 flats.append(layout.flatten(state))
             except ValueError as error:
                 raise ValueError(f"worker {number} of this process: {error}") from error

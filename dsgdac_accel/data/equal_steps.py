@@ -1,4 +1,4 @@
-"""The same number of steps for all workers, whatever data each of them has."""
+"""The same number of steps on all workers, even if their data differ in length."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def known_length(loader: Any) -> int | None:
-    """Batches in `loader`, or None where it cannot tell."""
+    """Return the number of batches in `loader`, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
 
 
-class EqualSteps:
-    """Any iterable of this worker's batches, cut so that all workers take the same number of steps per pass.
+def inner_loader(loader: Any) -> Any:
+    """Return the loader inside `EqualSteps`; other loaders as they are."""
+    return loader.loader if isinstance(loader, EqualSteps) else loader
 
-    Every mix needs all workers. Where lengths are known, the shortest is agreed on once, here; where one is not, the
-    workers ask each other before every batch whether it is the last of one of them, which costs a small collective
-    per batch. Construction and iteration are collective.
+
+class EqualSteps:
+    """An iterable of this worker's batches that ends each pass after the same number of steps on all workers.
+
+    Every mix needs all workers, so all must take the same number of steps. If all lengths are known, the workers agree
+    on the shortest once, at construction. Otherwise they ask each other before every batch whether it is the last one
+    of any worker, which costs a small collective per batch. Construction and iteration are collective.
 
     Args:
         loader: this worker's batches.
         group: the workers.
-        active: whether passes are cut now; evaluation must see all its data. Default: always.
+        active: whether to cut passes now. Evaluation must see all its data. Default: always.
     """
 
     def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[], bool] = lambda: True) -> None:
@@ -37,11 +43,11 @@ class EqualSteps:
         self.lengths = group.all_gather_object(known_length(loader), "comparing the lengths of data loaders")
         known = [length for length in self.lengths if length is not None]
         self.steps = min(known) if len(known) == group.size else None
-        self._said = False
+        self._warned = False
 
     @property
     def needed(self) -> bool:
-        """Whether the workers' lengths differ or are unknown; otherwise the loader can be used as it is."""
+        """Whether the workers' lengths differ or are unknown. If not, the loader can be used as it is."""
         return self.steps is None or len(set(self.lengths)) > 1
 
     def __len__(self) -> int:
@@ -51,7 +57,7 @@ class EqualSteps:
             raise TypeError("the number of batches is unknown on some worker")
         return self.steps
 
-    def __getattr__(self, name: str) -> Any:  # dataset, batch_size, set_epoch, ...: those of the loader
+    def __getattr__(self, name: str) -> Any:  # dataset, batch_size, set_epoch, ... of the loader
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -62,8 +68,9 @@ class EqualSteps:
             return
         batches = iter(self.loader)
         pairs = self._with_last(batches)
-        # A pass that goes on in its middle begins after the batches that were taken before.
-        last, taken = False, getattr(self.loader, "batches_left_out", 0)
+        recorder = recorder_of(self.loader)
+        # A resumed pass starts after the batches that were taken before.
+        last, taken = False, 0 if recorder is None else recorder.skipped_batches
         while not last:
             batch, last_here = next(pairs, (None, None))
             last_of_all = self._last_of_all(taken + 1, last_here)
@@ -81,7 +88,7 @@ class EqualSteps:
             self._end_early(batches)
 
     def _with_last(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """Each batch, and whether it is this worker's last. Accelerate's loaders know; elsewhere, look one ahead."""
+        """Yield each batch and whether it is this worker's last. Accelerate's loaders know; for others, look ahead."""
         if hasattr(self.loader, "end_of_dataloader"):
             for batch in batches:
                 yield batch, self.loader.end_of_dataloader
@@ -94,7 +101,7 @@ class EqualSteps:
             batch = following
 
     def _last_of_all(self, number: int, last_here: bool | None) -> bool | None:
-        """Whether batch `number` is the last that all workers have; None if some worker has not even this one."""
+        """Return whether batch `number` is the last that all workers have; None if some worker lacks this one."""
         if self.steps is not None:
             return number == self.steps if number <= self.steps else None
         states = self.group.all_gather_object(last_here, "asking whether every worker has another batch")
@@ -102,9 +109,9 @@ class EqualSteps:
 
     def _warn_of_rest(self, taken: int) -> None:
         longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
-        if self._said or (self.steps is not None and self.group.rank != longest):
+        if self._warned or (self.steps is not None and self.group.rank != longest):
             return
-        self._said = True
+        self._warned = True
         if self.steps is None:
             message = f"worker {self.group.rank} has more batches than another; this pass stops after {taken}."
         else:
@@ -115,12 +122,12 @@ class EqualSteps:
         warnings.warn(message, stacklevel=3)
 
     def _mark_end(self) -> None:
-        """Tell Accelerate that this batch is the last, so that a left-over accumulation window is stepped by all."""
+        """Mark this batch as the last for Accelerate, so that all workers step an incomplete accumulation window."""
         if hasattr(self.loader, "end_of_dataloader"):
             self.loader.end_of_dataloader = True
 
     def _end_early(self, batches: Iterator[Any]) -> None:
-        """End a pass before its loader does, counting the epoch as an Accelerate loader does at its end."""
+        """End a pass before its loader does, and count the epoch as an Accelerate loader does at its end."""
         close = getattr(batches, "close", None)
         if close is not None:
             close()

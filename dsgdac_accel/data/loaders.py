@@ -207,30 +207,6 @@ class _SeedLoaderWorker:
             self.then(worker_id)
 
 
-# ---- epochs
-
-
-def count_passes(prepared: Any, active: Callable[[], bool]) -> None:
-    """Count the passes begun over a prepared loader while `active`, also those that the user breaks off."""
-    if not hasattr(prepared, "begin"):
-        return
-    begin = prepared.begin
-    prepared.passes_begun = 0
-
-    def counted_begin() -> None:
-        prepared.passes_begun += active()
-        begin()
-
-    prepared.begin = counted_begin
-
-
-def epoch_of(loader: Any) -> int | None:
-    """The epoch (0-based) of the pass that is being read, or None if no prepared loader is being read."""
-    if loader is None:
-        return None
-    return max(getattr(loader, "iteration", 0), getattr(loader, "passes_begun", 0) - 1)
-
-
 # ---- leaving no trace
 
 

@@ -17,11 +17,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
-from dsgdac_accel.checkpoint.dataloader_state import inner_loader
 from dsgdac_accel.checkpoint.manifest import MANIFEST
-from dsgdac_accel.data.equal_steps import known_length
+from dsgdac_accel.data.dataloader_state import order_state, set_order_state
+from dsgdac_accel.data.equal_steps import inner_loader, known_length
 from dsgdac_accel.data.loaders import set_shared_epoch
-from dsgdac_accel.data.order import order_state, set_order_state
 from dsgdac_accel.randomness import random_state
 
 logger = logging.getLogger(__name__)

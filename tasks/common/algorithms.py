@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.checkpoint.saving import KeepsEveryWorker
+from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
+from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes
 from dsgdac_accel.deployed_model import deployed_model
 from dsgdac_accel.distributed.stopping import StopsOnSignals
 from dsgdac_accel.elastic.rendezvous import meeting_after_restart
@@ -84,7 +86,7 @@ def _require_trackers(names: Iterable[str]) -> None:
         )
 
 
-class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
+class SynchronousAccelerator(StopsOnSignals, Accelerator):
     """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
 
     Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.
@@ -98,6 +100,7 @@ class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.group = WorkerGroup(self.device, timeout)
         self.workers_per_process = workers_per_process
+        self._checkpoints = AcceleratorCheckpoints(self, self.group, workers_per_process=workers_per_process)
         self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +149,33 @@ class SynchronousAccelerator(KeepsEveryWorker, StopsOnSignals, Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, and the loader knows how far it was read, for checkpoints."""
-        return self._recorded(super().prepare_data_loader(data_loader, *args, **kwargs), torch.is_grad_enabled)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        return record_passes(prepared, self._dataloaders, torch.is_grad_enabled)
+
+    def save_state(self, output_dir: Any = None, *_: Any, wait: bool = True, facts: Any = None, **__: Any) -> Path:
+        """As `GossipAccelerator.save_state`."""
+        return self._checkpoints.save(output_dir, wait=wait, facts=facts)
+
+    def finish_saving(self) -> Path | None:
+        """As `GossipAccelerator.finish_saving`."""
+        return self._checkpoints.finish()
+
+    def load_state(self, input_dir: Any = None, *_: Any, on_other_worker_count: Any = None, **__: Any) -> None:
+        """As `GossipAccelerator.load_state`."""
+        self._checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
+
+    def resumed_batches(self, loader: Iterable[Any], replay: bool | None = None) -> ResumedBatches:
+        """As `GossipAccelerator.resumed_batches`."""
+        return ResumedBatches(loader, replay)
+
+    def data_position(self, loader: Any) -> DataPosition:
+        """As `GossipAccelerator.data_position`."""
+        return data_position(loader)
+
+    def end_training(self) -> None:
+        """As stock, after finishing the checkpoint that is being saved."""
+        self.finish_saving()
+        super().end_training()
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it ticks once per optimizer step, not once per process, as in gossip."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import dsgdac_accel.checkpoint.serialization
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError, is_complete, load_worker, newest_checkpoint
-from dsgdac_accel.checkpoint.dataloader_state import DataPosition
+from dsgdac_accel.data.dataloader_state import DataPosition
 from tasks.common.algorithms import make_accelerator
 from tests.workers import run_workers, try_workers
 

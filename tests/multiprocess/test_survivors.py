@@ -314,7 +314,7 @@ def lost_while_writing(rank, victim, dies_at, folder):
     accelerator.save_state(folder)
     if rank == victim:
         monkey = pytest.MonkeyPatch()
-        monkey.setattr("dsgdac_accel.checkpoint.writer._Saving.write_encoded", lambda self, state: time.sleep(60))
+        monkey.setattr("dsgdac_accel.checkpoint.writer.PendingCheckpoint.write", lambda self, state: time.sleep(60))
     steps(2)
     accelerator.save_state(folder, wait=False)
     steps(8)

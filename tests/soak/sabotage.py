@@ -35,9 +35,9 @@ MOMENTS = {
     "copying the state to save": ("dsgdac_accel.checkpoint.writer", "encode", ""),
     "writing its file": ("dsgdac_accel.checkpoint.writer", "safetensors_parts", ""),
     "before its file is renamed": ("dsgdac_accel.checkpoint.serialization", "os.fsync", ""),
-    "having written its file": ("dsgdac_accel.checkpoint.writer", "_Saving.leave_receipt", ""),
-    "writing the manifest": ("dsgdac_accel.checkpoint.writer", "_Saving.commit", ""),
-    "finishing a checkpoint": ("dsgdac_accel.checkpoint.writer", "_Saving.conclude", ""),
+    "having written its file": ("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.leave_receipt", ""),
+    "writing the manifest": ("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.commit", ""),
+    "finishing a checkpoint": ("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.conclude", ""),
     "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
     "averaging the workers": ("dsgdac_accel.core.mixer", "Mixer.swap_in_average", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
@@ -160,8 +160,8 @@ def delay(seed: str) -> None:
         return wrapped
 
     wrap("tasks.common.checkpoints", "Checkpoints.save_if_due", late)
-    wrap("dsgdac_accel.checkpoint.writer", "_Saving.write_encoded", late)
-    wrap("dsgdac_accel.checkpoint.writer", "_Saving.commit_when_received", late)
+    wrap("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.write", late)
+    wrap("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.commit_when_received", late)
 
 
 def main() -> None:

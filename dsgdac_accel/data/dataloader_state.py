@@ -1,0 +1,453 @@
+"""The state of a prepared data loader: the order of its passes, and the position in the running one.
+
+A resumed run reads the same batches with the same random numbers as an unbroken one. A pass follows from the state at
+its start (samplers, generators, global random streams) and from the number of batches taken. Accelerate's loaders
+fetch one batch ahead, so the random streams before that fetch are part of the state, too: a dataset that augments in
+this process draws from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import IterableDataset
+
+from dsgdac_accel.data.loaders import generator_state, is_generator, parts_of, set_generator_state
+from dsgdac_accel.randomness import random_state, set_random_state
+
+_COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")
+"""Attributes from which samplers and loaders derive an order."""
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Position of a run in the data of one loader."""
+
+    epoch: int
+    """The running pass, or the next one between passes; counted from 0."""
+    batches: int
+    """Batches of it that this worker has taken."""
+
+
+# ---- order of the next pass
+
+
+def order_state(loader: Any) -> list[dict[str, Any]]:
+    """Return counters, seeds and generators of a loader and its chain of samplers, as plain values."""
+    return [
+        {
+            "kind": type(part).__name__,
+            "counters": {name: vars(part)[name] for name in _COUNTERS if type(vars(part).get(name)) is int},
+            "generators": {name: generator_state(v) for name, v in vars(part).items() if is_generator(v)},
+        }
+        for part in _stateful_parts(loader)
+    ]
+
+
+def set_order_state(loader: Any, state: list[dict[str, Any]], lenient: bool = False) -> None:
+    """Restore what `order_state` returned.
+
+    Args:
+        loader: the loader to set.
+        state: of a loader built the same way.
+        lenient: skip samplers that differ from the saved ones.
+
+    Raises:
+        ValueError: the loader is built of other samplers than the saved one.
+    """
+    parts = _stateful_parts(loader)
+    kinds, saved_kinds = [type(part).__name__ for part in parts], [part["kind"] for part in state]
+    if kinds != saved_kinds and not lenient:
+        raise ValueError(
+            f"the checkpoint is of a loader made of {', '.join(saved_kinds)}, and this one is made of "
+            f"{', '.join(kinds)}. Prepare the loader as it was when saved."
+        )
+    remaining = list(state)
+    for part in parts:
+        match = next((saved for saved in remaining if saved["kind"] == type(part).__name__), None)
+        if match is None:
+            continue
+        remaining.remove(match)
+        for name, value in match["counters"].items():
+            if type(vars(part).get(name)) is int:
+                setattr(part, name, value)
+        for name, value in match["generators"].items():
+            generator = vars(part).get(name)
+            if generator is None and isinstance(value, torch.Tensor):
+                generator = torch.Generator()
+                setattr(part, name, generator)
+            if generator is not None:
+                set_generator_state(generator, value)
+
+
+def _stateful_parts(loader: Any) -> list[Any]:
+    return [part for part in parts_of(loader) if hasattr(part, "__dict__")]
+
+
+# ---- recorded passes
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Progress of one training pass. The first five fields go into checkpoints."""
+
+    order: list[dict[str, Any]]
+    """`order_state` at its start."""
+    random: dict[str, Any]
+    """Global random streams at its start."""
+    taken: int = 0
+    """Batches handed out."""
+    fetched_at: dict[str, Any] | None = None
+    """Global random streams before the fetch of the batch that is not handed out yet."""
+    passes: int = 0
+    """Passes begun before this one."""
+
+    fetches: int = 0
+    """Fetches begun, those included that are skipped or not reported."""
+    saved_random: dict[str, Any] | None = None
+    """Global random streams when the checkpoint was saved, until a resumed pass has caught up with it."""
+    skips_in_order: bool = False
+    """Whether a resumed pass skips the batches taken before in the sampler, without fetching them."""
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("order", "random", "taken", "fetched_at", "passes")}
+
+
+class PassRecorder:
+    """Records the training passes over one prepared loader, and resumes one in its middle.
+
+    The loader owns it and calls it around each pass and each fetch. The recorder reads the loader; on resuming it also
+    sets the loader's samplers and generators, and the global random streams.
+
+    Args:
+        loader: a `RecordedShard` or `RecordedDispatcher`.
+        active: whether a pass that begins now is one of training. Others, such as evaluation, are not recorded.
+    """
+
+    def __init__(self, loader: Any, active: Callable[[], bool]) -> None:
+        self.loader = loader
+        self.active = active
+        self.passes_begun = 0
+        """Training passes begun, including those left by `break`."""
+        self._advancing: _Pass | None = None  # the pass whose next batch is being fetched
+        self._latest: weakref.ref[_Pass] | None = None  # weak: it dies with its iterator, when a loop is left by break
+        self._loaded: _Pass | None = None  # from a checkpoint, until a pass begins
+        self._resumes = False
+        self._replay: bool | None = None
+
+    # ---- iteration
+
+    def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield from `batches`, the loader's own iteration, and record the pass."""
+        if not self.active():
+            yield from self._advance(batches, None)
+            return
+        loaded, self._loaded = self._loaded, None
+        resumes, self._resumes = self._resumes, False
+        if loaded is None or not resumes:
+            pass_ = _Pass(order_state(self.loader), random_state(), passes=self.passes_begun)
+        else:
+            pass_ = loaded
+            if pass_.saved_random is None:
+                pass_.random = random_state()
+            else:
+                set_random_state(pass_.random)
+            batches = self._rest_of(batches, pass_)
+        pass_.fetches = self.loader.unreported_fetches
+        self.passes_begun += 1
+        self._latest = weakref.ref(pass_)
+        yield from self._advance(batches, pass_)
+
+    def _advance(self, batches: Iterator[Any], pass_: _Pass | None) -> Iterator[Any]:
+        while True:
+            # An evaluation may read the same loader while a training pass waits between two batches.
+            outer, self._advancing = self._advancing, pass_
+            try:
+                batch = next(batches, _NOTHING)
+            finally:
+                self._advancing = outer
+            if batch is _NOTHING:
+                return
+            if pass_ is not None:
+                pass_.taken += 1
+            yield batch
+
+    def _rest_of(self, batches: Iterator[Any], pass_: _Pass) -> Iterator[Any]:
+        """Yield the batches of a loaded pass that were not taken."""
+        if self._can_skip_in_order():
+            pass_.skips_in_order = True
+            pass_.fetches += pass_.taken
+            count = pass_.taken * self.loader.batches_per_fetch
+            with _first_batches_skipped(self.loader.base_dataloader, count, pass_.fetched_at):
+                batch = next(batches, _NOTHING)
+        else:
+            for _ in range(pass_.taken):
+                next(batches, None)
+            batch = next(batches, _NOTHING)
+        if batch is _NOTHING:
+            return
+        self._catch_up(pass_)  # unless the fetch of a further batch has done it
+        yield batch
+        yield from batches
+
+    def _can_skip_in_order(self) -> bool:
+        base = self.loader.base_dataloader
+        if self._replay or base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
+            return False
+        # Loader processes have random streams of their own, which only replaying brings to the same state.
+        return base.num_workers == 0 or self._replay is False
+
+    def before_fetch(self) -> None:
+        """Keep the random streams before a fetch. A resumed pass that still catches up returns to the kept ones."""
+        pass_ = self._advancing
+        if pass_ is None:
+            return
+        pass_.fetches += 1
+        if pass_.saved_random is not None:
+            if pass_.fetches == pass_.taken + 1 and not pass_.skips_in_order and pass_.fetched_at is not None:
+                set_random_state(pass_.fetched_at)
+            elif pass_.fetches == pass_.taken + 2:
+                self._catch_up(pass_)
+            else:
+                return
+        if self.loader.base_dataloader.num_workers == 0:
+            pass_.fetched_at = random_state()
+
+    @staticmethod
+    def _catch_up(pass_: _Pass) -> None:
+        if pass_.saved_random is not None:
+            set_random_state(pass_.saved_random)
+            pass_.saved_random = None
+
+    # ---- position
+
+    def _running(self) -> _Pass | None:
+        """Return the pass that a loop is in the middle of, or that was loaded and not resumed yet."""
+        if self._loaded is not None:
+            return self._loaded
+        latest = self._latest_pass()
+        return latest if latest is not None and latest.taken and not self.loader.end_of_dataloader else None
+
+    def _latest_pass(self) -> _Pass | None:
+        return None if self._latest is None else self._latest()
+
+    def _next_iteration(self) -> int:
+        # Accelerate counts a pass after its last batch was taken and used; here it ends with the taking.
+        latest = self._latest_pass()
+        finished = latest is not None and latest.taken > 0 and self.loader.end_of_dataloader
+        return self.loader.iteration + finished
+
+    @property
+    def position(self) -> DataPosition:
+        """Position of training in the loader."""
+        running = self._running()
+        if running is not None:
+            return DataPosition(max(running.order[0]["counters"]["iteration"], running.passes), running.taken)
+        return DataPosition(max(self._next_iteration(), self.passes_begun), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and order as plain values."""
+        running = self._running()
+        if running is not None:
+            return {"running": running.state(), "global_batches": self._splits_batches()}
+        order = order_state(self.loader)
+        order[0]["counters"]["iteration"] = self._next_iteration()
+        return {"running": None, "order": order, "passes": self.passes_begun}
+
+    def _splits_batches(self) -> bool:
+        """Return whether one batch is split over all workers, so that their number does not change batches per pass."""
+        sampler = getattr(self.loader.base_dataloader, "batch_sampler", None)
+        return bool(getattr(self.loader, "split_batches", False) or getattr(sampler, "split_batches", False))
+
+    def load_state_dict(self, state: Mapping[str, Any], random: dict[str, Any] | None) -> None:
+        """Take a saved position. After `resume` the next pass is the rest of the saved one, otherwise all of it.
+
+        Args:
+            state: from `state_dict`.
+            random: global random streams when it was saved. None for a state that was rescaled to another number of
+                workers: the streams then stay as they are, and samplers that differ from the saved ones are skipped.
+
+        Raises:
+            ValueError: the loader is built of other samplers than the saved one.
+        """
+        running = state["running"]
+        now = state if running is None else running
+        set_order_state(self.loader, now["order"], lenient=random is None)
+        self.passes_begun = now["passes"]
+        self._latest = None
+        self._loaded = None if running is None else _Pass(**running, saved_random=random)
+        self._resumes = False
+
+    def resume(self, replay: bool | None) -> None:
+        """Let the next pass be the rest of the loaded one. See `ResumedBatches` for `replay`."""
+        self._resumes, self._replay = self._loaded is not None, replay
+
+    @property
+    def loaded_batches(self) -> int:
+        """Batches taken of the loaded pass; 0 once a pass has begun."""
+        return 0 if self._loaded is None else self._loaded.taken
+
+    @property
+    def skipped_batches(self) -> int:
+        """Batches that the next pass does not hand out because they were taken before."""
+        return self.loaded_batches if self._resumes else 0
+
+
+class RecordedShard(DataLoaderShard):
+    """A `DataLoaderShard` with a `recorder` of its passes."""
+
+    recorder: PassRecorder
+    batches_per_fetch = 1
+    unreported_fetches = 1  # Accelerate reports a fetch by `_update_state_dict`, except the first of a pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.recorder.iterate(super().__iter__())
+
+    def _update_state_dict(self) -> None:
+        super()._update_state_dict()
+        self.recorder.before_fetch()
+
+
+class RecordedDispatcher(DataLoaderDispatcher):
+    """A `DataLoaderDispatcher` with a `recorder` of its passes."""
+
+    recorder: PassRecorder
+    unreported_fetches = 0
+
+    @property
+    def batches_per_fetch(self) -> int:
+        """Batches of the base loader that make up one batch of each worker."""
+        return 1 if self.split_batches else self.state.num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.recorder.iterate(super().__iter__())
+
+    def _fetch_batches(self, iterator: Any) -> Any:
+        self.recorder.before_fetch()
+        return super()._fetch_batches(iterator)
+
+
+_RECORDED: dict[type, type] = {DataLoaderShard: RecordedShard, DataLoaderDispatcher: RecordedDispatcher}
+
+
+def record_passes(prepared: Any, loaders: list[Any], active: Callable[[], bool]) -> Any:
+    """Return a prepared loader that records its passes while `active`, and put it in place of `prepared` in `loaders`.
+
+    Returns loaders of other classes as they are.
+    """
+    kind = _RECORDED.get(type(prepared))
+    if kind is None:
+        return prepared
+    # A new object, because Accelerate's loaders do not allow assigning `__class__`.
+    own: Any = object.__new__(kind)
+    vars(own).update(vars(prepared), recorder=PassRecorder(own, active))
+    loaders[:] = [own if loader is prepared else loader for loader in loaders]
+    return own
+
+
+def recorder_of(loader: Any) -> PassRecorder | None:
+    """Return the recorder of a prepared loader, also through `EqualSteps`; None for other loaders."""
+    recorder = getattr(loader, "recorder", None)
+    return recorder if isinstance(recorder, PassRecorder) else None
+
+
+@contextmanager
+def _first_batches_skipped(base: Any, count: int, random: dict[str, Any] | None) -> Iterator[None]:
+    """Make a pass that begins inside skip the first `count` batches in the sampler, then set the random streams."""
+    original = base.batch_sampler
+    # A DataLoader forbids changing its sampler, since a running pass would not follow; this pass has not begun.
+    object.__setattr__(base, "batch_sampler", _SkippingSampler(original, count, random))
+    try:
+        yield
+    finally:
+        object.__setattr__(base, "batch_sampler", original)
+
+
+class _SkippingSampler:
+    def __init__(self, batch_sampler: Any, count: int, random: dict[str, Any] | None) -> None:
+        self._sampler = batch_sampler
+        self._count = count
+        self._random = random
+
+    def __getattr__(self, name: str) -> Any:  # set_epoch, batch_size, sampler, ...
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
+        # Only once: persistent loader processes keep this object for all later passes.
+        count, self._count = self._count, 0
+        for _ in range(count):
+            next(batches, None)
+        if count and self._random is not None:
+            set_random_state(self._random)
+        yield from batches
+
+
+# ---- for loops
+
+
+def epoch_of(loader: Any) -> int | None:
+    """Return the epoch (0-based) of the running pass over a prepared loader; None for `loader` None."""
+    if loader is None:
+        return None
+    recorder = recorder_of(loader)
+    return max(getattr(loader, "iteration", 0), 0 if recorder is None else recorder.passes_begun - 1)
+
+
+class ResumedBatches:
+    """The batches that the next pass over `loader` has to take.
+
+    After loading a checkpoint from the middle of a pass, these are the rest of that pass; otherwise the whole pass.
+
+    Args:
+        loader: a prepared loader.
+        replay: how to skip the batches taken before. True fetches and drops them, which also brings random streams of
+            loader processes and datasets to their saved state. False skips them in the sampler, which takes no time.
+            None replays where loader processes or an iterable dataset need it.
+    """
+
+    def __init__(self, loader: Any, replay: bool | None = None) -> None:
+        self.loader = loader
+        self.replay = replay
+
+    def __iter__(self) -> Iterator[Any]:
+        recorder = recorder_of(self.loader)
+        if recorder is not None:
+            recorder.resume(self.replay)
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        recorder = recorder_of(self.loader)
+        return len(self.loader) - (0 if recorder is None else recorder.loaded_batches)
+
+    def __getattr__(self, name: str) -> Any:  # dataset, batch_size, set_epoch, ... of the loader
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def data_position(loader: Any) -> DataPosition:
+    """Return the position of training in a prepared loader.
+
+    Raises:
+        TypeError: the loader was not prepared.
+    """
+    recorder = recorder_of(loader)
+    if recorder is None:
+        raise TypeError(
+            f"positions are known for loaders that were passed through `prepare`; got a {type(loader).__name__}."
+        )
+    return recorder.position
