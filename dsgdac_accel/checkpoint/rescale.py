@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,47 +73,44 @@ class _Means:
 
     def add(self, state: dict[str, Any]) -> None:
         """Add the state of one more worker."""
-        for path, tensor in _averaged_tensors(state):
-            wide = tensor.double()
-            self.sums[path] = wide if path not in self.sums else self.sums[path] + wide
+        for path, holder in _averaged(state).items():
+            value = holder[path[-1]].double()
+            self.sums[path] = self.sums[path] + value if path in self.sums else value
             self.counts[path] = self.counts.get(path, 0) + 1
-            if str(path[-1]).endswith("running_mean"):
-                self.squares[path] = wide.square() + self.squares.get(path, 0)
+            if path[0] == "buffers" and path[-1].endswith("running_mean"):
+                self.squares[path] = value.square() + self.squares.get(path, 0)
 
     def write_into(self, state: dict[str, Any]) -> None:
-        """Replace worker 0's values by the averages."""
-        for path, total in self.sums.items():
-            mean = total / self.counts[path]
-            if str(path[-1]).endswith("running_var"):
-                of_means = (*path[:-1], path[-1].removesuffix("var") + "mean")
-                if of_means in self.sums:  # total variance = mean of the variances + variance of the means
-                    count = self.counts[of_means]
-                    mean += (self.squares[of_means] / count - (self.sums[of_means] / count).square()).clamp_(min=0)
-            _set(state, path, mean)
+        """Replace the values of worker 0 by the averages."""
+        for path, holder in _averaged(state).items():
+            mean = self._mean(path)
+            *place, name = path
+            if place[0] == "buffers" and name.endswith("running_var"):
+                of_means = (*place, name.removesuffix("var") + "mean")
+                if of_means in self.squares:  # total variance = mean of the variances + variance of the means
+                    mean_of_squares = self.squares[of_means] / self.counts[of_means]
+                    mean += (mean_of_squares - self._mean(of_means).square()).clamp_(min=0)
+            holder[name] = mean.to(holder[name].dtype)
+
+    def _mean(self, path: tuple) -> Tensor:
+        return self.sums[path] / self.counts[path]
 
 
-def _averaged_tensors(state: dict[str, Any]) -> list[tuple[tuple, Tensor]]:
-    found: list[tuple[tuple, Any]] = []
+def _averaged(state: dict[str, Any]) -> dict[tuple, Any]:
+    """Return the dictionary or list that holds each averaged tensor, by the tensor's path, which ends with its key."""
+    holders: dict[tuple, Any] = {}
     for index, model in state["models"].items():
-        found += [(("models", index, "parameters", name), tensor) for name, tensor in model["parameters"].items()]
-        found += [
-            (("models", index, "buffers", name), tensor)
-            for name, tensor in model["buffers"].items()
-            if name.endswith(("running_mean", "running_var"))
-        ]
+        holders |= {("parameters", index, name): model["parameters"] for name in model["parameters"]}
+        statistics = [name for name in model["buffers"] if name.endswith(("running_mean", "running_var"))]
+        holders |= {("buffers", index, name): model["buffers"] for name in statistics}
     for number, parameters in enumerate(state["loose"]):
-        found += [(("loose", number, index), tensor) for index, tensor in enumerate(parameters)]
+        holders |= {("loose", number, place): parameters for place in range(len(parameters))}
     for number, optimizer in enumerate(state["optimizers"]):
         for parameter, values in optimizer["state"].items():
-            found += [
-                (("optimizers", number, "state", parameter, name), value)
-                for name, value in values.items()
-                if name != "step"  # a count, stored as a float
-            ]
-    return [(path, value) for path, value in found if isinstance(value, Tensor) and value.is_floating_point()]
+            moments = [name for name in values if name != "step"]  # a count, though stored as a float
+            holders |= {("optimizers", number, parameter, name): values for name in moments}
 
+    def is_averaged(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point()
 
-def _set(state: Any, path: Sequence[Any], mean: Tensor) -> None:
-    for key in path[:-1]:
-        state = state[key]
-    state[path[-1]] = mean.to(state[path[-1]].dtype)
+    return {path: holder for path, holder in holders.items() if is_averaged(holder[path[-1]])}

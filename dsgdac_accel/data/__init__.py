@@ -1,1 +1,1 @@
-"""Which samples a worker gets, in which order, and for how many steps."""
+"""Data of each worker: shards, order, equal steps, parts of a batch, and the position in a pass."""

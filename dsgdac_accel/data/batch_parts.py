@@ -1,4 +1,4 @@
-"""Cutting a batch into the parts of several workers and joining what they return, whatever its structure."""
+"""Splitting a batch of any structure among several workers of a process, and joining their outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 TOKENS_KEY = "num_items_in_batch"
-"""How Transformers models are told the number of tokens by which to divide a summed loss."""
+"""Argument by which Transformers models receive the number of tokens to divide a summed loss by."""
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Length of the first dimension of the first tensor among a model's arguments.
+    """Return the length of the first dimension of the first tensor among a model's arguments.
 
     >>> batch_size((), {"scale": 2.0, "images": torch.zeros(6, 3)})
     6
@@ -24,13 +24,13 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return len(leaf)
     raise ValueError(
-        "a batch is cut along the first dimension of its tensors, and among the model's arguments there is no tensor "
-        "with a dimension. Pass the batch as tensors, in lists, tuples or mappings as you like."
+        "a batch is split along the first dimension of its tensors, and the model's arguments contain no tensor "
+        "with a dimension. Pass the batch as tensors, which may be inside lists, tuples or mappings."
     )
 
 
 def even_sizes(total: int, parts: int) -> list[int]:
-    """Sizes of `parts` parts of `total` samples, the first ones larger by one where it does not divide.
+    """Return the sizes of `parts` parts of `total` samples; the first ones are larger by one if it does not divide.
 
     >>> even_sizes(10, 4)
     [3, 3, 2, 2]
@@ -39,13 +39,22 @@ def even_sizes(total: int, parts: int) -> list[int]:
 
 
 def cut(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[tuple, dict[str, Any]]]:
-    """The arguments of each worker: its samples of all tensors with as many rows as the batch, everything else whole.
+    """Split a model's arguments into those of each worker.
 
-    `num_items_in_batch`, by which Transformers models divide their loss, becomes each worker's own: of a vector with an
-    entry per worker that entry, of a number a share in proportion to the samples.
+    Tensors with as many rows as the batch are split along the first dimension, and everything else goes to all workers.
+    `num_items_in_batch`, by which Transformers models divide their loss, becomes each worker's own: its entry of a
+    vector with one entry per worker, or its share of a number, in proportion to its samples.
 
-    Raises ValueError for ragged batches, which have no first dimension to cut: lists of texts or of tensors that differ
-    in shape, packed sequences.
+    Args:
+        args, kwargs: the model's arguments.
+        sizes: samples of each worker; they add up to the batch.
+
+    Returns:
+        The (args, kwargs) of each worker.
+
+    Raises:
+        ValueError: the batch is ragged (lists of texts or of tensors that differ in shape, packed sequences) and has no
+            first dimension to split.
     """
     total = sum(sizes)
     _refuse_ragged((list(args), dict(kwargs)))
@@ -86,15 +95,16 @@ def _refuse_ragged(values: Any) -> None:
     else:
         return
     raise ValueError(
-        f"a batch is cut along the first dimension of its tensors, and the model was given {what}. Pad the batch to "
-        f"tensors (batch, ...), or launch a process for each worker (workers_per_process=1)."
+        f"a batch is split along the first dimension of its tensors, and the model got {what}. Pad the batch to "
+        f"tensors (batch, ...), or launch one process per worker (workers_per_process=1)."
     )
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One output of those of all workers: tensors one after another, those of shape () as means weighted by `sizes`.
+    """Join the outputs of all workers into one.
 
-    What is no tensor stays if it is the same everywhere; otherwise there is a tuple of all in its place.
+    Tensors are concatenated along the first dimension, floating-point tensors of shape () averaged with weights
+    `sizes`. Other values stay if all workers returned the same, and become a tuple otherwise.
 
     >>> join([(torch.tensor([1.0]), torch.tensor(1.0)), (torch.tensor([2.0, 3.0]), torch.tensor(4.0))], [1, 2])
     (tensor([1., 2., 3.]), tensor(3.))
@@ -105,8 +115,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     structure = flattened[0][1]
     if any(other != structure for _, other in flattened[1:]):
         raise ValueError(
-            "the workers of this process returned outputs of different structures, which cannot be joined. Let the "
-            "model return the same kind of output for every batch."
+            "the workers of this process returned outputs of different structures, which cannot be joined. Return "
+            "the same kind of output from the model for every batch."
         )
     joined = [_join_leaves(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flattened), strict=True)]
     return pytree.tree_unflatten(joined, structure)
@@ -119,7 +129,7 @@ def _join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ValueError(
                 f"the outputs of the workers of this process differ in more than their number of samples: {shapes}. "
-                f"Let the model return tensors (batch, ...) of one shape, such as padded ones."
+                f"Return tensors (batch, ...) of one shape from the model, such as padded ones."
             )
         return torch.cat(list(leaves))
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
@@ -132,7 +142,7 @@ def _join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
+    """The identity, with its gradient multiplied by a number."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, scale: float) -> Tensor:
@@ -145,12 +155,12 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def requires_grad(values: Any) -> bool:
-    """Whether gradients flow back through any tensor of a structure."""
+    """Return whether any tensor of a structure requires a gradient."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values))
 
 
 def with_scaled_gradient(output: Any, scale: float) -> Any:
-    """The same output; what flows back through its tensors is multiplied by `scale`."""
+    """Return the same output, with gradients through its tensors multiplied by `scale`."""
     if scale == 1.0:
         return output
 

@@ -1,4 +1,4 @@
-"""Data order: shards disjoint and repeatable, randomness that differs per worker."""
+"""Data order and randomness of loaders: disjoint, repeatable shards, and other random numbers on every worker."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ORDERED_BY_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weig
 
 
 def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
-    """Give torch's samplers that would draw from the global random stream a generator that all workers share.
+    """Give a generator that all workers share to torch's samplers that would use the global random stream.
 
-    Accelerate deals the batches of ONE order out to the workers. Since our workers' global streams differ, a sampler on
-    the global stream (`WeightedRandomSampler`, `SubsetRandomSampler`) would make overlapping shards of different
-    orders. `RandomSampler` is synchronised by Accelerate itself; for samplers of the user's own see `SharedStream`.
+    Accelerate distributes the batches of one order over the workers. The global streams differ between workers, so a
+    sampler that uses them (`WeightedRandomSampler`, `SubsetRandomSampler`) would give overlapping shards of different
+    orders. Accelerate synchronizes `RandomSampler` itself. For a user's own samplers see `SharedStream`.
     """
     if group.size == 1:
         return
@@ -48,10 +48,14 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
 
 
 class SharedStream:
-    """A batch sampler of the user's own, run on a random stream that all workers share.
+    """Runs a user's own batch sampler on random streams that all workers share.
 
-    Such a sampler may shuffle with torch's, NumPy's or Python's global stream. Those differ per worker, so around
-    every batch the streams are swapped for shared ones, seeded anew each epoch.
+    Such a sampler may shuffle with torch's, NumPy's or Python's global stream, which differ between workers. Around
+    every batch they are swapped for shared ones, which are seeded anew in each epoch.
+
+    Args:
+        batch_sampler: the user's.
+        seed: the same on all workers.
     """
 
     def __init__(self, batch_sampler: Any, seed: int) -> None:
@@ -62,13 +66,13 @@ class SharedStream:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __getattr__(self, name: str) -> Any:  # batch_size, drop_last, sampler, ...: those of the user's
+    def __getattr__(self, name: str) -> Any:  # batch_size, drop_last, sampler, ... of the user's
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch` (0-based)."""
+        """Order the next pass as that of `epoch` (0-based)."""
         self.epoch = epoch
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
@@ -93,21 +97,21 @@ class SharedStream:
 
 
 def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
-    """Put a `SharedStream` under the shard of a prepared loader whose sampler is not one of torch's."""
+    """Wrap the batch sampler under the shard of a prepared loader in `SharedStream`, unless it is torch's."""
     shard: Any = getattr(prepared, "batch_sampler", None)
     inner = getattr(shard, "batch_sampler", None)
-    if group.size == 1 or inner is None or hasattr(inner, "rank"):  # one that knows its rank orders by itself
+    if group.size == 1 or inner is None or hasattr(inner, "rank"):  # distributed samplers know the order
         return
-    # Accelerate's seedable sampler is a RandomSampler, too.
+    # This covers Accelerate's seedable sampler, which is a RandomSampler.
     if type(inner) is not BatchSampler or not isinstance(inner.sampler, _ORDERED_BY_TORCH):
         shard.batch_sampler = SharedStream(inner, shared_seed(group))
 
 
 class RepeatedSharing:
-    """In place of a loader's `rng_types`: going through it shares the random states, again where a worker is lost.
+    """Replaces a loader's `rng_types`: iterating over it synchronizes the random states, again after a lost worker.
 
-    Accelerate goes through them at the start of each pass, also of what `skip_first_batches` makes of a loader, and
-    itself would broadcast the states in a way that ends the survivors of a loss.
+    Accelerate iterates over `rng_types` at the start of each pass, including loaders from `skip_first_batches`. Its own
+    broadcast would end the survivors of a lost worker.
     """
 
     def __init__(self, kinds: Sequence[Any], generator: torch.Generator | None, group: WorkerGroup) -> None:
@@ -124,15 +128,15 @@ class RepeatedSharing:
 
 
 def survive_losses(prepared: Any, group: WorkerGroup) -> None:
-    """Let a prepared loader share its random states so that the survivors of a loss go on, where they are to go on."""
+    """Let survivors of a lost worker synchronize the random states of a loader again, if the group continues then."""
     if group.on_loss == "continue" and getattr(prepared, "rng_types", None):
         prepared.rng_types = RepeatedSharing(prepared.rng_types, prepared.synchronized_generator, group)
 
 
 def set_shared_epoch(loader: Any, epoch: int) -> None:
-    """Let the samplers under a prepared loader that run on a shared stream order the next pass as that of `epoch`.
+    """Order the next pass as that of `epoch` (0-based), in all samplers of a loader that run on a shared stream.
 
-    For frameworks that count epochs by themselves, also in a run that resumes.
+    For frameworks that count epochs themselves, also in a resumed run.
     """
     for part in parts_of(loader):
         if isinstance(part, SharedStream):
@@ -143,36 +147,36 @@ def set_shared_epoch(loader: Any, epoch: int) -> None:
 
 
 def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
-    """Say which data will not be shared out as they should be: of unknown order, or shared out already.
+    """Warn of data whose shards would overlap, or that are split over the workers already.
 
     Raises:
-        ValueError: nobody knows what a batch is, so that none can be dealt out.
+        ValueError: the loader has no batches that could be distributed.
     """
     if group.size == 1:
         return
     if loader.batch_size is None and loader.batch_sampler is None:
         raise ValueError(
-            f"batch_size=None leaves batches to the data set, and Accelerate can deal out none of them to {group.size} "
+            f"batch_size=None leaves batches to the dataset, and Accelerate cannot distribute them over {group.size} "
             f"workers. Set dispatch_batches=True in DataLoaderConfiguration, so that worker 0 reads for all, or let "
-            f"every worker read a part of its own through `accelerator.equal_steps(loader)`, without `prepare`."
+            f"every worker read its own part through `accelerator.equal_steps(loader)`, without `prepare`."
         )
-    shares = next((part for part in parts_of(loader) if _is_share(part)), None)
-    if shares is not None:
+    distributed = next((part for part in parts_of(loader) if _is_distributed(part)), None)
+    if distributed is not None:
         warnings.warn(
-            f"{type(shares).__name__} gives every worker a part of the data, and `prepare` shares out each part once "
-            f"more: of every pass only one sample in {group.size} would be read. Leave the sampler out (shuffle=True).",
+            f"{type(distributed).__name__} gives every worker a part of the data, and `prepare` splits it again: every "
+            f"pass would read only one sample in {group.size}. Leave the sampler out (shuffle=True).",
             stacklevel=4,
         )
     if isinstance(loader.dataset, IterableDataset):
         warnings.warn(
             "an IterableDataset read without dispatch_batches must not shuffle with the global random streams, which "
-            "differ per worker: the shards would overlap. Give it a generator seeded alike on all workers.",
+            "differ per worker: the shards would overlap. Give it a generator with the same seed on all workers.",
             stacklevel=4,
         )
 
 
-def _is_share(sampler: Any) -> bool:
-    """Whether a sampler, or batch sampler, reads the part of one of several workers, as `DistributedSampler` does."""
+def _is_distributed(sampler: Any) -> bool:
+    """Return whether a sampler or batch sampler reads one worker's part, as `DistributedSampler` does."""
     replicas = getattr(sampler, "num_replicas", getattr(sampler, "world_size", 1))
     return "rank" in getattr(sampler, "__dict__", ()) and isinstance(replicas, int) and replicas > 1
 
@@ -181,7 +185,7 @@ def _is_share(sampler: Any) -> bool:
 
 
 def differ_per_worker(loader: Any, group: WorkerGroup) -> None:
-    """Let the loader's own worker processes draw other random numbers than those of the other workers."""
+    """Let the processes of this worker's loader draw other random numbers than those of the other workers."""
     plain = getattr(loader, "base_dataloader", loader)
     if (
         group.size > 1
@@ -192,7 +196,7 @@ def differ_per_worker(loader: Any, group: WorkerGroup) -> None:
 
 
 class _SeedLoaderWorker:
-    """A picklable `worker_init_fn`: mixes the rank into the seed, then calls the user's own function."""
+    """A picklable `worker_init_fn` that mixes the rank into the seed, then calls the user's function."""
 
     def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
         self.rank = rank
@@ -215,10 +219,10 @@ _PASS_STATE = ("iteration", "epoch", "end_of_dataloader", "remainder", "_stop_it
 
 @contextmanager
 def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
-    """Put the state of loaders and their samplers back on exit, whoever iterated over them inside.
+    """Restore the state of loaders and their samplers on exit, so that passes inside leave no trace.
 
-    That is: epoch counters, marks of the end, random generators of their own, and the processes of persistent workers,
-    which two passes at once would otherwise share.
+    This covers epoch counters, end marks, own random generators, and the processes of persistent loader workers, which
+    two simultaneous passes would otherwise share.
     """
     parts = {id(part): part for loader in loaders for part in parts_of(loader) if hasattr(part, "__dict__")}.values()
     kept = [(part, name, vars(part)[name]) for part in parts for name in _PASS_STATE if name in vars(part)]
@@ -242,20 +246,20 @@ def preserved_loaders(loaders: Iterable[Any]) -> Iterator[None]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this is a random stream of one's own: of torch, NumPy or Python."""
+    """Return whether `value` is a random generator of torch, NumPy or Python."""
     own = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
     return isinstance(value, own)
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of such a stream, as plain values."""
+    """Return the state of a generator, as plain values."""
     if isinstance(generator, numpy.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Return to a state taken by `generator_state`."""
+    """Restore a state from `generator_state`."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -265,7 +269,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def parts_of(loader: Any) -> list[Any]:
-    """The loader, the one it wraps, and their chain of samplers, without repetition."""
+    """Return the loader, the loader it wraps, and their chain of samplers, each once."""
     found: dict[int, Any] = {}
     waiting = [loader]
     while waiting:

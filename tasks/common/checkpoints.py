@@ -1,4 +1,4 @@
-"""Checkpoints of a run in its output folder: which one to go on from, when to save, how many to keep."""
+"""Checkpoints in the output folder of a run: which one to resume from, when to save, how many to keep."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _MAY_CHANGE = (
     "report_to", "dataloader_num_workers",
     "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count", "curvature.",
 )  # fmt: skip
-"""Keys of all tasks that say where and how often something is written or read, not what is trained."""
+"""Keys of all tasks that control where and how often something is written or read, not what is trained."""
 
 
 def checkpoint_to_resume(
     config: Any, accelerator: AnyAccelerator, task: str, may_change: Collection[str] = (), any_count: bool = False
 ) -> Path | None:
-    """The checkpoint that `config.resume_from_checkpoint` asks for, or None to begin anew. Collective.
+    """Return the checkpoint that `config.resume_from_checkpoint` selects, or None for a new run. Collective.
 
     Args:
-        config: of the run, with `resume_from_checkpoint` and `output_dir`.
-        accelerator: of the run.
-        task: what writes the checkpoints.
-        may_change: further keys, and sections ending in ".", that a resumed run may change.
-        any_count: whether the task can go on with another number of workers, where the configuration allows it.
+        config: the run's, with `resume_from_checkpoint` and `output_dir`.
+        accelerator: the run's.
+        task: name of the task, as in the manifest.
+        may_change: keys, and sections ending in ".", that a resumed run may change, besides those of all tasks.
+        any_count: whether the task can resume with another number of workers, where the configuration allows it.
 
     Raises:
         ConfigError: on all workers: the checkpoint is of another run, or a new run would mix with an old one.
-        CheckpointError: on all workers: there is none where `resume_from_checkpoint` points.
+        CheckpointError: on all workers: `resume_from_checkpoint` does not point to a complete checkpoint.
     """
     found: Path | None = None
     problem: Exception | None = None
@@ -60,20 +60,20 @@ def _find(config: Any) -> Path | None:
     if config.resume_from_checkpoint == "auto":
         return newest
     if config.resume_from_checkpoint != "never":
-        read_manifest(config.resume_from_checkpoint)  # says what is wrong with it
+        read_manifest(config.resume_from_checkpoint)  # raises if there is none
     if newest is not None and (
         config.resume_from_checkpoint == "never" or not _is_own(config.resume_from_checkpoint, config)
     ):
         raise ConfigError(
-            f"resume_from_checkpoint: {config.resume_from_checkpoint} would begin another run where {own} "
+            f"resume_from_checkpoint: {config.resume_from_checkpoint} would start another run where {own} "
             f"holds the checkpoints of one, up to step {read_manifest(newest).step}. Choose another output_dir, delete "
-            f"them, or go on with resume_from_checkpoint: auto."
+            f"them, or resume that run with resume_from_checkpoint: auto."
         )
     return None if config.resume_from_checkpoint == "never" else config.resume_from_checkpoint
 
 
 def step_of_own(checkpoint: Path | None, config: Any) -> int | None:
-    """The step of a checkpoint of the run in `output_dir`; None of one from elsewhere."""
+    """Return the step of a checkpoint in `output_dir`; None for one from elsewhere."""
     return read_manifest(checkpoint).step if checkpoint is not None and _is_own(checkpoint, config) else None
 
 
@@ -90,7 +90,7 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
     of_run = manifest.facts.get("config")
     if not isinstance(of_run, dict):
         raise ConfigError(
-            f"resume_from_checkpoint: {folder} does not say of which configuration it is. Choose another checkpoint."
+            f"resume_from_checkpoint: the manifest of {folder} holds no configuration. Choose another checkpoint."
         )
     saved, mine = flat_config(of_run), flat_config(config_to_dict(config))
     free = tuple(key for key in may_change if key.endswith("."))
@@ -101,23 +101,23 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
     ]
     if other:
         raise ConfigError(
-            f"resume: the checkpoint {folder} is of a run with other settings: {'; '.join(other)}. A resumed run is "
-            f"the same run: set them back, or choose another output_dir to begin anew."
+            f"resume_from_checkpoint: {folder} is of a run with other settings: {'; '.join(other)}. Set them back, or "
+            f"choose another output_dir for a new run."
         )
 
 
 def _require_same_count(folder: Path, launched: int) -> None:
     manifest = read_manifest(folder)
-    saved = manifest.workers + len(manifest.facts.get("lost", ()))  # among whom the data was dealt out
+    saved = manifest.workers + len(manifest.facts.get("lost", ()))  # all that shared the data
     if saved != launched:
         raise ConfigError(
-            f"resume: the checkpoint {folder} holds the state of {saved} workers, and {launched} were launched. Launch "
-            f"{saved}, or choose another output_dir to begin anew."
+            f"resume_from_checkpoint: {folder} holds the state of {saved} workers, and {launched} were launched. "
+            f"Launch {saved}, or choose another output_dir for a new run."
         )
 
 
-def _way_on(resume: str | Path) -> str:
-    same = "the same command goes on from it"
+def _how_to_resume(resume: str | Path) -> str:
+    same = "the same command resumes it"
     return (
         f"{same} (resume_from_checkpoint: auto)"
         if resume == "auto"
@@ -126,13 +126,13 @@ def _way_on(resume: str | Path) -> str:
 
 
 class Checkpoints:
-    """Saves into `output_dir/checkpoints` in the background, and keeps the newest few.
+    """Saves checkpoints into `output_dir/checkpoints` in the background, and keeps the newest few.
 
     Args:
-        config: of the run, with `output_dir`, `save_steps` and `save_total_limit`.
-        accelerator: of the run.
-        task: what writes the checkpoints.
-        total_steps: of the run; the last step is saved, too, since what follows it may take long.
+        config: the run's, with `output_dir`, `save_steps` and `save_total_limit`.
+        accelerator: the run's.
+        task: name of the task, for the manifest.
+        total_steps: steps of the run. The last step is saved, too, since the evaluation after it may take long.
     """
 
     def __init__(self, config: Any, accelerator: AnyAccelerator, task: str, total_steps: int) -> None:
@@ -145,9 +145,10 @@ class Checkpoints:
     def save_if_due(self, step: int) -> None:
         """Save the state of all workers after every `save_steps` steps and after the last. Collective.
 
-        To be called after every step. Where a signal stops the run, the state of this very step is saved as well.
+        Call it after every step. If a signal stops the run, it saves the state of this step.
 
-        Raises StoppedBySignal, on all workers, when that is complete.
+        Raises:
+            StoppedBySignal: on all workers, after a signal, once the checkpoint is complete.
         """
         stop = self.accelerator.should_stop()
         every = self.config.save_steps
@@ -162,17 +163,17 @@ class Checkpoints:
 
     def _stop(self, step: int, checkpoint: Path) -> NoReturn:
         self.finish()
-        self.accelerator.group.barrier("stopping the run")  # launchers end the others when the first one is gone
+        self.accelerator.group.barrier("stopping the run")  # launchers end the other workers after the first exit
         reason = self.accelerator.stop_reason
         self.accelerator.end_training()
-        others = " and on_other_worker_count: deployed, for workers were lost" if self.accelerator.group.lost else ""
+        others = " and on_other_worker_count: deployed, since workers were lost" if self.accelerator.group.lost else ""
         raise StoppedBySignal(
             f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
-            f"{_way_on(self.config.resume_from_checkpoint)}{others}"
+            f"{_how_to_resume(self.config.resume_from_checkpoint)}{others}"
         )
 
     def finish(self) -> None:
-        """Wait for what is being written, then delete what is too old. Collective."""
+        """Wait for the checkpoint that is being written, then delete those beyond `save_total_limit`. Collective."""
         saved = self.accelerator.finish_saving()
         if saved is not None and self.accelerator.is_main_process:
             prune_checkpoints(self.folder, self.config.save_total_limit, PATTERN, saved=saved)

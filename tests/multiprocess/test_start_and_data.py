@@ -317,7 +317,7 @@ def prepared_by_mistake(rank: int, kind: str) -> tuple[list[str], int]:
 
 
 class Batches(IterableDataset):
-    """Batches of two that the data set makes itself."""
+    """A dataset that yields whole batches of two."""
 
     def __init__(self, count: int):
         self.count = count
@@ -327,17 +327,17 @@ class Batches(IterableDataset):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "batch sampler", "shuffled"])
-def test_data_that_would_be_shared_out_twice_are_noticed(kind):
+def test_data_that_would_be_split_twice_are_noticed(kind):
     for said, samples in run_workers(prepared_by_mistake, 2, kind):
         twice = [message for message in said if "DistributedSampler gives every worker a part of the data" in message]
-        # Of a worker's 6 samples Accelerate takes every other batch, and one more to make them even.
+        # Accelerate takes every other batch of a worker's 6 samples, and one more to make them even.
         assert (len(twice), samples) == ((0, 6) if kind == "shuffled" else (1, 4))
 
 
 @pytest.mark.parametrize("kind", ["batches of its own", "no batches"])
-def test_data_without_batches_cannot_be_shared_out(kind):
+def test_data_without_batches_cannot_be_distributed(kind):
     for outcome in try_workers(prepared_by_mistake, 2, kind):
-        assert "ValueError: batch_size=None leaves batches to the data set" in outcome.error
+        assert "ValueError: batch_size=None leaves batches to the dataset" in outcome.error
         assert "dispatch_batches=True" in outcome.error
 
 

@@ -178,7 +178,7 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint_also_in_a_folder_that_
             {"resume_from_checkpoint": "never"},
             1,
             "cifar",
-            "resume_from_checkpoint: never would begin another run where .* up to step 5",
+            "resume_from_checkpoint: never would start another run where .* up to step 5",
         ),
     ],
 )
@@ -199,7 +199,7 @@ def test_another_number_of_workers_goes_on_where_that_is_asked_for(tmp_path):
 def test_a_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
     saved(tmp_path / "own", 5)
     other = saved(tmp_path / "other", 3)
-    with pytest.raises(ConfigError, match="would begin another run"):
+    with pytest.raises(ConfigError, match="would start another run"):
         checkpoint_to_resume(config(tmp_path / "own", resume_from_checkpoint=other), accelerator(), "cifar")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoint_to_resume(

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import re
 import struct
 import threading
 import time
@@ -571,13 +572,26 @@ def test_an_error_in_the_background_comes_to_light_at_the_next_save(tmp_path, al
 # ---- which to keep
 
 
-def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone):
-    for step in (9, 100, 20):
+def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone, caplog):
+    for step in (9, 100, 20, 300, 400):
         save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
     save_checkpoint(tmp_path / "other", 1000, alone, step=1000)
-    damaged(tmp_path / "step-100", "missing")
+    (tmp_path / "step-notes").mkdir()
+    assert newest_checkpoint(tmp_path, "step-*") == tmp_path / "step-400"
+    assert caplog.messages == []
+    damaged(tmp_path / "step-9", "missing")
+    damaged(tmp_path / "step-100", "truncated")
+    damaged(tmp_path / "step-300", "half a manifest")
+    damaged(tmp_path / "step-400", "no manifest")
     assert newest_checkpoint(tmp_path, "step-*") == tmp_path / "step-20"
     assert newest_checkpoint(tmp_path / "nowhere") is None
+    reasons = [
+        r"step-400 holds no complete checkpoint: gossip.json, which is written last, is missing\.",
+        r"step-300/gossip.json is damaged \(.*\)\.",
+        r"step-100/workers/00000.safetensors has .* bytes, and .* were written\.",
+    ]
+    for message, reason in zip(caplog.messages, reasons, strict=True):
+        assert re.fullmatch(rf"skipped an incomplete checkpoint: \S*/{reason} Using the older \S*/step-20\.", message)
 
 
 @pytest.mark.parametrize(

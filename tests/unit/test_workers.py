@@ -274,7 +274,7 @@ def test_sizes_and_whole_batches_are_those_of_their_context():
     [
         (lambda: VirtualWorkers(make_model(), 0), "num_workers must be at least 1; got 0"),
         (lambda: VirtualWorkers(make_model(), 4)(torch.zeros(3, 4)), "3 samples are too few for 4 workers"),
-        (lambda: VirtualWorkers(make_model(), 2)(3.0), "there is no tensor with a dimension"),
+        (lambda: VirtualWorkers(make_model(), 2)(3.0), "contain no tensor with a dimension"),
         (lambda: VirtualWorkers(make_model(), 3)(make_batch(4)[0]), "worker 1 of 3 got one .* drop_last=True"),
         (lambda: VirtualWorkers(_Ragged(), 2)(torch.zeros(3, 4)), r"differ in more than .*\(2, 2\), \(1, 1\)"),
         (lambda: VirtualWorkers(_Uncopyable(), 2), "it cannot be copied: no copies"),
@@ -464,7 +464,7 @@ def test_gradients_through_several_models_are_each_workers_own():
     ],
 )
 def test_ragged_batches_are_refused(batch, words):
-    with pytest.raises(ValueError, match=f"the model was given {words}. Pad the batch"):
+    with pytest.raises(ValueError, match=f"the model got {words}. Pad the batch"):
         VirtualWorkers(nn.Linear(3, 2), 2)(batch)
 
 

@@ -1,0 +1,162 @@
+"""A pass that is resumed in its middle hands out the rest of its batches, with the same random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.state import GradientState, PartialState
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dsgdac_accel.checkpoint.serialization import decode, encode
+from dsgdac_accel.data.dataloader_state import (
+    DataPosition,
+    ResumedBatches,
+    data_position,
+    epoch_of,
+    record_passes,
+    recorder_of,
+)
+from dsgdac_accel.data.loaders import preserved_loaders
+from dsgdac_accel.randomness import random_state, set_random_state
+
+SIZE, BATCH = 14, 2
+
+
+class Noisy(Dataset):
+    """Samples augmented at random by the process that reads them; counts its reads."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor([index, torch.rand(()).item(), random.random()], dtype=torch.float64)
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.rows = Noisy()
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(SIZE))
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    yield
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def make_loader(kind, active=lambda: True):
+    data = Stream() if kind == "stream" else Noisy()
+    plain = DataLoader(
+        data, BATCH, shuffle=kind != "stream", num_workers=2 * (kind == "processes"), generator=torch.Generator()
+    )
+    prepared = prepare_data_loader(
+        plain, torch.device("cpu"), put_on_device=True, dispatch_batches=kind == "dispatched"
+    )
+    return record_passes(prepared, [], active)
+
+
+def seed():
+    torch.manual_seed(3)
+    random.seed(4)
+
+
+KINDS = ["map", "stream", "dispatched", "processes"]
+
+
+@pytest.mark.parametrize("taken", [1, 4, 6, 7])  # of 7 batches
+@pytest.mark.parametrize("replay", [None, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_of_a_pass_is_that_of_the_unbroken_one(kind, replay, taken):
+    seed()
+    loader = make_loader(kind)
+    list(loader)  # the second pass is the one to resume
+    batches, draws, state, streams = [], [], None, None
+    for number, batch in enumerate(loader, 1):
+        batches.append(batch)
+        draws.append(torch.rand(()).item())
+        if number == taken:
+            state, streams = decode(encode([recorder_of(loader).state_dict(), random_state()]))
+            assert data_position(loader) == (DataPosition(1, taken) if taken < 7 else DataPosition(2, 0))
+    following = list(loader)
+
+    torch.manual_seed(99)  # a new process
+    resumed = make_loader(kind)
+    recorder_of(resumed).load_state_dict(state, streams)
+    set_random_state(streams)
+    rest = ResumedBatches(resumed, replay)
+    if taken < 7:
+        assert data_position(resumed) == DataPosition(1, taken)
+        assert kind == "stream" or len(rest) == 7 - taken
+        for batch, draw, expected in zip(rest, draws[taken:], batches[taken:], strict=True):
+            assert torch.equal(batch, expected)
+            assert torch.rand(()).item() == draw
+            assert epoch_of(resumed) == 1
+    assert data_position(resumed) == DataPosition(2, 0)
+    assert torch.equal(torch.cat(list(resumed)), torch.cat(following))
+
+
+def test_batches_that_are_skipped_in_the_sampler_are_not_read():
+    loader = make_loader("map")
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = recorder_of(loader).state_dict()
+    resumed = make_loader("map")
+    recorder_of(resumed).load_state_dict(state, random_state())
+    assert len(list(ResumedBatches(resumed))) == 3
+    assert resumed.dataset.reads == 3 * BATCH
+
+
+def test_without_resuming_a_loaded_pass_starts_over():
+    seed()
+    loader = make_loader("map")
+    iterator = iter(loader)
+    first = next(iterator)
+    state, streams = recorder_of(loader).state_dict(), random_state()
+    resumed = make_loader("map")
+    recorder_of(resumed).load_state_dict(state, streams)
+    batches = list(resumed)
+    assert len(batches) == 7
+    assert torch.equal(batches[0][:, 0], first[:, 0])  # the same order
+
+
+def test_passes_left_by_break_count_and_evaluation_does_not():
+    training = True
+    loader = make_loader("map", lambda: training)
+    for _ in loader:
+        break
+    training = False
+    with preserved_loaders([loader]):
+        assert len(list(loader)) == 7
+    training = True
+    assert data_position(loader).epoch == 1
+    iterator = iter(loader)
+    next(iterator)
+    assert (epoch_of(loader), epoch_of(None)) == (1, None)
+    training = False
+    with preserved_loaders([loader]):  # in the middle of a training pass
+        list(loader)
+    training = True
+    next(iterator)
+    assert data_position(loader) == DataPosition(1, 2)
+
+
+def test_a_loader_of_other_samplers_is_refused():
+    state = recorder_of(make_loader("map")).state_dict()
+    with pytest.raises(ValueError, match=r"of a loader made of RecordedShard.*RandomSampler.* Prepare the loader as"):
+        recorder_of(make_loader("stream")).load_state_dict(state, random_state())
+    recorder_of(make_loader("stream")).load_state_dict(state, None)  # rescaled: as far as samplers are alike
+    with pytest.raises(TypeError, match="passed through `prepare`; got a list"):
+        data_position([])
