@@ -1,4 +1,4 @@
-"""Resuming equals never having stopped: `save_state` and `load_state` with every worker's own state, bit by bit."""
+"""`save_state` and `load_state` with every worker's own state: a resumed run equals an unbroken one bit by bit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.multiprocess
 
 @dataclass(frozen=True)
 class Case:
-    """How a run is set up."""
+    """Settings of a run."""
 
     algorithm: str = "dsgd_ac"
     optimizer: str = "sgd"
     scaled: bool = False
-    """With a gradient scaler, as fp16 has on a GPU, whose scale grows."""
+    """With a gradient scaler whose scale grows, as fp16 has on a GPU."""
     samples: int = 24
     batch_size: int = 2
     loader_workers: int = 0
@@ -46,13 +46,13 @@ class Case:
     epochs: int = 3
     even_batches: bool = True
     dispatch: bool = False
-    """Worker 0 reads for all."""
+    """Worker 0 reads for all workers."""
     skip: str = "resumed_batches"
-    """How the batches that were taken are passed over."""
+    """How to skip the batches taken before."""
 
 
 class Noisy(Dataset):
-    """Samples augmented at random, from torch's and Python's streams of the process that reads them."""
+    """Samples with random noise from torch's and Python's streams of the process that reads them."""
 
     def __init__(self, size):
         self.inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
@@ -91,7 +91,7 @@ def warm_up_and_decay(step):
 
 
 class Training:
-    """A user's script: prepares, trains, notes everything that must repeat."""
+    """A user's script that prepares, trains, and records everything that must repeat."""
 
     def __init__(self, rank: int, case: Case, **accelerate: Any) -> None:
         set_seed(0)
@@ -135,7 +135,7 @@ class Training:
         return DataLoader(data, case.batch_size, shuffle=case.data != "stream", num_workers=case.loader_workers)
 
     def run(self, save_after: dict[Any, str] | None = None, resume: str | None = None, **saving: Any) -> None:
-        """All epochs; folders to save into by the number of batches taken in all, or by "epoch" and its number."""
+        """Train all epochs; `save_after` maps a number of batches taken, or "epoch N", to a folder."""
         first, taken = 0, 0
         save_after = save_after or {}
         if resume is not None:
@@ -168,7 +168,7 @@ class Training:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        self.accelerator.group.steps_taken += self.case.algorithm == "sgd"  # gossip counts by itself
+        self.accelerator.group.steps_taken += self.case.algorithm == "sgd"  # gossip counts its own steps
         step = self.accelerator.group.steps_taken
         figures = {k: v for gossip in self.accelerator.gossip_steps for k, v in gossip.metrics().items()}
         figures.pop("wait_seconds", None)
@@ -176,7 +176,7 @@ class Training:
         self.notes.append((epoch, batch["index"].tolist(), loss.item(), step, tuple(figures.items())))
 
     def end(self) -> dict[str, Any]:
-        if self.case.algorithm != "sgd":  # the stock one would end the process group of the test
+        if self.case.algorithm != "sgd":  # stock Accelerate would end the process group of the test
             self.accelerator.end_training()
         tensors = [*self.model.parameters(), *self.model.buffers()]
         states = [v for state in self.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
@@ -285,7 +285,11 @@ def test_saving_in_the_background_with_automatic_names(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "checkpoint_3" / "workers")  # the newest is not complete any more
     resumed = run_workers(train_with_everything, 2, str(tmp_path), True)
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
-    assert names == ["checkpoint_2", "checkpoint_3", "checkpoint_4"]  # 3 is damaged, but no left-over of a save
+    assert names == [
+        "checkpoint_2",
+        "checkpoint_3",
+        "checkpoint_4",
+    ]  # 3 is damaged, which deletes nothing
     for rank, (one, other) in enumerate(zip(unbroken, resumed, strict=True)):
         same(one, other, last=12 - 7)
         assert one["counter"] == other["counter"]
@@ -303,7 +307,7 @@ def begin(rank: int, folder: str) -> dict[str, Any]:
     return training.end()
 
 
-def go_on_with_others(rank: int, folder: str) -> dict[str, Any]:
+def resume_with_others(rank: int, folder: str) -> dict[str, Any]:
     training = Training(rank, Case(optimizer="adam"))
     with pytest.raises(WorkerCountError, match="3 workers, but 2 were launched"):
         training.accelerator.load_state(folder)
@@ -322,14 +326,14 @@ def test_another_number_of_workers_starts_from_the_average(tmp_path):
     run_workers(begin, 3, folder)
     saved = [load_worker(folder, rank) for rank in range(3)]
     names = list(saved[0]["models"][0]["parameters"])
-    results = run_workers(go_on_with_others, 2, folder)
+    results = run_workers(resume_with_others, 2, folder)
     for result in results:
         for name, weight in zip(names, result["weights"], strict=True):
             mean = torch.stack([state["models"][0]["parameters"][name].double() for state in saved]).mean(0)
             assert torch.equal(weight, mean.float())
         assert result["radius"] == 0
-        assert result["position"] == DataPosition(epoch=0, batches=4)  # 3 of 3 workers are 9 batches, 4 for each of 2
-        assert [note[3] for note in result["notes"]] == [4, 5]  # steps go on, with the rest of 6 batches
+        assert result["position"] == DataPosition(epoch=0, batches=4)  # 3 batches of 3 workers make 9: 4 for each of 2
+        assert [note[3] for note in result["notes"]] == [4, 5]  # steps continue with the rest of 6 batches
     assert results[0]["draw"] != results[1]["draw"]
     assert not set(results[0]["notes"][0][1]) & set(results[1]["notes"][0][1])
 
@@ -401,7 +405,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 
 
 def full_disk(rank: int, folder: str, wait: bool) -> str:
-    """Worker 1 has no room for the second checkpoint."""
+    """Fill the disk of worker 1 at the second checkpoint."""
     training = Training(rank, Case())
     training.accelerator.save_state(f"{folder}/1")
     really = os.fsync

@@ -1,4 +1,4 @@
-"""Both tasks stopped by a signal to one worker and started again: what they leave is what an unbroken run leaves."""
+"""Both tasks, stopped by a signal to one worker and started again, leave the same results as an unbroken run."""
 
 import re
 import time
@@ -23,7 +23,7 @@ def save_if_due(self, step):
         if os.environ["RANK"] == os.environ["TO"] and step == int(os.environ["AT"]):
             os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
         if step >= int(os.environ["AT"]):
-            time.sleep(0.2)  # so that some steps are left when all have heard of it
+            time.sleep(0.2)  # so that some steps remain when all workers know of it
     really(self, step)
 checkpoints.Checkpoints.save_if_due = save_if_due
 script, sys.argv = sys.argv[1], sys.argv[1:]
@@ -47,7 +47,7 @@ def whole(process):
 
 
 def ends_of_all(script):
-    """Exit status of each forked worker, which `finish` does not wait for, and what they wrote."""
+    """Return the exit status of each forked worker, which `finish` does not wait for, and their output."""
     deadline = time.monotonic() + 60
     for process in script.processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -81,7 +81,7 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     write_pairs(tmp_path / "text")
     common = [forked(workers), script, "--algorithm", algorithm]
     whole(begin(tmp_path, *common, "--output_dir", "unbroken", "--save_steps", "1000"))
-    stopping = begin(tmp_path, *common, "--output_dir", "stopped", **signalled)  # saves nothing but where it stops
+    stopping = begin(tmp_path, *common, "--output_dir", "stopped", **signalled)  # saves only where it stops
     statuses, told = ends_of_all(stopping)
     assert statuses == [EXIT_STOPPED] * workers, told
     asked = f"stopped by {signalled['SIGNAL']} to worker {signalled['TO']}"
@@ -98,7 +98,7 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", workers)
 
 
-def test_a_launcher_that_may_restart_goes_on_by_itself(tmp_path):
+def test_a_launcher_that_may_restart_resumes_by_itself(tmp_path):
     (tmp_path / "settings.yaml").write_text(IMAGES, encoding="utf-8")
     common = ["cifar.py", "--algorithm", "dsgd_ac", "--save_steps", "1000", "--output_dir"]
     whole(begin(tmp_path, forked(2), *common, "unbroken"))

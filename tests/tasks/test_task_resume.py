@@ -1,4 +1,4 @@
-"""Both tasks killed and started again by the same command: what they leave is what an unbroken run leaves."""
+"""Both tasks, killed and started again by the same command, leave the same results as an unbroken run."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_a_killed_run_started_again_is_the_unbroken_one(tmp_path, script, settin
     status, out, err = launch(tmp_path, *broken)
     assert status == 0, f"{out}\n{err}"
     (step,) = re.findall(r"resumed at step (\d+)", out)
-    assert int(step) in resumed_at  # the newest checkpoint is written in the background, and may not have been complete
+    assert int(step) in resumed_at  # the newest one may have been incomplete, since it is written in the background
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "broken"
     assert logged(resumed) == logged(unbroken)
     measured = [key for key in summary(unbroken) if key not in ("seconds", "train_seconds", "data_share")]
@@ -146,7 +146,7 @@ def saved(folder, step, **settings):
     return checkpoint
 
 
-def test_auto_goes_on_from_the_newest_complete_checkpoint_also_in_a_folder_that_was_moved(tmp_path):
+def test_auto_resumes_from_the_newest_complete_checkpoint_also_in_a_folder_that_was_moved(tmp_path, caplog):
     assert checkpoint_to_resume(config(tmp_path), accelerator(), "cifar") is None
     newest = [saved(tmp_path, step) for step in (9, 200, 1000)][-1]
     (newest / "workers" / "00000.safetensors").unlink()
@@ -155,6 +155,8 @@ def test_auto_goes_on_from_the_newest_complete_checkpoint_also_in_a_folder_that_
     (tmp_path / "checkpoints").rename(folder / "checkpoints")
     other = config(folder, logging_steps=3, eval_every=7, report_to=(), save_steps=5, gossip=GossipConfig(timeout=9))
     found = checkpoint_to_resume(other, accelerator(), "cifar")
+    (skipped,) = caplog.messages
+    assert re.fullmatch(r"skipped .*/step-00001000/workers/00000.*No such file.* Using .*/step-00000200\.", skipped)
     assert found == folder / "checkpoints" / "step-00000200"
     assert step_of_own(found, other) == 200
     elsewhere = config(tmp_path / "elsewhere", resume_from_checkpoint=found)
@@ -188,7 +190,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, settings, workers, tas
         checkpoint_to_resume(config(tmp_path, **settings), accelerator(workers), task, any_count=True)
 
 
-def test_another_number_of_workers_goes_on_where_that_is_asked_for(tmp_path):
+def test_another_number_of_workers_resumes_if_the_configuration_says_so(tmp_path):
     newest = saved(tmp_path, 5)
     settings = config(tmp_path, gossip=GossipConfig(on_other_worker_count="deployed"))
     assert checkpoint_to_resume(settings, accelerator(2), "cifar", any_count=True) == newest

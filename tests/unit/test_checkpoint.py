@@ -1,4 +1,4 @@
-"""Checkpoints: trees of state come back bit by bit, and a checkpoint is complete or absent whatever happens."""
+"""Trees of state are loaded bit by bit as they were saved, and a checkpoint is complete or absent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def alone():
 
 
 def same(one, other):
-    """Equal in kind, structure and every bit."""
+    """Assert equal types, structure and bits."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
@@ -130,7 +130,7 @@ def test_integers_come_back_that_are_longer_than_python_prints():
         assert decode(encode([value])) == [value]
 
 
-def test_values_of_one_name_are_kept_apart():
+def test_values_with_the_same_name_are_kept_apart():
     tree = {"a": {"b": torch.zeros(2)}, "a/b": torch.ones(2), "1": torch.zeros(1), 1: torch.ones(1)}
     same(decode(encode(tree)), tree)
 
@@ -180,7 +180,7 @@ SCHEDULERS = torch.optim.lr_scheduler
         lambda o: SCHEDULERS.LambdaLR(o, lambda step: 1 / (1 + step)),
     ],
 )
-def test_every_scheduler_goes_on_where_it_was(make):
+def test_every_scheduler_resumes_where_it_was(make):
     def build():
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
         return optimizer, make(optimizer)
@@ -201,7 +201,7 @@ def test_every_scheduler_goes_on_where_it_was(make):
 
 
 def test_the_order_in_memory_is_kept():
-    """Fused optimizers walk along memory, in parameters and their states at once."""
+    """Fused optimizers iterate over parameters and states in memory order at once."""
     image = torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     back = decode(encode([image, image.permute(3, 1, 0, 2)]))
     assert back[0].is_contiguous(memory_format=torch.channels_last)
@@ -281,12 +281,12 @@ class Subclass(torch.Tensor):
         (torch.ones(2).as_subclass(Subclass), "whole, dense tensors; .* is a Subclass"),
     ],
 )
-def test_what_would_need_pickle_is_refused_by_its_place(value, message):
+def test_values_that_would_need_pickle_are_refused_by_their_place(value, message):
     with pytest.raises(CheckpointError, match=message):
         encode({"a": [0, value]})
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_a_state_that_contains_itself_is_refused():
     state = []
     state.append(state)
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -333,7 +333,7 @@ def saved_steps(parent):
 
 @pytest.mark.parametrize("replaced", [0, 1])
 @pytest.mark.parametrize("overwrite", [0, 1, 2])  # how often the folder was saved to before
-def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
+def test_interrupted_between_two_files_there_is_no_checkpoint_or_the_old_one(
     tmp_path, alone, monkeypatch, replaced, overwrite
 ):
     for _ in range(overwrite):
@@ -344,7 +344,7 @@ def test_broken_off_between_two_files_there_is_no_checkpoint_or_the_old_one(
     def replace(source, target):
         nonlocal count
         if count == replaced:
-            raise KeyboardInterrupt  # as a kill, this is no error that saving could clean up after
+            raise KeyboardInterrupt  # like a kill, it leaves no time to clean up
         count += 1
         really(source, target)
 
@@ -394,8 +394,8 @@ def test_a_failed_save_leaves_a_folder_that_was_there_and_a_good_one_files_that_
     ]
 
 
-def test_a_file_that_worker_0_does_not_see_is_one_error(tmp_path, alone, monkeypatch):
-    def write_elsewhere(path, parts):  # as on a disk of this machine alone
+def test_a_file_that_worker_0_does_not_see_is_an_error(tmp_path, alone, monkeypatch):
+    def write_elsewhere(path, parts):  # as on a disk that only this machine sees
         written = write_whole(path, parts)
         path.unlink()
         return written
@@ -406,13 +406,13 @@ def test_a_file_that_worker_0_does_not_see_is_one_error(tmp_path, alone, monkeyp
         save_checkpoint(tmp_path / "c", 1, alone, step=1)
 
 
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path, alone):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, alone):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointError, match="Not a directory"):
         save_checkpoint(tmp_path / "file" / "c", torch.ones(3), alone, step=2)
 
 
-def test_what_is_in_the_way_of_a_save_is_one_error(tmp_path, alone):
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, alone):
     save_checkpoint(tmp_path / "c", 1, alone, step=1)
     (tmp_path / "c" / "workers" / "00000.receipt").mkdir()
     for name, message in (("c", "00000.receipt: Is a directory"), ("n" * 300, "File name too long")):
@@ -548,7 +548,7 @@ def test_writing_in_the_background_takes_the_state_of_the_moment(tmp_path, alone
     assert load_worker(tmp_path / "b", 0)["x"].sum() == 1000
 
 
-def test_a_checkpoint_in_the_background_is_complete_before_anybody_asks_for_it(tmp_path, alone):
+def test_a_checkpoint_in_the_background_becomes_complete_without_finish(tmp_path, alone):
     writer = CheckpointWriter(alone)
     writer.save(tmp_path / "a", torch.zeros(3), step=1)
     deadline = time.monotonic() + 20
@@ -558,7 +558,7 @@ def test_a_checkpoint_in_the_background_is_complete_before_anybody_asks_for_it(t
     assert writer.finish() == tmp_path / "a"
 
 
-def test_an_error_in_the_background_comes_to_light_at_the_next_save(tmp_path, alone):
+def test_the_next_save_raises_an_error_in_the_background(tmp_path, alone):
     (tmp_path / "file").write_text("no folder")
     writer = CheckpointWriter(alone)
     writer.save(tmp_path / "file" / "c", {}, step=1)
@@ -603,10 +603,10 @@ def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone, cap
         ("no manifest", None),
     ],
 )
-def test_checkpoints_that_cannot_be_used_are_not_taken_for_none(tmp_path, alone, how, message):
+def test_unusable_checkpoints_do_not_count_as_none(tmp_path, alone, how, message):
     save_checkpoint(tmp_path / "step-1", 1, alone, step=1)
     damaged(tmp_path / "step-1", how)
-    if message is None:  # broken off before it was complete
+    if message is None:  # interrupted before it was complete
         assert newest_checkpoint(tmp_path) is None
     else:
         with pytest.raises(CheckpointError, match=message):
@@ -620,7 +620,7 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
     (tmp_path / "step-notes" / "notes.txt").write_text("mine")
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
-        if step == 2:  # broken off before the newer ones were saved
+        if step == 2:  # interrupted before the newer ones were saved
             damaged(tmp_path / "step-2", "no manifest")
     assert prune_checkpoints(tmp_path, keep=2, pattern="step-*") == [tmp_path / "step-1", tmp_path / "step-2"]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-notes"]
@@ -628,10 +628,10 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path, alone):
         prune_checkpoints(tmp_path, keep=0)
 
 
-def test_pruning_leaves_what_may_be_wanted_or_under_way(tmp_path, alone):
+def test_pruning_leaves_damaged_checkpoints_and_those_being_written(tmp_path, alone):
     for step in range(5):
         save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
-    damaged(tmp_path / "step-0", "truncated")  # somebody may want to look into it
+    damaged(tmp_path / "step-0", "truncated")  # a user may want to look into it
     damaged(tmp_path / "step-1", "no manifest")
     (tmp_path / "step-1" / "workers" / "notes.txt").write_text("mine")
     damaged(tmp_path / "step-2", "no manifest")  # another run may be writing it
@@ -643,7 +643,7 @@ def test_pruning_leaves_what_may_be_wanted_or_under_way(tmp_path, alone):
     assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "step-2"]
 
 
-def test_pruning_leaves_what_is_protected_and_what_a_link_leads_to(tmp_path, alone, monkeypatch):
+def test_pruning_leaves_protected_folders_and_targets_of_links(tmp_path, alone, monkeypatch):
     checkpoints = tmp_path / "checkpoints"
     save_checkpoint(tmp_path / "elsewhere", 1, alone, step=1)
     for step in (2, 3, 4):
@@ -669,7 +669,7 @@ def test_pruning_deletes_nothing_where_nothing_is_complete(tmp_path, alone):
     assert (tmp_path / "step-1").exists()
 
 
-def test_pruning_after_going_back_drops_the_future_that_was_left(tmp_path, alone):
+def test_pruning_after_going_back_deletes_later_steps(tmp_path, alone):
     for step in (1, 5, 9):
         save_checkpoint(tmp_path / f"step-{step}", step, alone, step=step)
     save_checkpoint(tmp_path / "step-2", 2, alone, step=2)
@@ -771,7 +771,7 @@ def state_of(rank):
     }  # fmt: skip
 
 
-def test_other_workers_start_from_the_average(tmp_path, monkeypatch):
+def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
     rescale = "dsgdac_accel.checkpoint.rescale"
     monkeypatch.setattr(f"{rescale}.load_worker", lambda folder, rank: decode(encode(states[rank])))
@@ -799,4 +799,4 @@ def test_other_workers_start_from_the_average(tmp_path, monkeypatch):
     )
     assert moments["step"] == 2  # a count, not a quantity to average
     assert average["gossip"][0]["mixer"]["workers"] == 2
-    assert average["loaders"][0]["running"]["taken"] == 10  # 3 workers x 7 batches are 10 for each of 2, rounded down
+    assert average["loaders"][0]["running"]["taken"] == 10  # 3 x 7 batches are 10 for each of 2 workers, rounded down
