@@ -103,7 +103,7 @@ def test_residuals_are_those_of_the_vectors_and_bound_the_error():
         assert (exact - value).abs().min() <= residual * (1 + 1e-9)
 
 
-def test_orthogonality_survives_what_plain_lanczos_loses():
+def test_orthogonality_holds_where_plain_lanczos_loses_it():
     hvp = with_spectrum([1e4, 1e3, *torch.linspace(0, 1, 98).tolist()], dtype=torch.float32)
     spectrum = lanczos(hvp, iterations=60, which="largest")
     basis = torch.stack(spectrum.basis).double()
@@ -111,7 +111,7 @@ def test_orthogonality_survives_what_plain_lanczos_loses():
     assert (spectrum.values > 999).sum() == 2, "no ghost copies of the two large ones"
 
 
-def test_a_large_residual_of_what_is_asked_is_a_warning():
+def test_a_large_residual_at_a_requested_end_is_a_warning():
     hvp = with_spectrum(torch.linspace(-1, 1, 200).tolist())
     with pytest.warns(UserWarning, match=r"largest eigenvalue .* after 5 Lanczos iterations"):
         lanczos(hvp, iterations=5, which="largest")
@@ -181,7 +181,7 @@ def test_counts_seeds_and_ends_are_refused_by_name():
         lanczos(lambda v: v, dim=0)
 
 
-def test_bad_questions_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="iterations must be an integer >= 1; got 0"):
         lanczos(diagonal(1.0), iterations=0)
     with pytest.raises(ValueError, match="probes must be an integer >= 1; got 0"):
@@ -280,7 +280,7 @@ def test_undefined_figures_are_nan():
     assert curvature_exposure([], diagonal(1, 2), 2.0) == 0
 
 
-def test_small_sums_do_not_drown_in_large_ones():
+def test_small_terms_of_a_sum_are_not_lost():
     d = 200_000
     delta = torch.full((d,), 1e-2)
     delta[0] = 1e4
@@ -341,7 +341,7 @@ def test_a_report_holds_what_dense_algebra_gives():
     assert found.pop("B_stderr") == pytest.approx(stderr / hvp.dim / values[-1].item(), rel=0.25)
     assert found.pop("lambda_1_residual") < 1e-8
     assert found.pop("lambda_min_residual") < 1e-8
-    assert not found, "keys that nobody checked"
+    assert not found, "keys without a check"
     assert all(type(value) is float for value in report.as_dict().values())
 
 
@@ -380,7 +380,7 @@ def test_a_negative_top_eigenvalue_leaves_errors_positive():
     assert found.stderr > 0
 
 
-def test_alignment_of_mere_rounding_is_nan():
+def test_alignment_at_rounding_level_is_nan():
     net, batches, deltas = small_case()
     for wide in (True, False):
         if not wide:
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(other, message):
         consensus_errors([net, other], net)
 
 
-def test_values_that_do_not_fit_are_refused():
+def test_values_of_another_shape_or_number_are_refused():
     net = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="expected 2 tensors, one per trainable parameter; got 1"):
         flatten(net, [torch.zeros(2, 3)])
