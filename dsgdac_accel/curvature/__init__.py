@@ -4,6 +4,7 @@ The loss is F(x) = (1/B) sum_b f(x; s_b), the plain mean of the batch losses ove
 leave the model unchanged: gradients, buffers, training modes and random states stay as they are.
 """
 
+from dsgdac_accel.curvature.batch_derivatives import LossFunction
 from dsgdac_accel.curvature.lanczos import Spectrum, lanczos
 from dsgdac_accel.curvature.measures import (
     Estimate,
@@ -29,6 +30,7 @@ __all__ = [
     "CurvatureReport",
     "Estimate",
     "HessianOperator",
+    "LossFunction",
     "NoiseAlignment",
     "ParameterLayout",
     "Penalty",
