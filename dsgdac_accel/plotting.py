@@ -43,7 +43,7 @@ def plot_run(output_dir: Path | str) -> list[Path]:
     runs = [("", BLUE, records)]
     for file_name, panel in PANELS.items():
         if panel.has_data(runs):
-            figure, axes = _new_figure(1, 1)
+            figure, axes = new_figure(1, 1)
             panel.draw(axes[0], runs)
             written.append(output_dir / file_name)
             figure.savefig(written[-1], dpi=DPI)
@@ -73,7 +73,7 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
     if not any(panel.has_data(runs) for panel in panels):
         keys = ", ".join(key for panel in PANELS.values() for key in panel.keys)
         raise ValueError(f"Runs to compare need logged metrics; found none of {keys} in {_listed(folders)}.")
-    figure, axes = _new_figure(2, -(-len(panels) // 2))
+    figure, axes = new_figure(2, -(-len(panels) // 2))
     for blank in axes[len(panels) :]:
         blank.set_visible(False)
     for panel, panel_axes in zip(panels, axes, strict=False):
@@ -236,7 +236,7 @@ def _evaluated_split(records: Records, name: str) -> str:
     return "validation" if any(f"validation/{name}" in record for record in records) else "test"
 
 
-def _new_figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
+def new_figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
     """A figure without pyplot, whose global state and choice of backend belong to the user."""
     try:
         from matplotlib.figure import Figure

@@ -190,9 +190,9 @@ def _gammas(lrs: list[float], power: float, start: int, options: argparse.Namesp
 
 
 def _plot_schedule(file: Path, lrs: list[float], gammas: dict[float, list[float]], steps: int) -> Path:
-    from dsgdac_accel.plotting import COLOURS, DPI, _new_figure
+    from dsgdac_accel.plotting import COLOURS, DPI, new_figure
 
-    figure, (axes,) = _new_figure(1, 1)
+    figure, (axes,) = new_figure(1, 1)
     epochs = [step / steps for step in range(len(lrs))]
     axes.plot(epochs, lrs, "--", color="0.5", label="rate / peak")
     for number, (power, values) in enumerate(gammas.items()):

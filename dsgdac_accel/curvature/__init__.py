@@ -1,9 +1,10 @@
-"""Curvature of the loss at the deployed model, and how the workers' disagreement lies in it.
+"""Curvature of the loss at the deployed model, and the workers' disagreement relative to it.
 
-The loss is F(x) = (1/B) sum_b f(x; s_b), the plain mean of the batch losses over a fixed list of batches. Measuring it
-changes nothing of the model: no gradient, no buffer, no mode, no random stream.
+The loss is F(x) = (1/B) sum_b f(x; s_b), the plain mean of the batch losses over a fixed list of batches. Measurements
+leave the model unchanged: gradients, buffers, training modes and random states stay as they are.
 """
 
+from dsgdac_accel.curvature.batch_derivatives import LossFunction
 from dsgdac_accel.curvature.lanczos import Spectrum, lanczos
 from dsgdac_accel.curvature.measures import (
     Estimate,
@@ -29,6 +30,7 @@ __all__ = [
     "CurvatureReport",
     "Estimate",
     "HessianOperator",
+    "LossFunction",
     "NoiseAlignment",
     "ParameterLayout",
     "Penalty",

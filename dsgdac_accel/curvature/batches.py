@@ -1,4 +1,4 @@
-"""A list of batches that must stay what it is, since every product is of the same Hessian."""
+"""A list of batches that must not change, because every product must be of the same Hessian."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ from torch import Tensor
 
 
 class FixedBatches:
-    """Keeps watch over a list of batches, by its length and a checksum of the contents.
+    """A list of batches that detects changes by its length and a checksum of each batch.
 
     Args:
         batches: list or tuple of tensors, tuples or mappings.
 
     Raises:
-        TypeError: it is not a list: a loader or generator gives other batches, or none, the second time.
-        ValueError: it is empty.
+        TypeError: not a list. A loader or generator may give other batches the second time, or none.
+        ValueError: the list is empty.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
         if not isinstance(batches, Sequence) or isinstance(batches, str | bytes):
             raise TypeError(
-                f"batches must be a list, read once for every product; got {type(batches).__name__}, which may give "
-                f"other batches the next time, or none. Pass list(...) of it, or its first few batches."
+                f"batches must be a list, because each product reads all of them; got {type(batches).__name__}. "
+                f"Pass list(...) of it, or its first few batches."
             )
         if not batches:
             raise ValueError("curvature needs at least one batch; got an empty list. Pass batches of training data.")
         self.batches = batches
         self.checksums = [checksum(batch) for batch in batches]
-        self._count = len(batches)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.checksums)
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
-        """Raise RuntimeError if the list has another length, or one of the batches `numbers` another content."""
-        if len(self.batches) != self._count:
+        """Raise RuntimeError if the length of the list or the content of one of the batches `numbers` changed."""
+        if len(self.batches) != len(self):
             raise RuntimeError(
-                f"the list of batches changed between products: {self._count} batches, now {len(self.batches)}. Every "
-                f"product must be of the same Hessian; make a new HessianOperator for the new list."
+                f"the list of batches changed between products: {len(self)} batches, now {len(self.batches)}. Make a "
+                f"new HessianOperator for the new list."
             )
         for number in numbers:
             if checksum(self.batches[number]) != self.checksums[number]:
                 raise RuntimeError(
-                    f"batch {number} changed between products. Every product must be of the same Hessian; pass copies "
-                    f"of batches that are overwritten, or make a new HessianOperator."
+                    f"batch {number} changed between products. Pass copies of batches that are overwritten, or make a "
+                    f"new HessianOperator."
                 )
 
 
 def checksum(value: Any, start: int = 0) -> int:
-    """CRC-32 of all tensors, arrays and plain values in a tree of tuples, lists and mappings.
+    """Return the CRC-32 of all tensors, arrays and plain values in nested tuples, lists and mappings.
 
     >>> batch = {"x": torch.ones(3), "name": "first"}
     >>> before = checksum(batch)
@@ -77,4 +76,4 @@ def checksum(value: Any, start: int = 0) -> int:
         return zlib.crc32(str(len(value)).encode(), start)
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return zlib.crc32(repr(value).encode(), start)
-    return zlib.crc32(type(value).__qualname__.encode(), start)  # no way to look into it
+    return zlib.crc32(type(value).__qualname__.encode(), start)  # the content of other objects is not compared

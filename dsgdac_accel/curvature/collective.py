@@ -1,4 +1,4 @@
-"""Sums over the processes of a run, in which a failure of one is the same clear error on all."""
+"""Sums over the processes of a run. An error on one process is raised on all of them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,26 @@ from torch import Tensor
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
-def size_of(group: WorkerGroup | None) -> int:
-    """Number of processes; without a group this one is alone."""
-    return 1 if group is None else group.size
-
-
-def rank_of(group: WorkerGroup | None) -> int:
-    """Number of this process."""
-    return 0 if group is None else group.rank
-
-
-@torch.inference_mode(False)  # the caller's may be on, and what is made in it cannot be added to outside
+@torch.inference_mode(False)  # tensors made in the caller's inference mode could not be added to outside of it
 def summed(
     contribute: Callable[[Tensor], None], length: int, device: torch.device, group: WorkerGroup | None, what: str
 ) -> Tensor:
-    """Sum over the processes of what `contribute` adds in place to a float64 vector of zeros, (length,). Collective.
+    """Sum a float64 vector over the processes, with the same bits on all of them. Collective.
 
-    The same bits on all processes. An error in one of them is raised there, and on all others by the number of that
-    worker: who fails still takes part in the sum, with a flag in an element of its own, so nobody waits in vain.
+    A process that fails still takes part in the sum and sets a flag in an extra element, so no process waits in vain.
 
     Args:
-        contribute: this process's share; may raise.
-        length: elements of the vector.
-        device: where it lives.
+        contribute: adds the share of this process to a vector of zeros, in place; may raise.
+        length: number of elements.
+        device: device of the vector.
         group: the processes; None for this one alone.
-        what: names the sum in errors.
+        what: name of the sum in errors.
+
+    Returns:
+        The sum, shape (length,), float64.
+
+    Raises:
+        ValueError, RuntimeError: another process failed; the error names it. On the failing process, its own error.
     """
     total = torch.zeros(length + 1, dtype=torch.float64, device=device)
     if group is None or group.size == 1:
@@ -57,7 +52,7 @@ def summed(
 def _raise_everywhere(mine: Exception | None, group: WorkerGroup, what: str) -> None:
     failures = group.all_gather_object(
         None if mine is None else (isinstance(mine, ValueError | TypeError), str(mine)),
-        f"telling of a failure in {what}",
+        f"sharing an error in {what}",
     )
     if mine is not None:
         raise mine

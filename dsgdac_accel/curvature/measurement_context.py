@@ -1,7 +1,7 @@
-"""What is around a forward and backward pass while curvature is measured, and putting it back without a trace.
+"""Contexts for the forward and backward passes of a curvature measurement. On exit, all settings are restored.
 
-Double backward needs the math attention kernel; small curvature needs full precision; equal products need equal dropout
-masks and buffers in every pass.
+Double backward needs the math attention kernel, small curvature needs full precision, and products of the same Hessian
+need the same dropout masks and buffers in every pass.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dsgdac_accel.randomness import random_state, set_random_state
 
 Modes = Sequence[tuple[nn.Module, bool]]
-"""Modules, and whether each of them is in training mode."""
+"""Modules, each with whether it is in training mode."""
 
 
 def training_modes(model: nn.Module, frozen: Collection[nn.Module] = ()) -> Modes:
-    """The modes of training: those of a model that trains, or all modules of one in eval mode; never those in `frozen`.
+    """Return the modes in which the model trains.
+
+    They are the current modes of a model in training mode. For a model in eval mode, all modules are in training mode.
+    Modules in `frozen` are always in eval mode.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).eval()
     >>> [training for module, training in training_modes(net, frozen=[net[0]])]
     [True, False, True]
     """
-    still = {id(inner) for module in frozen for inner in module.modules()}
-    if model.training:
-        return [(module, module.training and id(module) not in still) for module in model.modules()]
-    return [(module, id(module) not in still) for module in model.modules()]
+    in_eval = {id(inner) for module in frozen for inner in module.modules()}
+    return [
+        (module, (module.training or not model.training) and id(module) not in in_eval) for module in model.modules()
+    ]
 
 
 @contextmanager
-def surroundings(model: nn.Module, modes: Modes, device: torch.device) -> Iterator[None]:
-    """Inside, `model` is in `modes`, in full precision, eager, twice differentiable; on exit all is as it was.
+def measurement_context(model: nn.Module, modes: Modes, device: torch.device) -> Iterator[None]:
+    """Run the model in the given modes, in full precision, eagerly and twice differentiable; restore all on exit.
 
-    Buffers and random streams are the business of `fresh_batch`, for every batch; the streams are put back here.
+    Random states are restored as well. `fresh_batch` sets them, and the buffers, for each batch inside the context.
     """
     before = [(module, module.training) for module in model.modules()]
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))  # whose random stream is the current one
+            stack.enter_context(torch.cuda.device(device))  # random_state saves the stream of the current device
         randomness = random_state()
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -54,7 +57,7 @@ def surroundings(model: nn.Module, modes: Modes, device: torch.device) -> Iterat
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_full_precision(model))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if device.type == "cuda":
             recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())  # no double backward in cuDNN
@@ -76,7 +79,7 @@ def surroundings(model: nn.Module, modes: Modes, device: torch.device) -> Iterat
 
 @contextmanager
 def _full_precision(model: nn.Module) -> Iterator[None]:
-    """Undo for a while what Accelerate does for mixed precision: a forward wrapped in autocast, on the instance."""
+    """Undo Accelerate's mixed precision inside the context. It replaces `forward` by a version wrapped in autocast."""
     wrapped = [
         (module, vars(module)["forward"])
         for module in model.modules()
@@ -93,20 +96,21 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fresh_batch(model: nn.Module, seed: int, number: int) -> Iterator[None]:
-    """Inside, random streams are those of batch `number`, and modules write into copies of their buffers.
+    """Seed the random streams for batch `number`, and let modules write to copies of their buffers.
 
-    So every batch begins with the same buffers, whoever computes it and after whichever other, and what a train-mode
-    pass updates (running statistics, counters, power iterations) reaches neither the model nor a retained graph.
+    Every batch therefore starts from the same buffers and masks, whichever process computes it and in whatever order.
+    Updates of a pass in training mode (running statistics, counters, power iterations) reach neither the model nor a
+    retained graph.
     """
     words = numpy.random.SeedSequence([seed, number]).generate_state(4)
     random.seed(int(words[0]))
     numpy.random.seed(int(words[1]))
-    # Not torch.manual_seed, which reaches for the generators of all devices, and queues them where CUDA has not begun.
+    # torch.manual_seed would seed the generators of all devices, and queue the seeds if CUDA is not initialized.
     torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(int(words[2]) << 32 | int(words[3]))
     slots = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
+    copies: dict[int, Tensor] = {}  # by identity, so that a buffer shared by several modules has one copy
     try:
         for module, buffers in slots:
             for name, buffer in buffers.items():

@@ -1,7 +1,7 @@
-"""How vectors lie in the curvature: the workers' consensus errors, random directions, gradient noise.
+"""Quadratic forms v' H v of consensus errors, random directions and gradient noise.
 
-All are quadratic forms v' H v. Where a group is given, or `hvp` has one as `hvp.group`, sums over workers go over all
-processes, and the functions are collective.
+If a group is given, or `hvp` has one as `hvp.group`, sums over workers include all processes, and the functions are
+collective.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class Penalty:
     """E = sum_i delta_i' H delta_i over all workers, and the size of the consensus errors."""
 
     value: float
-    """E. Half of it is what the loss envelope adds to n f(mean)."""
+    """E. The loss envelope is n f(mean) + E / 2."""
     squared_norm: float
     """||Delta||_F^2 = sum_i ||delta_i||^2."""
     workers: int
     rounding: bool
-    """Whether the errors are no more than the rounding of the weights, so that their direction says nothing."""
+    """Whether the errors are at the rounding level of the weights, so that their direction is meaningless."""
 
     def exposure(self, top: float) -> float:
-        """Q = E / lambda_1; NaN where lambda_1 is 0 or not finite."""
+        """Return Q = E / lambda_1; NaN if lambda_1 is 0 or not finite."""
         return _ratio(self.value, top)
 
     def alignment(self, top: float) -> float:
-        """A = Q / ||Delta||_F^2; NaN also where the errors vanish or are rounding."""
+        """Return A = Q / ||Delta||_F^2; NaN also if the errors are zero or at rounding level."""
         return math.nan if self.rounding else _ratio(self.exposure(top), self.squared_norm)
 
 
 @torch.no_grad()
 def measure_penalty(deltas: Iterable[Tensor], hvp: Matvec, group: WorkerGroup | None = None) -> Penalty:
-    """E and the norm of the consensus errors: one product for each worker of the run.
+    """Measure E = sum_i delta_i' H delta_i and ||Delta||_F^2, with one product per worker of the run.
 
     Args:
-        deltas: x_i - mean of x for this process's workers, each (d,) in the order of the operator's parameters, or all
-            of them (N, d).
-        hvp: the product with the Hessian at the mean.
-        group: the processes; default `hvp.group`, if there is one.
+        deltas: consensus errors x_i - mean of the workers of this process, each (d,) in the order of the operator's
+            parameters, or one tensor (N, d).
+        hvp: product with the Hessian at the mean.
+        group: the processes; default `hvp.group`, if it exists.
     """
     group, deltas = group or getattr(hvp, "group", None), list(deltas)
     space = (len(deltas), *((deltas[0].numel(), deltas[0].dtype) if deltas else (None, None)))
@@ -76,7 +76,7 @@ def measure_penalty(deltas: Iterable[Tensor], hvp: Matvec, group: WorkerGroup | 
 
 
 def _from_owner(mine: Tensor | None, dim: int, dtype: torch.dtype, hvp: Any, group: WorkerGroup | None) -> Tensor:
-    """A vector that one process has, on all of them: a sharded product needs everybody's share."""
+    """Share a vector of one process with all others: every process computes its part of the product."""
     if group is None or group.size == 1:
         assert mine is not None
         return mine
@@ -90,7 +90,7 @@ def _from_owner(mine: Tensor | None, dim: int, dtype: torch.dtype, hvp: Any, gro
 
 
 def _rounding_of(hvp: Any) -> float:
-    """The norm that rounding alone gives to the error of one worker; 0 if the weights are unknown."""
+    """Return the norm of one worker's error that rounding alone would give; 0 if the weights are unknown."""
     if not isinstance(hvp, HessianOperator):
         return 0.0
     point = hvp.point
@@ -100,9 +100,11 @@ def _rounding_of(hvp: Any) -> float:
 def curvature_exposure(
     deltas: Iterable[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None
 ) -> float:
-    """Curvature exposure Q = sum_i delta_i' H delta_i / lambda_1 over all workers.
+    """Measure the curvature exposure Q = sum_i delta_i' H delta_i / lambda_1 over all workers (Eq. 7).
 
-    NaN where `top`, the largest eigenvalue lambda_1, is 0 or not finite. Arguments as of `measure_penalty`.
+    Args:
+        deltas, hvp, group: see `measure_penalty`.
+        top: largest eigenvalue lambda_1. If it is 0 or not finite, Q is NaN.
 
     >>> hvp = lambda v: v * torch.tensor([-7.0, 4.0, 1.0])
     >>> delta = torch.tensor([1.0, 1.0, 0.0])
@@ -113,10 +115,13 @@ def curvature_exposure(
 
 
 def alignment(deltas: Iterable[Tensor], hvp: Matvec, top: float | Tensor, group: WorkerGroup | None = None) -> float:
-    """Normalised alignment A = Q / ||Delta||_F^2 of the consensus errors with the curvature, at most 1.
+    """Measure the alignment A = Q / ||Delta||_F^2 of the consensus errors with the curvature, at most 1.
 
-    NaN where it is undefined: `top` is 0 or not finite, the errors vanish, or they are mere rounding, below 8 machine
-    epsilons of the weights (about 1e-6 in float32; needs a `HessianOperator`). Arguments as of `measure_penalty`.
+    It is NaN if `top` is 0 or not finite, and if the errors are zero or at rounding level: below 8 machine epsilons of
+    the weights, about 1e-6 in float32. Rounding is only detected with a `HessianOperator`.
+
+    Args:
+        deltas, hvp, top, group: see `curvature_exposure`.
     """
     return measure_penalty(deltas, hvp, group).alignment(float(top))
 
@@ -131,15 +136,19 @@ def hutchinson_trace(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Estimate:
-    """tr(H) from Rademacher probes, E[u' H u], with the standard error (Hutchinson 1990).
+    """Estimate tr(H) = E[u' H u] from Rademacher probes u, with the standard error (Hutchinson 1990).
 
-    Exact for a diagonal H. 50 probes give a few percent on a network. Arguments as of `lanczos`.
+    It is exact for a diagonal H. On a network, 50 probes give an error of a few percent.
+
+    Args:
+        hvp: the product; collective if it is sharded.
+        probes: number of products, at least 1.
+        seed: seed of the probes, the same on all workers.
+        dim, dtype, device: see `lanczos`.
 
     >>> hutchinson_trace(lambda v: v * torch.tensor([-7.0, 4.0, 1.0]), probes=1, dim=3)
     Estimate(value=-2.0, stderr=nan)
     """
-    if probes < 1:
-        raise ValueError(f"a trace needs at least one probe; got {probes}.")
     check_integer("probes", probes, minimum=1)
     dim, dtype, device = space_of(hvp, dim, dtype, device)
     generator = torch.Generator().manual_seed(seed)
@@ -152,9 +161,11 @@ def hutchinson_trace(
 
 
 def random_direction_baseline(hvp: Matvec, top: float | Tensor, probes: int = 50, **options: Any) -> Estimate:
-    """B = tr(H) / (d lambda_1), the alignment of a random direction, with its standard error.
+    """Estimate B = tr(H) / (d lambda_1), the alignment of a random direction, with its standard error.
 
-    NaN where `top`, the largest eigenvalue, is 0 or not finite. Options as of `hutchinson_trace`.
+    Args:
+        hvp, probes, options: see `hutchinson_trace`.
+        top: largest eigenvalue lambda_1. If it is 0 or not finite, B is NaN.
 
     >>> random_direction_baseline(lambda v: v * torch.tensor([-7.0, 4.0, 1.0]), top=4.0, probes=2, dim=3)
     Estimate(value=-0.16666666666666666, stderr=0.0)
@@ -164,7 +175,7 @@ def random_direction_baseline(hvp: Matvec, top: float | Tensor, probes: int = 50
 
 
 def baseline_of(trace: Estimate, dim: int, top: float) -> Estimate:
-    """B from a trace that is known already."""
+    """Return B = tr(H) / (d lambda_1) for a known trace."""
     return Estimate(_ratio(trace.value, dim * top), abs(_ratio(trace.stderr, dim * top)))
 
 
@@ -173,29 +184,36 @@ class NoiseAlignment:
     """Alignment of the gradient noise xi_b = gradient of batch b - gradient of F with the curvature."""
 
     raw: float
-    """A_grad as the paper defines it: mean_b xi_b' H xi_b / lambda_1. Depends on the size of the noise."""
+    """A_grad as in the paper, mean_b xi_b' H xi_b / lambda_1. It depends on the size of the noise."""
     normalized: float
     """sum_b xi_b' H xi_b / (lambda_1 sum_b ||xi_b||^2), comparable with A and B."""
     raw_stderr: float
-    """Standard error of `raw` over the batches that were taken; NaN for a single one."""
+    """Standard error of `raw` over the batches; NaN for a single batch."""
     batches: int
-    """How many batches were taken."""
+    """Number of batches used."""
 
 
 @torch.no_grad()
 def gradient_noise_alignment(
     operator: HessianOperator, top: float | Tensor, max_batches: int | None = None
 ) -> NoiseAlignment:
-    """A_grad, raw and normalised, over the batches of the operator. Collective.
+    """Measure A_grad, raw and normalized, over the batches of an operator. Collective.
 
-    It takes a product for each batch, so time grows with their square; `max_batches` takes so many of them, evenly
-    spaced, while the mean gradient stays that of all. NaN where `top` is 0 or not finite, and the normalised one where
-    there is no noise.
+    Each batch takes a product over all batches, so time grows with the square of their number.
+
+    Args:
+        operator: product with the Hessian of F.
+        top: largest eigenvalue lambda_1. If it is 0 or not finite, the result is NaN.
+        max_batches: use at most this many batches, evenly spaced. The mean gradient is still that of all batches.
+
+    Returns:
+        The alignment. `normalized` is NaN if there is no noise.
+
+    Raises:
+        ValueError: max_batches is less than 1.
     """
     count = len(operator.batches)
-    taken = count if max_batches is None else min(count, max_batches)
-    if taken < 1:
-        raise ValueError(f"gradient noise needs at least one batch; got max_batches={max_batches}.")
+    taken = count if max_batches is None else min(count, check_integer("max_batches", max_batches, minimum=1))
     mean = operator.gradient.double()
     forms, squared_norms = [], []
     for position in range(taken):

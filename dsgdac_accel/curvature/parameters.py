@@ -16,52 +16,41 @@ from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name, unwrapped
 
 State = Mapping[str, Any]
-"""Names and values: a `state_dict()`, or the "parameters" of a checkpoint."""
+"""Values by name: a `state_dict()`, or the parameters in a checkpoint."""
 
 _SHOWN = 3  # differences named in an error
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where each trainable parameter lies in the flat vector: in the order of `named_parameters`, tied ones once.
+    """Position of each trainable parameter in the flat vector: the order of `named_parameters`, tied parameters once.
 
-    Frozen parameters are left out; parameters that the loss does not use are in, with a gradient and rows of zeros.
+    Frozen parameters are left out. Parameters that the loss does not use are included; their derivatives are zero.
     """
 
     names: tuple[str, ...]
-    """Of each parameter, its first name, without what `torch.compile` puts in."""
+    """First name of each parameter, without the parts that `torch.compile` adds."""
     aliases: tuple[tuple[str, ...], ...]
-    """All names of each parameter; tied ones have several."""
+    """All names of each parameter; tied parameters have several."""
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
-    """Of the flat vector: float64 if any parameter is, else float32."""
+    """Dtype of the flat vector: float64 if any parameter is, else float32."""
     device: torch.device
     known: frozenset[str]
     """All names that a state dictionary of the model can have."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ParameterLayout:
-        """Layout of `model`, which may be compiled or in DDP.
+        """Return the layout of a model, which may be compiled or in DDP.
 
-        Raises ValueError: nothing is trainable, or in low precision, or on several devices.
+        Raises:
+            ValueError: the model has no trainable parameters, or they are in low precision or on several devices.
         """
         inner = unwrapped(model)
         trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-        if not any(parameter.numel() for parameter in trainable.values()):
-            some = any(parameter.numel() for parameter in inner.parameters())
-            problem = "all of the model's are frozen. Unfreeze some." if some else "the model has none, or empty ones."
-            raise ValueError(f"curvature needs a trainable parameter; {problem}")
-        for name, parameter in trainable.items():
-            if parameter.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"curvature needs float32 or float64 parameters; {name} is {parameter.dtype}. Convert a copy with "
-                    f"`model.float()`."
-                )
-        devices = {parameter.device for parameter in trainable.values()}
-        if len(devices) > 1:
-            raise ValueError(f"curvature needs all parameters on one device; got {sorted(map(str, devices))}.")
-        names_of: dict[int, list[str]] = {id(parameter): [] for parameter in trainable.values()}
+        _require_measurable(inner, trainable)
         every = list(inner.named_parameters(remove_duplicate=False))
+        names_of: dict[int, list[str]] = {id(parameter): [] for parameter in trainable.values()}
         for name, parameter in every:
             if id(parameter) in names_of:
                 names_of[id(parameter)].append(eager_name(name))
@@ -71,24 +60,28 @@ class ParameterLayout:
             aliases=tuple(tuple(names_of[id(parameter)]) for parameter in trainable.values()),
             shapes=tuple(parameter.shape for parameter in trainable.values()),
             dtype=torch.float64 if wide else torch.float32,
-            device=devices.pop(),
+            device=next(iter(trainable.values())).device,
             known=frozenset(map(eager_name, [*inner.state_dict(), *(name for name, _ in every)])),
         )
 
     @property
     def dim(self) -> int:
-        """d, the number of trainable values."""
+        """Number d of trainable values."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @torch.no_grad()
     def flatten(self, values: State | Iterable[Tensor]) -> Tensor:
-        """The flat vector (d,), a copy, of values by name or in the order of the parameters.
+        """Copy values to a flat vector (d,).
 
-        Raises ValueError for values of another model, naming the first differences.
+        Args:
+            values: values by name, or tensors in the order of the parameters.
+
+        Raises:
+            ValueError: the values are of another model; names the first differences.
         """
         found = self._by_name(values) if isinstance(values, Mapping) else list(values)
         if len(found) != len(self.names):
-            raise ValueError(f"expected {len(self.names)} tensors, one for each trainable parameter; got {len(found)}.")
+            raise ValueError(f"expected {len(self.names)} tensors, one per trainable parameter; got {len(found)}.")
         wrong = [
             f"{name}: {tuple(value.shape)} instead of {tuple(shape)}"
             for name, value, shape in zip(self.names, found, self.shapes, strict=True)
@@ -99,7 +92,7 @@ class ParameterLayout:
         return torch.cat([value.detach().to(self.device, self.dtype).reshape(-1) for value in found])
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of `flat` (d,) by name, in the shapes of the parameters."""
+        """Return views of `flat` (d,) by name, in the shapes of the parameters."""
         parts = flat.split([math.prod(shape) for shape in self.shapes])
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
@@ -116,12 +109,32 @@ class ParameterLayout:
         return [next(named[name] for name in names if name in named) for names in self.aliases]
 
 
+def _require_measurable(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
+    if not any(parameter.numel() for parameter in trainable.values()):
+        some = any(parameter.numel() for parameter in model.parameters())
+        problem = "all parameters of the model are frozen. Unfreeze some." if some else "the model has none."
+        raise ValueError(f"curvature needs a trainable parameter; {problem}")
+    for name, parameter in trainable.items():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"curvature needs float32 or float64 parameters; {name} is {parameter.dtype}. Convert a copy with "
+                f"`model.float()`."
+            )
+    devices = {parameter.device for parameter in trainable.values()}
+    if len(devices) > 1:
+        raise ValueError(f"curvature needs all parameters on one device; got {sorted(map(str, devices))}.")
+
+
 def flatten(model: nn.Module, values: State | Iterable[Tensor] | None = None) -> Tensor:
-    """The trainable parameters of `model`, or `values` in their place, as one vector (d,): a copy.
+    """Copy the trainable parameters of a model to one vector (d,).
 
     Args:
-        model: decides which values, in which order.
-        values: a state dictionary, other values by name, or tensors in the order of the trainable parameters.
+        model: determines which values are taken, in which order.
+        values: values to take instead: a state dictionary, other values by name, or tensors in the order of the
+            trainable parameters.
+
+    Raises:
+        ValueError: the values are of another model, or nothing is trainable.
 
     >>> net = nn.Linear(2, 1)
     >>> flatten(net, {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])})
@@ -134,7 +147,7 @@ def flatten(model: nn.Module, values: State | Iterable[Tensor] | None = None) ->
 
 @torch.no_grad()
 def set_parameters(model: nn.Module, flat: Tensor) -> None:
-    """Copy a flat vector (d,) into the trainable parameters of `model`, in place."""
+    """Copy a flat vector (d,) to the trainable parameters of a model, in place."""
     layout = ParameterLayout.of(model)
     if flat.shape != (layout.dim,):
         raise ValueError(f"expected a vector of shape ({layout.dim},) for this model; got {tuple(flat.shape)}.")
@@ -147,16 +160,19 @@ def set_parameters(model: nn.Module, flat: Tensor) -> None:
 def consensus_errors(
     workers: Sequence[nn.Module | State], model: nn.Module, group: WorkerGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Consensus errors delta_i = x_i - mean of x, each (d,), and that mean (d,). Collective where a group is given.
+    """Compute the consensus errors delta_i = x_i - mean_j x_j of the workers. Collective if a group is given.
 
     Args:
-        workers: this process's workers, as models or as state dictionaries, from files for example. `VirtualWorkers`
-            stand for all of their replicas.
-        model: decides which parameters, in which order; its values do not count.
-        group: the processes that hold further workers; None if all workers are in `workers`.
+        workers: workers of this process, as models or as values by name (from a checkpoint, for example).
+            `VirtualWorkers` count as all of their replicas.
+        model: determines which parameters are taken, in which order. Its values do not matter.
+        group: the processes that hold further workers; None if `workers` has all of them.
+
+    Returns:
+        The errors of the workers of this process, each (d,), and the mean of all workers, (d,).
 
     Raises:
-        ValueError: there are no workers, or one is of another model; the error names it and the first differences.
+        ValueError: there are no workers, or one is of another model; names it and the first differences.
 
     >>> workers = [{"weight": torch.tensor([[1.0]])}, {"weight": torch.tensor([[3.0]])}]
     >>> errors, mean = consensus_errors(workers, nn.Linear(1, 1, bias=False))
@@ -165,27 +181,35 @@ def consensus_errors(
     """
     layout = ParameterLayout.of(first_replica(unwrapped(model)))
     flats: list[Tensor] = []
-    single: list[nn.Module | State] = []
-    for worker in workers:
-        inner = unwrapped(worker) if isinstance(worker, nn.Module) else worker
-        single.extend(inner.replicas if isinstance(inner, VirtualWorkers) else [inner])
 
-    def add_all(total: Tensor) -> None:
-        for number, worker in enumerate(single):
+    def add_workers(total: Tensor) -> None:
+        for number, state in enumerate(_states(workers)):
             try:
-                state = dict(unwrapped(worker).named_parameters()) if isinstance(worker, nn.Module) else worker
                 flats.append(layout.flatten(state))
             except ValueError as error:
                 raise ValueError(f"worker {number} of this process: {error}") from error
             total[:-1].add_(flats[-1])
         total[-1] = len(flats)
 
-    total = summed(add_all, layout.dim + 1, layout.device, group, "averaging the workers' parameters")
+    total = summed(add_workers, layout.dim + 1, layout.device, group, "averaging the workers' parameters")
     if total[-1] < 1:
         raise ValueError("consensus errors need at least one worker; got none.")
     mean = total[:-1] / total[-1]
-    # Subtracted in float64: errors may be far smaller than the weights.
+    # The difference is taken in float64, because errors may be far smaller than the weights.
     return [(flat - mean).to(layout.dtype) for flat in flats], mean.to(layout.dtype)
+
+
+def _states(workers: Sequence[nn.Module | State]) -> list[State]:
+    """Return the parameters of each worker by name."""
+    states: list[State] = []
+    for worker in workers:
+        if isinstance(worker, nn.Module):
+            inner = unwrapped(worker)
+            models = inner.replicas if isinstance(inner, VirtualWorkers) else [inner]
+            states.extend(dict(unwrapped(model).named_parameters()) for model in models)
+        else:
+            states.append(worker)
+    return states
 
 
 def _first(things: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""All curvature figures of one point in training, by one call."""
+"""All curvature figures of one point in training, in one call."""
 
 from __future__ import annotations
 
@@ -12,49 +12,50 @@ from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.curvature.lanczos import run_lanczos, warn_unless_converged
+from dsgdac_accel.curvature.batch_derivatives import LossFunction
+from dsgdac_accel.curvature.lanczos import lanczos
 from dsgdac_accel.curvature.measures import (
     baseline_of,
     gradient_noise_alignment,
     hutchinson_trace,
     measure_penalty,
 )
-from dsgdac_accel.curvature.operator import HessianOperator, LossFunction
+from dsgdac_accel.curvature.operator import HessianOperator
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
 @dataclass(frozen=True)
 class CurvatureReport:
-    """Curvature at the deployed model and the workers' disagreement in it; NaN where a figure is undefined."""
+    """Curvature at the deployed model and the workers' disagreement relative to it. Undefined figures are NaN."""
 
     lambda_1: float
     """Largest eigenvalue of the Hessian."""
     lambda_1_residual: float
-    """An eigenvalue is at most that far from `lambda_1`."""
+    """An eigenvalue is at most this far from `lambda_1`."""
     lambda_min: float
-    """Smallest eigenvalue; after 30 iterations its residual is mostly a few percent of it."""
+    """Smallest eigenvalue. After 30 iterations, its residual is usually a few percent of it."""
     lambda_min_residual: float
     trace: float
     trace_stderr: float
     Q: float
     """Curvature exposure sum_i delta_i' H delta_i / lambda_1."""
     A: float
-    """Alignment Q / ||Delta||_F^2; NaN where the radius is at rounding level."""
+    """Alignment Q / ||Delta||_F^2; NaN if the consensus errors are at rounding level."""
     B: float
     """Alignment of random directions, tr(H) / (d lambda_1)."""
     B_stderr: float
     A_grad: float
-    """Alignment of the gradient noise, normalised like A."""
+    """Alignment of the gradient noise, normalized like A."""
     A_grad_raw: float
-    """Alignment of the gradient noise as the paper defines it: mean_b xi_b' H xi_b / lambda_1."""
+    """Alignment of the gradient noise as in the paper, mean_b xi_b' H xi_b / lambda_1."""
     penalty: float
-    """E = Q lambda_1, not normalised."""
+    """E = Q lambda_1, not normalized."""
     batches: int
     batch_size: float
-    """Samples in the first batch; eigenvalues in training mode depend on it. NaN if unknown."""
+    """Samples in the first batch, NaN if unknown. With BatchNorm, eigenvalues depend on it."""
 
     def as_dict(self) -> dict[str, float]:
-        """Figures by name, for a logger."""
+        """Return the figures by name, for a logger."""
         return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 
@@ -72,32 +73,31 @@ def measure_curvature(
     noise_batches: int = 32,
     graph_memory: float = 2**30,
 ) -> CurvatureReport:
-    """Measure eigenvalues, trace, Q, A, B and A_grad at `model`. Collective where a group is given.
+    """Measure eigenvalues, trace, Q, A, B and A_grad at a model. Collective if a group is given.
 
-    It costs iterations + probes + workers + noise_batches products over all batches. Warns where `lambda_1`, by which
-    all else is divided, is not accurate to 1e-3.
+    It costs iterations + probes + workers + noise_batches products over all batches. It warns if `lambda_1`, by which
+    the other figures are divided, is not accurate to 1e-3.
 
     Args:
-        model: the average of the workers, so call it inside `deployed_model`; nothing of it changes.
-        loss_fn: called as `loss_fn(model, batch)`; returns the mean loss of the batch.
+        model: the average of the workers, so call this inside `deployed_model`. The model does not change.
+        loss_fn: called as `loss_fn(model, batch)`; returns the mean loss of the batch, shape ().
         batches: fixed list of training batches, the same on all processes, which share the work.
-        deltas: x_i - mean of x of this process's workers, each (d,), or all of them (N, d); see `consensus_errors`.
-            Empty where all workers are equal: then Q is 0 and A NaN.
+        deltas: consensus errors of the workers of this process, each (d,), or one tensor (N, d); see
+            `consensus_errors`. Empty if all workers are equal; then Q is 0 and A is NaN.
         group: the processes; None for this one alone.
-        seed: of dropout, start vector and probes.
-        frozen: modules that stay in eval mode; see `HessianOperator`, also for `graph_memory`.
-        iterations: of Lanczos.
-        probes: of the trace; 0 leaves trace and B out, as NaN.
-        noise_batches: at most so many batches for A_grad; 0 leaves it out, as NaN.
+        seed: seed of dropout, start vector and probes.
+        frozen, graph_memory: see `HessianOperator`.
+        iterations: iterations of Lanczos, at least 1.
+        probes: random probes of the trace; 0 leaves trace and B out, as NaN.
+        noise_batches: maximum number of batches for A_grad; 0 leaves it out, as NaN.
+
+    Raises:
+        ValueError: an argument is out of range; for model, loss and batches see `HessianOperator`.
     """
-    counts = (
-        ("iterations", iterations, 1), ("probes", probes, 0), ("noise_batches", noise_batches, 0), ("seed", seed, 0),
-    )  # fmt: skip
-    for name, value, smallest in counts:
-        check_integer(name, value, minimum=smallest)
+    for name, value in (("probes", probes), ("noise_batches", noise_batches)):
+        check_integer(name, value, minimum=0)
     hvp = HessianOperator(model, loss_fn, batches, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory)
-    spectrum = run_lanczos(hvp, iterations, seed=seed)
-    warn_unless_converged(spectrum, 0, stacklevel=3)
+    spectrum = lanczos(hvp, iterations, seed=seed, which="largest", stacklevel=3)
     top = float(spectrum.values[0])
     trace = hutchinson_trace(hvp, probes, seed=seed) if probes else None
     baseline = baseline_of(trace, hvp.dim, top) if trace else None
@@ -125,5 +125,5 @@ def measure_curvature(
 def _batch_size(batch: Any) -> float:
     try:
         return float(find_batch_size(batch))
-    except (TypeError, ValueError, IndexError):  # no tensor with samples in it
+    except (TypeError, ValueError, IndexError):  # the batch has no tensor with samples
         return math.nan

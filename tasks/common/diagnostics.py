@@ -17,8 +17,14 @@ from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.config import ConfigError, parse_config
-from dsgdac_accel.curvature import CurvatureReport, consensus_errors, flatten, measure_curvature, set_parameters
-from dsgdac_accel.curvature.operator import LossFunction
+from dsgdac_accel.curvature import (
+    CurvatureReport,
+    LossFunction,
+    consensus_errors,
+    flatten,
+    measure_curvature,
+    set_parameters,
+)
 from tasks.common.checkpoints import PATTERN
 from tasks.common.output_dir import AnyAccelerator, write_json
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.plotting import COLOURS, DPI, FEW_POINTS, _new_figure, set_logarithmic
+from dsgdac_accel.plotting import COLOURS, DPI, FEW_POINTS, new_figure, set_logarithmic
 from tasks.studies.columns import Column, Spread, columns_of
 from tasks.studies.config import FIGURES, ReportConfig, SweepConfig, value_label
 from tasks.studies.curves import Curve, curve_of
@@ -187,7 +187,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     """Panels side by side, at most three in a row; the cells left over are blank."""
     columns = 2 if panels == 4 else min(panels, 3)
     rows = -(-panels // columns)
-    figure, axes = _new_figure(rows, columns)
+    figure, axes = new_figure(rows, columns)
     figure.set_size_inches((5.2 * columns + 0.6, 3.8 * rows + 0.5))
     for blank in axes[panels:]:
         blank.set_visible(False)

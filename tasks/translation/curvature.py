@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.config import parse_config
-from dsgdac_accel.curvature.operator import LossFunction
+from dsgdac_accel.curvature import LossFunction
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.translation.batches import IGNORED, Collate
 from tasks.translation.config import TranslationConfig

@@ -1,4 +1,4 @@
-"""Curvature shared over workers equals that of one process; failures are the same clear error on all."""
+"""Curvature shared over workers equals that of one process, and a failure is the same error on all of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def classify(model, batch):
 
 
 def make_net():
-    """BatchNorm and dropout, so that a batch must be computed the same wherever it is."""
+    """Has BatchNorm and dropout, so that a batch must give the same result on every process."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 3)
@@ -71,13 +71,13 @@ def worker_states(count):
 
 
 def measure(rank, held, batches, launched=True):
-    """All figures where process r holds `held[r]` workers."""
+    """Return all figures, with `held[r]` workers on process r."""
     group = workers() if launched else None
     net, states = make_net(), worker_states(sum(held))
     mine = states[sum(held[:rank]) :][: held[rank]] if launched else states
     deltas, mean = consensus_errors(mine, net, group)
     set_parameters(net, mean)
-    torch.manual_seed(rank)  # the streams of a worker are its own
+    torch.manual_seed(rank)  # workers have different random streams
     report = measure_curvature(
         net, classify, make_batches(batches), deltas, group=group, iterations=12, probes=3, noise_batches=3
     )
@@ -96,7 +96,7 @@ def test_any_share_of_workers_and_batches_gives_the_figures_of_one_process(held,
 
 
 class Diagonal:
-    """A product that every process computes whole."""
+    """A product that is not sharded."""
 
     dim, dtype, device = 3, torch.float32, torch.device("cpu")
 
@@ -158,7 +158,7 @@ def train_and_measure(rank, per_process, measured):
 
 
 @pytest.mark.parametrize(("processes", "per_process"), [(2, 1), (1, 3)])
-def test_a_live_run_is_measured_at_its_average_and_goes_on_undisturbed(processes, per_process):
+def test_a_live_run_is_measured_at_its_average_and_continues_unchanged(processes, per_process):
     measured, undisturbed = (run_workers(train_and_measure, processes, per_process, how) for how in (True, False))
     for (_, state), (_, expected) in zip(measured, undisturbed, strict=True):
         assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -172,7 +172,7 @@ def test_a_live_run_is_measured_at_its_average_and_goes_on_undisturbed(processes
         assert report == pytest.approx(expected, rel=1e-8, abs=1e-10)
 
 
-# ---- wrapped models: processes of their own, for settings that are one per process
+# ---- wrapped models, in fresh processes because some settings are process-wide
 
 
 def wrapped_products(rank, kind):
@@ -259,7 +259,7 @@ def test_a_fault_of_one_worker_is_an_error_on_all_at_once(fault, kind, message):
     healthy, _ = outcomes = try_workers(ask, 2, fault)
     assert re.search(f"{kind}: .*{message}", healthy.error, re.DOTALL), healthy.error
     assert all(outcome.exit_code == 1 for outcome in outcomes)
-    assert all(outcome.seconds < 4 for outcome in outcomes), "somebody waited for a timeout"
+    assert all(outcome.seconds < 4 for outcome in outcomes), "a worker waited for a timeout"
 
 
 def test_a_worker_that_is_killed_is_named_in_time():

@@ -92,7 +92,7 @@ def test_tied_parameters_are_mixed_and_measured_once():
     assert workers.deployed_parameters() == [torch.tensor([2.0])]
 
 
-def test_an_overflow_in_a_worker_without_peers_stays_with_it():
+def test_an_overflow_in_a_worker_without_peers_does_not_spread():
     mixing_NN = build_topology("one_peer_ring", 3).matrix(0)  # worker 2 sits the round out
     x_N = [torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([math.inf])]
     gossip_step([[x] for x in x_N], [plain_sgd([x]) for x in x_N], mixing_NN, gamma=1.0)
@@ -199,7 +199,7 @@ def test_gamma_is_logged_from_the_lr_of_the_group_with_the_largest_base_lr():
     assert workers.gammas == [1.0, 1.0, 0.25, 0.0625]
 
 
-# What the paper says of the radius
+# Statements of the paper on the radius
 
 
 def cosine(step, num_steps):
@@ -220,7 +220,7 @@ def radii_along_a_cosine(power, num_steps=400):
 
 
 def test_disagreement_vanishes_under_dsgd_and_stays_under_adaptive_consensus():
-    # With 8 x 50 independent coordinates one run is within some 10 % of its expectation, and the margins are wider.
+    # With 8 x 50 independent coordinates, one run is within about 10 % of its expectation; the margins are wider.
     dsgd, adaptive = radii_along_a_cosine(power=0), radii_along_a_cosine(power=3)
     assert dsgd[-1] < 0.01 * dsgd[40]
     assert adaptive[-1] > 0.9 * adaptive[40]

@@ -1,4 +1,4 @@
-"""Theorem 1 and what extends it against DSGD-AC run on quadratics, within the statistical error of the simulation.
+"""Theorem 1 and its extensions against DSGD-AC on quadratics, within the statistical error of the simulation.
 
 The error comes from the spread of independent chains, so correlation within a chain needs no model. A quantity agrees
 when it is off by a few of these errors; that the errors are small enough to tell theories apart is tested as well.
@@ -26,19 +26,19 @@ from dsgdac_accel.topology import Topology, build_topology
 
 LAM = [5.0, 1.0, 0.0, -0.05]
 SIGMA2 = [4.0, 1.0, 0.25, 0.25]
-# Momentum 0.9 makes a mode remember ten times longer and bear a tenth of the negative curvature.
+# With momentum 0.9, a mode has ten times the memory and tolerates a tenth of the negative curvature.
 PLAIN = {"gamma": 0.5, "lr": 0.1, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.0}
 HEAVY_BALL = {"gamma": 0.5, "lr": 0.02, "lam": LAM, "sigma2": SIGMA2, "momentum": 0.9}
 SETTINGS = pytest.mark.parametrize("settings", [PLAIN, HEAVY_BALL], ids=["plain", "heavy_ball"])
 
 
 def errors_off(estimate, expected):
-    """By how many standard errors the measured values miss the expected ones."""
+    """Return the error of the measured values in standard errors."""
     return (estimate.value - expected) / estimate.standard_error
 
 
 def agrees(estimate, expected):
-    """No value is off by 5 standard errors of 64 chains (1 in 200,000), nor all together by more than chance."""
+    """Return whether no value is off by 5 standard errors of 64 chains (1 in 200,000), and the sum only by chance."""
     off = errors_off(estimate, expected)
     return off.abs().max() < 5 and off.square().mean() < 2
 
@@ -72,14 +72,14 @@ def test_the_simulation_takes_the_steps_of_gossip_step_on_a_dense_hessian(name, 
     torch.testing.assert_close(x_NCK, dense_NCD @ basis_DK, rtol=0, atol=1e-12)
 
 
-def test_taking_the_mean_out_changes_no_deviation():
-    # The same noise without re-centring, over few enough steps for the mean of the negative curvature to stay small.
+def test_removing_the_mean_changes_no_deviation():
+    # The same noise without re-centering, over few enough steps for the mean of the negative curvature to stay small.
     topology, steps = build_topology("one_peer_ring", 5), 40
     lam_K = torch.tensor(LAM, dtype=torch.float64)
     x_NCK = momentum_NCK = torch.zeros(5, 3, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(7)
-    centred = quadratic_chains(topology, [0.3] * steps, [0.02] * steps, LAM, SIGMA2, 0.9, chains=3, seed=7)
-    for step, delta_NCK in enumerate(centred):
+    centered = quadratic_chains(topology, [0.3] * steps, [0.02] * steps, LAM, SIGMA2, 0.9, chains=3, seed=7)
+    for step, delta_NCK in enumerate(centered):
         noise = torch.tensor(SIGMA2, dtype=torch.float64).sqrt() * torch.randn(
             x_NCK.shape, dtype=torch.float64, generator=generator
         )
@@ -138,7 +138,7 @@ def test_rounds_without_common_modes_have_the_variance_of_the_periodic_solution(
 
 
 def test_the_simulation_tells_the_theories_apart():
-    # What would be wrong: the paper's formula for a run with momentum, and the average of the rounds for the rounds.
+    # Wrong theories: the formula without momentum, and the average of the rounds in place of the rounds.
     alternating = build_topology("one_peer_ring", 8)
     averaged = Topology.from_matrices([sum(alternating.matrix(step) for step in range(2)) / 2])
     settings = {**HEAVY_BALL, "gamma": 1.0}
@@ -147,7 +147,7 @@ def test_the_simulation_tells_the_theories_apart():
     assert abs(errors_off(measured, predicted_radius(alternating, **settings).frobenius)) < 4
     assert abs(errors_off(measured, predicted_radius(averaged, **settings).frobenius)) > 20
     assert abs(errors_off(measured, predicted_radius(alternating, **{**settings, "momentum": 0.0}).frobenius)) > 20
-    # Two percent in the radius are seen as well.
+    # An error of two percent in the radius is detected as well.
     louder = [1.04 * sigma2 for sigma2 in SIGMA2]
     assert abs(errors_off(measured, predicted_radius(alternating, **{**settings, "sigma2": louder}).frobenius)) > 5
 
@@ -158,7 +158,7 @@ def test_four_times_the_steps_halve_the_error():
     assert errors[0] / errors[1] == pytest.approx(2, rel=0.3)
 
 
-def test_the_slowest_decay_is_that_of_a_step_whatever_the_period():
+def test_the_slowest_decay_is_per_step_for_any_period():
     once = build_topology("ring", 4)
     twice, lam_K = Topology.from_matrices([once.matrix(0)] * 2), torch.tensor([0.5, 0.0], dtype=torch.float64)
     mu_J, _ = graph_modes(once)

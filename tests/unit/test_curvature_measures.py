@@ -27,7 +27,6 @@ from dsgdac_accel.curvature import (
     random_direction_baseline,
     set_parameters,
 )
-from dsgdac_accel.curvature.lanczos import warn_unless_converged
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -104,7 +103,7 @@ def test_residuals_are_those_of_the_vectors_and_bound_the_error():
         assert (exact - value).abs().min() <= residual * (1 + 1e-9)
 
 
-def test_orthogonality_survives_what_plain_lanczos_loses():
+def test_orthogonality_holds_where_plain_lanczos_loses_it():
     hvp = with_spectrum([1e4, 1e3, *torch.linspace(0, 1, 98).tolist()], dtype=torch.float32)
     spectrum = lanczos(hvp, iterations=60, which="largest")
     basis = torch.stack(spectrum.basis).double()
@@ -112,7 +111,7 @@ def test_orthogonality_survives_what_plain_lanczos_loses():
     assert (spectrum.values > 999).sum() == 2, "no ghost copies of the two large ones"
 
 
-def test_a_large_residual_of_what_is_asked_is_a_warning():
+def test_a_large_residual_at_a_requested_end_is_a_warning():
     hvp = with_spectrum(torch.linspace(-1, 1, 200).tolist())
     with pytest.warns(UserWarning, match=r"largest eigenvalue .* after 5 Lanczos iterations"):
         lanczos(hvp, iterations=5, which="largest")
@@ -125,16 +124,27 @@ def test_a_large_residual_of_what_is_asked_is_a_warning():
     assert spectrum.values[0].item() == pytest.approx(torch.linalg.eigvalsh(separated.matrix)[-1].item(), rel=1e-6)
 
 
-def test_residuals_are_judged_relative_to_the_value_but_for_values_near_zero():
-    def judged(value, residual):
-        found = Spectrum(torch.tensor([2.0, value]), torch.tensor([0.0, residual]), (), torch.eye(2))
+def test_residuals_are_relative_to_the_value_except_for_values_near_zero():
+    def relative(value, residual):
+        return Spectrum(torch.tensor([2.0, value]), torch.tensor([0.0, residual]), (), torch.eye(2)).relative_residual(
+            -1
+        )
+
+    assert relative(-0.5, 0.001) == pytest.approx(0.002)
+    assert relative(1e-12, 1e-9) == pytest.approx(1e-9 / (1e-6 * 2))
+    assert Spectrum(torch.zeros(1), torch.zeros(1), (), torch.eye(1)).relative_residual(0) == 0
+
+
+def test_a_relative_residual_above_one_thousandth_is_a_warning_at_the_line_of_the_caller():
+    hvp, warned = with_spectrum([3.0, *torch.linspace(-1, 1, 99).tolist()]), []
+    for iterations in range(2, 14):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warn_unless_converged(found, -1, stacklevel=1)
-        return len(caught)
-
-    assert [judged(-1.0, residual) for residual in (0.0009, 0.0011)] == [0, 1]
-    assert [judged(1e-12, residual) for residual in (1e-9, 1e-8)] == [0, 1]
+            spectrum = lanczos(hvp, iterations, which="largest")
+        warned.append(len(caught) == 1)
+        assert warned[-1] == (spectrum.relative_residual(0) > 1e-3)
+        assert all(warning.filename == __file__ for warning in caught)
+    assert 0 < sum(warned) < len(warned)
     with warnings.catch_warnings(record=True) as both:
         warnings.simplefilter("always")
         lanczos(with_spectrum(torch.linspace(-1, 1, 200).tolist()), iterations=5)
@@ -171,10 +181,10 @@ def test_counts_seeds_and_ends_are_refused_by_name():
         lanczos(lambda v: v, dim=0)
 
 
-def test_bad_questions_are_refused():
-    with pytest.raises(ValueError, match="at least one iteration; got 0"):
+def test_invalid_arguments_are_refused():
+    with pytest.raises(ValueError, match="iterations must be an integer >= 1; got 0"):
         lanczos(diagonal(1.0), iterations=0)
-    with pytest.raises(ValueError, match="at least one probe; got 0"):
+    with pytest.raises(ValueError, match="probes must be an integer >= 1; got 0"):
         hutchinson_trace(diagonal(1.0), probes=0)
     with pytest.raises(ValueError, match=r"the dimension is unknown.*Pass dim="):
         lanczos(lambda v: v)
@@ -270,7 +280,7 @@ def test_undefined_figures_are_nan():
     assert curvature_exposure([], diagonal(1, 2), 2.0) == 0
 
 
-def test_small_sums_do_not_drown_in_large_ones():
+def test_small_terms_of_a_sum_are_not_lost():
     d = 200_000
     delta = torch.full((d,), 1e-2)
     delta[0] = 1e4
@@ -331,7 +341,7 @@ def test_a_report_holds_what_dense_algebra_gives():
     assert found.pop("B_stderr") == pytest.approx(stderr / hvp.dim / values[-1].item(), rel=0.25)
     assert found.pop("lambda_1_residual") < 1e-8
     assert found.pop("lambda_min_residual") < 1e-8
-    assert not found, "keys that nobody checked"
+    assert not found, "keys without a check"
     assert all(type(value) is float for value in report.as_dict().values())
 
 
@@ -351,7 +361,7 @@ def test_gradient_noise_of_some_batches_is_measured_against_the_mean_of_all():
     assert gradient_noise_alignment(reordered, 2.0).raw != 0
     assert math.isnan(gradient_noise_alignment(reordered, 2.0).normalized)
     assert gradient_noise_alignment(hvp, 2.0, max_batches=9) == gradient_noise_alignment(hvp, 2.0)
-    with pytest.raises(ValueError, match="max_batches=0"):
+    with pytest.raises(ValueError, match="max_batches must be an integer >= 1; got 0"):
         gradient_noise_alignment(hvp, 2.0, max_batches=0)
 
 
@@ -370,7 +380,7 @@ def test_a_negative_top_eigenvalue_leaves_errors_positive():
     assert found.stderr > 0
 
 
-def test_alignment_of_mere_rounding_is_nan():
+def test_alignment_at_rounding_level_is_nan():
     net, batches, deltas = small_case()
     for wide in (True, False):
         if not wide:
@@ -482,9 +492,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(other, message):
         consensus_errors([net, other], net)
 
 
-def test_values_that_do_not_fit_are_refused():
+def test_values_of_another_shape_or_number_are_refused():
     net = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="expected 2 tensors, one for each trainable parameter; got 1"):
+    with pytest.raises(ValueError, match="expected 2 tensors, one per trainable parameter; got 1"):
         flatten(net, [torch.zeros(2, 3)])
     with pytest.raises(ValueError, match=r"shape \(8,\) for this model; got \(7,\)"):
         set_parameters(net, torch.zeros(7))

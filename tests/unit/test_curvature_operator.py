@@ -1,4 +1,4 @@
-"""Hessian products against dense algebra and finite differences, without a trace in the model."""
+"""Hessian products against dense algebra and finite differences, without changes to the model."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_loss_linear_in_the_parameters_has_a_hessian_of_zero():
     assert torch.equal(hvp(torch.ones(4)), torch.zeros(4))
 
 
-def test_a_model_in_eval_mode_is_measured_as_it_trains_but_for_what_is_frozen():
+def test_a_model_in_eval_mode_is_measured_as_it_trains_except_for_frozen_modules():
     net, loss_fn, batches = make("batch norm")
     v = torch.linspace(-1, 1, flatten(net).numel(), dtype=torch.float64)
     expected = HessianOperator(net, loss_fn, batches)(v)
@@ -178,11 +178,11 @@ def test_a_model_in_eval_mode_is_measured_as_it_trains_but_for_what_is_frozen():
     assert not any(module.training for module in net.modules())
 
 
-# ---- no trace
+# ---- the model stays unchanged
 
 
 class Everything(nn.Module):
-    """All that a train-mode pass would write to or draw from."""
+    """Everything that a pass in training mode writes to or draws from."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ def snapshot(model):
 
 
 @pytest.mark.parametrize("graph_memory", [2**30, 0])
-def test_products_are_symmetric_repeatable_and_leave_no_trace(graph_memory):
+def test_products_are_symmetric_and_repeatable_and_leave_the_model_unchanged(graph_memory):
     torch.manual_seed(0)
     net = Everything().double()
     net.norm.eval()
@@ -236,7 +236,7 @@ def test_products_are_symmetric_repeatable_and_leave_no_trace(graph_memory):
     assert (HessianOperator(net, loss, x, seed=1)(u) - hu).norm() > 1e-3 * hu.norm()
 
 
-def test_a_buffer_that_modules_share_is_one_for_each_batch():
+def test_a_shared_buffer_stays_shared():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     net[1].running_mean = net[0].running_mean
     with fresh_batch(net, seed=0, number=0):
@@ -246,7 +246,7 @@ def test_a_buffer_that_modules_share_is_one_for_each_batch():
     assert net[0].running_mean.tolist() == [0, 0, 0]
 
 
-def test_matrix_products_are_of_full_precision_meanwhile():
+def test_matrix_products_have_full_precision_during_a_product():
     seen, before = [], torch.get_float32_matmul_precision()
 
     def loss(model, batch):
@@ -264,7 +264,7 @@ def test_matrix_products_are_of_full_precision_meanwhile():
 
 
 class Checkpointed(nn.Module):
-    """Forgets the activations of its first part, and computes them again in the backward pass."""
+    """Recomputes the activations of its first part in the backward pass."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -296,7 +296,7 @@ def test_activation_checkpoints_change_nothing(graph_memory):
         HessianOperator(net, squared, asking)(v)
 
 
-def test_dropout_is_that_of_the_batch_wherever_it_stands():
+def test_dropout_masks_depend_on_the_number_of_the_batch():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)).double()
     batches = inputs(2)
@@ -309,7 +309,7 @@ def test_dropout_is_that_of_the_batch_wherever_it_stands():
     assert not torch.equal(twice.batch_gradient(0), twice.batch_gradient(1)), "equal masks in two batches"
 
 
-def test_autocast_no_grad_and_inference_mode_around_it_do_not_matter():
+def test_outer_autocast_no_grad_and_inference_mode_do_not_matter():
     torch.manual_seed(0)
     net, batches = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), inputs(2, dtype=torch.float32)
     expected = HessianOperator(net, squared, batches)(torch.ones(26))
@@ -318,7 +318,7 @@ def test_autocast_no_grad_and_inference_mode_around_it_do_not_matter():
             assert torch.equal(HessianOperator(net, squared, batches)(torch.ones(26)), expected)
 
 
-def test_the_attention_setting_is_the_users_again():
+def test_the_attention_setting_is_restored():
     net, loss_fn, batches = make("attention")
     seen = []
 
@@ -393,18 +393,18 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     for _ in range(150):
         hvp(v)
     assert live() == before
-    kept = len(hvp._graphs)
+    kept = len(hvp.derivatives.kept)
     assert kept == {2**30: 4, 0: 0}.get(graph_memory, kept)
     assert graph_memory != 6_000 or 0 < kept < 4
-    assert hvp._graph_bytes <= graph_memory
+    assert hvp.derivatives.kept_bytes <= graph_memory
     hvp.release()
     gc.disable()
-    try:  # nothing waits for the garbage collector
+    try:  # memory is freed without the garbage collector
         assert live() <= before
     finally:
         gc.enable()
     hvp(v)
-    assert len(hvp._graphs) == kept, "there is as much room as at first"
+    assert len(hvp.derivatives.kept) == kept, "release() frees all of the budget"
 
 
 # ---- refusals
@@ -457,14 +457,14 @@ def train(net, batches):
     ("change", "message"),
     [
         (lengthen, "2 batches, now 3.*new HessianOperator"),
-        (overwrite, "batch 1 changed.*pass copies"),
+        (overwrite, "batch 1 changed.*Pass copies"),
         (overwrite_unseen, "batch 1 changed"),
         (exchange, "batch 0 changed"),
         (train, "the parameters changed.*new HessianOperator"),
     ],
 )
 @pytest.mark.parametrize("graph_memory", [2**30, 0])
-def test_what_changes_between_products_is_refused(change, message, graph_memory):
+def test_changes_between_products_are_refused(change, message, graph_memory):
     net, batches = simple()
     hvp = HessianOperator(net, squared, batches, graph_memory=graph_memory)
     hvp(torch.ones(8))
@@ -475,7 +475,7 @@ def test_what_changes_between_products_is_refused(change, message, graph_memory)
         _ = hvp.gradient
 
 
-def test_a_batch_of_arrays_and_strings_is_watched_too():
+def test_changes_of_arrays_in_a_batch_are_refused():
     net = nn.Linear(3, 2)
     batch = {"x": numpy.ones((4, 3), dtype=numpy.float32), "name": ["a"]}
     hvp = HessianOperator(net, lambda model, b: model(torch.from_numpy(b["x"])).square().mean(), [batch])
@@ -504,7 +504,7 @@ def test_losses_that_have_no_hessian_are_refused(loss_fn, message):
 
 
 @pytest.mark.parametrize("v", [torch.ones(7), torch.ones(8, 1), torch.ones(8, dtype=torch.float64)])
-def test_vectors_that_do_not_fit_are_refused(v):
+def test_vectors_of_other_shapes_or_dtypes_are_refused(v):
     net, batches = simple()
     with pytest.raises(ValueError, match=r"expected a vector of shape \(8,\), torch.float32 on cpu; got"):
         HessianOperator(net, squared, batches)(v)
@@ -514,18 +514,18 @@ def test_models_without_exact_parameters_are_refused():
     batches = simple()[1]
     with pytest.raises(ValueError, match=r"float32 or float64.*weight is torch.bfloat16.*float\(\)"):
         HessianOperator(nn.Linear(3, 2).bfloat16(), squared, batches)
-    with pytest.raises(ValueError, match="all of the model's are frozen"):
+    with pytest.raises(ValueError, match="all parameters of the model are frozen"):
         HessianOperator(nn.Linear(3, 2).requires_grad_(False), squared, batches)
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.ParameterList([torch.zeros(0)])])
 def test_a_model_without_parameters_is_not_called_frozen(model):
-    with pytest.raises(ValueError, match="needs a trainable parameter; the model has none, or empty ones"):
+    with pytest.raises(ValueError, match="needs a trainable parameter; the model has none"):
         HessianOperator(model, squared, simple()[1])
 
 
 def test_a_batch_of_one_sample_is_named_where_batch_norm_cannot_take_it():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     batches = [inputs(1, rows=count)[0] for count in (4, 1)]
-    with pytest.raises(ValueError, match=r"batch 1 has a single sample, of which BatchNorm .*Leave that batch out"):
+    with pytest.raises(ValueError, match=r"batch 1 has a single sample, and BatchNorm .*Leave that batch out"):
         HessianOperator(net, squared, batches)(torch.ones(34, dtype=torch.float64))

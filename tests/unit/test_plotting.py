@@ -30,13 +30,13 @@ def write_run(folder, records=RECORDS, algorithm=None, tail=""):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that a test draws, in order."""
-    figures, create = [], plotting._new_figure
+    figures, create = [], plotting.new_figure
 
     def remember(rows, columns):
         figures.append(create(rows, columns)[0])
         return figures[-1], list(figures[-1].axes)
 
-    monkeypatch.setattr(plotting, "_new_figure", remember)
+    monkeypatch.setattr(plotting, "new_figure", remember)
     return figures
 
 
@@ -225,7 +225,7 @@ def test_neither_import_nor_plot_touches_pyplot(tmp_path):
 
 @pytest.mark.parametrize(("low", "high"), [(2e-4, 3.0), (0.7, 6.0), (3.1, 3.9), (0.02, 0.9)])
 def test_a_logarithmic_axis_has_ticks_that_can_be_read(low, high):
-    figure, (axes,) = plotting._new_figure(1, 1)
+    figure, (axes,) = plotting.new_figure(1, 1)
     axes.plot([0, 1], [low, high])
     plotting.set_logarithmic(axes)
     figure.draw_without_rendering()

@@ -199,14 +199,14 @@ def test_tables_show_two_digits_of_the_spread():
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that a test draws, in order."""
-    made, create = [], drawing._new_figure
+    made, create = [], drawing.new_figure
 
     def remember(rows, columns):
         figure, axes = create(rows, columns)
         made.append(figure)
         return figure, axes
 
-    monkeypatch.setattr(drawing, "_new_figure", remember)
+    monkeypatch.setattr(drawing, "new_figure", remember)
     return made
 
 

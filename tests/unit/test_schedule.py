@@ -56,7 +56,7 @@ def test_gamma_at_the_edges_of_the_range():
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, True, "0.1", None])
-def test_values_that_are_no_lr_are_refused(value):
+def test_an_invalid_lr_is_refused(value):
     with pytest.raises(ValueError, match="lr must be a finite number >= 0"):
         adaptive_gamma(value, 0.1, 2)
     with pytest.raises(ValueError, match="max_lr must be a finite number >= 0"):
@@ -82,7 +82,7 @@ def test_gamma_is_1_before_start_step_and_the_formula_from_it_on():
     assert gammas(AdaptiveConsensus(power=1, start_step=2), [0.4, 0.1, 0.4, 0.2]) == [1.0, 1.0, 1.0, 0.5]
 
 
-def test_a_start_epoch_is_the_first_step_seen_of_that_epoch():
+def test_a_start_epoch_starts_at_its_first_step():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     seen = [(0, 0.8, 0), (1, 0.4, 0), (2, 0.4, 1), (3, 0.2, 1), (4, 0.1, 2)]
     # The lr 0.8 came before the start and does not count for max_lr.
@@ -98,7 +98,7 @@ def test_activation_stays_even_if_the_epoch_counter_starts_again():
 def test_a_step_before_the_start_keeps_gamma_1_when_asked_for_afterwards():
     consensus = AdaptiveConsensus(power=1, start_epoch=1)
     assert [consensus.gamma(1, 0.2, epoch=0), consensus.gamma(2, 0.4, epoch=1)] == [1.0, 1.0]
-    # An lr from before the start does not count for max_lr, no matter when it is asked for.
+    # An lr from before the start does not count for max_lr, no matter when gamma is asked for.
     assert [consensus.gamma(1, 0.8, epoch=0), consensus.gamma(3, 0.2, epoch=1)] == [1.0, 0.5]
 
 
@@ -120,7 +120,7 @@ def test_asking_twice_changes_nothing():
 WARMED_UP = [0.25, 0.5, 1.0, 0.5, 0.25]
 
 
-def test_without_a_plan_the_running_maximum_stands_in():
+def test_without_a_plan_max_lr_is_the_running_maximum():
     assert gammas(AdaptiveConsensus(power=1), WARMED_UP) == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
@@ -136,7 +136,7 @@ def test_active_and_run_differ_for_a_late_start():
         assert gammas(run, WARMED_UP) == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
-def test_run_with_a_plan_knows_a_maximum_still_to_come():
+def test_run_with_a_plan_knows_a_later_maximum():
     assert AdaptiveConsensus(power=1, max_lr="run", planned_lrs=WARMED_UP).gamma(0, 0.25) == 0.25
 
 
@@ -153,15 +153,15 @@ def test_a_plan_shorter_than_the_start_falls_back_on_the_running_maximum():
     assert AdaptiveConsensus(power=1, start_step=9, planned_lrs=[5.0]).gamma(9, 0.1) == 1.0
 
 
-def test_warm_up_from_zero_is_no_nan():
+def test_warm_up_from_zero_gives_no_nan():
     assert gammas(AdaptiveConsensus(), [0.0, 0.1, 0.0]) == [1.0, 1.0, 0.0]
     assert gammas(AdaptiveConsensus(planned_lrs=[0.0, 0.1, 0.0]), [0.0, 0.1, 0.0]) == [0.0, 1.0, 0.0]
 
 
-# Floor, constant, and any settings at all
+# Floor, constant, and random settings
 
 
-def test_the_floor_holds_gamma_up():
+def test_gamma_never_falls_below_the_floor():
     assert gammas(AdaptiveConsensus(power=1, floor=0.3), WARMED_UP)[-2:] == [0.5, 0.3]
 
 
@@ -191,7 +191,7 @@ def test_gamma_stays_between_floor_and_1_and_is_1_before_the_start(power, start_
 @pytest.mark.parametrize("resume_at", range(7))
 @pytest.mark.parametrize("max_lr", ["active", "run", 0.7])
 @pytest.mark.parametrize("start", [{"start_step": 3}, {"start_epoch": 2}])
-def test_resuming_from_json_equals_never_having_stopped(resume_at, max_lr, start):
+def test_resuming_from_json_equals_an_uninterrupted_run(resume_at, max_lr, start):
     seen = [0.8, 0.1, 0.3, 0.6, 0.7, 0.2, 0.1]
     whole = AdaptiveConsensus(max_lr=max_lr, **start)
     before = AdaptiveConsensus(max_lr=max_lr, **start)
@@ -203,7 +203,7 @@ def test_resuming_from_json_equals_never_having_stopped(resume_at, max_lr, start
     assert resumed == expected
 
 
-def test_a_resumed_run_needs_no_plan_to_find_the_same_a_max():
+def test_a_resumed_run_needs_no_plan_to_find_the_same_max_lr():
     planned = AdaptiveConsensus(power=1, planned_lrs=WARMED_UP)
     planned.gamma(0, 0.25)
     resumed = AdaptiveConsensus(power=1)
@@ -211,7 +211,7 @@ def test_a_resumed_run_needs_no_plan_to_find_the_same_a_max():
     assert resumed.gamma(1, 0.5) == planned.gamma(1, 0.5) == 0.5
 
 
-def test_a_foreign_state_is_refused():
+def test_an_incomplete_or_invalid_state_is_refused():
     with pytest.raises(ValueError, match=r"lacks \['active_since'\]"):
         AdaptiveConsensus().load_state_dict({"largest_lr": 0.1})
     with pytest.raises(ValueError, match="active_since must be an integer >= 0; got -1"):
@@ -295,7 +295,7 @@ def two_groups(optimizer_name, as_tensors=False):
     return OPTIMIZERS[optimizer_name](groups)
 
 
-def lrs_by_really_stepping(scheduler, optimizer, total_steps):
+def lrs_by_stepping(scheduler, optimizer, total_steps):
     found = []
     for _ in range(total_steps):
         found.append(float(optimizer.param_groups[1]["lr"]))  # the second group has the larger base lr
@@ -308,17 +308,17 @@ def lrs_by_really_stepping(scheduler, optimizer, total_steps):
 @pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
-def test_planned_lrs_are_those_of_really_stepping(scheduler_name, optimizer_name, as_tensors):
+def test_planned_lrs_equal_those_of_stepping_the_scheduler(scheduler_name, optimizer_name, as_tensors):
     optimizer = two_groups(optimizer_name, as_tensors)
     scheduler = SCHEDULERS[scheduler_name](optimizer)
     planned = planned_lrs(scheduler, total_steps=20)
-    assert planned == lrs_by_really_stepping(scheduler, optimizer, 20)
+    assert planned == lrs_by_stepping(scheduler, optimizer, 20)
     assert len(set(planned)) > 1
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
-def test_planning_leaves_scheduler_optimizer_and_random_states_alone(scheduler_name, optimizer_name, recwarn):
+def test_planning_changes_neither_scheduler_nor_optimizer_nor_random_states(scheduler_name, optimizer_name, recwarn):
     optimizer = two_groups(optimizer_name)
     scheduler = SCHEDULERS[scheduler_name](optimizer)
 
@@ -380,7 +380,7 @@ def test_named_parameters_and_a_fused_optimizer_can_be_planned():
 
 
 @pytest.mark.parametrize("total_steps", [-1, True, 2.5])
-def test_a_length_that_is_no_length_is_refused(total_steps):
+def test_an_invalid_number_of_steps_is_refused(total_steps):
     with pytest.raises(ValueError, match="total_steps must be an integer >= 0"):
         planned_lrs(StepLR(two_groups("sgd"), 5), total_steps)
 

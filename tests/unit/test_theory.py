@@ -45,14 +45,14 @@ def of_one_mode(alpha, gamma, mu, lam, momentum):
 
 
 def of_all_workers(topology, gamma, lr, lam, momentum):
-    """As above for all workers in one direction of the Hessian, for each round, with the mean taken out."""
+    """As above for all workers in one direction of the Hessian, for each round, with the mean removed."""
     n = topology.num_workers
-    centre = np.eye(n) - 1 / n
+    center = np.eye(n) - 1 / n
     for round_ in topology.rounds:
         momentum_row = np.hstack([lam * np.eye(n), momentum * np.eye(n)])
         mixing_row = np.hstack([np.eye(n) - gamma * (np.eye(n) - round_), np.zeros((n, n))])
         step = np.vstack([mixing_row - lr * momentum_row, momentum_row])
-        yield np.kron(np.eye(2), centre) @ step, np.vstack([-lr * centre, centre])
+        yield np.kron(np.eye(2), center) @ step, np.vstack([-lr * center, center])
 
 
 def dense_lyapunov(step, noise):
@@ -169,11 +169,11 @@ def test_where_mixing_is_weak_the_variance_tends_to_that_of_lr_over_one_minus_mo
     assert mixing_dominated_variance(0.1, [0.0, 0.1], [0.5, 0.0], 1.0, momentum).tolist() == [math.inf, math.inf]
 
 
-def test_momentum_lets_a_tenth_of_the_negative_curvature_destabilise():
+def test_momentum_lets_a_tenth_of_the_negative_curvature_destabilize():
     lam = torch.linspace(-1, 0, 1001, dtype=torch.float64)
     threshold = {b: lam[is_stable(0.1, 0.1, 0.5, lam, b)].min().item() for b in (0.0, 0.9)}
     assert threshold[0.0] == pytest.approx(10 * threshold[0.9], abs=0.02)
-    # and the paper's formula, which knows nothing of momentum, is far from what momentum does
+    # The formula of the paper, without momentum, is far off.
     assert modal_variance(0.1, 0.1, 0.5, 0.0, 1.0, 0.9) > 50 * modal_variance(0.1, 0.1, 0.5, 0.0, 1.0)
 
 
@@ -193,7 +193,7 @@ def test_arguments_broadcast_and_may_be_lists_arrays_or_tensors():
 
 @pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("num_workers", [1, 2, 5, 8])
-def test_graph_modes_diagonalise_the_laplacian_without_the_mean(name, num_workers):
+def test_graph_modes_diagonalize_the_laplacian_without_the_mean(name, num_workers):
     topology = build_topology(name, num_workers)
     mu_J, vectors_NJ = graph_modes(topology)
     laplacian_NN = torch.eye(num_workers, dtype=torch.float64) - topology.matrix(0)
@@ -211,7 +211,7 @@ TOPOLOGIES = [
     build_topology("one_peer_exponential", 4),
     build_topology("base_graph", 3),
     build_topology("ring", 5),
-    build_topology("grid", 6),  # its workers are not alike
+    build_topology("grid", 6),  # its workers have different degrees
     Topology.from_matrices([DIRECTED], "directed"),
 ]
 
@@ -259,7 +259,7 @@ def test_an_unstable_direction_makes_the_norms_infinite_and_no_error(name):
     assert "radius=inf" in repr(error)
     for lam, gamma in ((0.0, 0.0), (1000.0, 0.1)):  # a random walk, and an lr too large for the curvature
         assert predicted_radius(build_topology(name, 4), gamma, 0.1, lam, 1.0).frobenius == math.inf
-    # Nothing of it counts where no direction is meant, or its curvature is 0.
+    # An unstable direction does not matter if its count, or for the envelope its curvature, is 0.
     without = predicted_radius(build_topology(name, 4), lam=[1.0, -3.0], counts=[1, 0], **settings_)
     alone = predicted_radius(build_topology(name, 4), lam=1.0, **settings_)
     assert (without.radius, without.frobenius) == pytest.approx((alone.radius, alone.frobenius))
@@ -267,7 +267,7 @@ def test_an_unstable_direction_makes_the_norms_infinite_and_no_error(name):
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_workers_that_only_swap_their_parameters_stay_as_far_apart_as_noise_takes_them(repeats):
+def test_workers_that_only_swap_their_parameters_are_a_random_walk(repeats):
     swap = Topology.from_matrices([[[0.0, 1.0], [1.0, 0.0]]] * repeats)  # mu = 2: at gamma = 1 an eigenvalue of -1
     assert predicted_radius(swap, 1.0, 0.1, 0.0, 1.0).frobenius == math.inf
     assert predicted_radius(swap, 1.0, 0.1, 1.0, 1.0).frobenius == math.inf
@@ -277,9 +277,9 @@ def test_workers_that_only_swap_their_parameters_stay_as_far_apart_as_noise_take
 
 @pytest.mark.parametrize("num_workers", [4, 6, 8, 10])
 def test_rounding_of_an_eigenvalue_at_the_edge_does_not_make_it_stable(num_workers):
-    # Workers that only hear of their neighbours alternate: mu = 2, which eigenvalue routines miss by an ulp or so.
-    neighbours = np.roll(np.eye(num_workers), 1, axis=0) / 2
-    topology = Topology.from_matrices([neighbours + neighbours.T])
+    # Without own weight, mu = 2 on an even ring. Eigenvalue routines miss it by about an ulp.
+    neighbors = np.roll(np.eye(num_workers), 1, axis=0) / 2
+    topology = Topology.from_matrices([neighbors + neighbors.T])
     assert predicted_radius(topology, 1.0, 0.1, 0.0, 1.0).frobenius == math.inf
     assert predicted_radius(topology, 0.9, 0.1, 0.0, 1.0).frobenius < math.inf
 
@@ -387,7 +387,7 @@ def test_under_power_2_a_flat_loss_tends_to_the_mixing_dominated_variance_of_any
     assert final.frobenius == pytest.approx(limit, rel=0.03)
 
 
-def test_what_diverges_beyond_the_largest_float_is_infinite():
+def test_divergence_beyond_the_largest_float_is_infinite():
     final = radius_along(build_topology("one_peer_ring", 4), [0.0] * 600, [1.0] * 600, -1.0, 1.0)[-1]
     assert final.radius == final.frobenius == math.inf
 
@@ -442,7 +442,7 @@ def test_a_bad_argument_is_refused_by_name_everywhere(name, value, message):
                 function(build_topology("ring", 4), **settings_)
 
 
-def test_rounding_of_an_eigenvalue_is_no_bad_argument():
+def test_rounding_of_an_eigenvalue_is_accepted():
     assert modal_variance(**{**GOOD, "mu": -1e-16}) == modal_variance(**{**GOOD, "mu": 0.0})
     assert modal_variance(**{**GOOD, "mu": 2 + 1e-15}) == modal_variance(**{**GOOD, "mu": 2.0})
     assert is_stable(**{key: GOOD[key] for key in ("gamma", "mu", "lam")}, alpha=0.0)  # mixing alone
