@@ -100,7 +100,7 @@ def gather_in_a_section(rank, on_worker_loss):
                 die()
             return accelerator.gather(torch.tensor([accelerator.group.rank])).tolist()
 
-    return accelerator.group.redone(evaluate)
+    return accelerator.group.retry_after_loss(evaluate)
 
 
 def test_a_section_is_begun_anew_as_a_whole():

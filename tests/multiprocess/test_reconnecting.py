@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.elastic.membership import WatchedStore
+from dsgdac_accel.elastic.watched_store import WatchedStore
 from tests.workers import Launch, try_workers
 
 STEPS = 6
@@ -29,7 +29,7 @@ def stop(*_, **__):
 
 
 def after_agreeing(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_trouble_reconnecting", die)
+    monkey.setattr(accelerator.group.policy, "_reconnect", die)
 
 
 def with_its_address_there(monkey, accelerator):
@@ -39,7 +39,7 @@ def with_its_address_there(monkey, accelerator):
 
 
 def between_groups(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_connect", die)
+    monkey.setattr(accelerator.group.process_groups, "connect", die)
 
 
 def before_the_last_barrier(monkey, accelerator):
@@ -47,18 +47,18 @@ def before_the_last_barrier(monkey, accelerator):
 
 
 def hanging(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_connect", stop)
+    monkey.setattr(accelerator.group.process_groups, "connect", stop)
 
 
 def slow(monkey, accelerator):
-    connect = accelerator.group._connect
+    connect = accelerator.group.process_groups.connect
     waits = iter([4.0])
 
     def connect_late():
         time.sleep(next(waits, 0.0))
         connect()
 
-    monkey.setattr(accelerator.group, "_connect", connect_late)
+    monkey.setattr(accelerator.group.process_groups, "connect", connect_late)
 
 
 def slow_afterwards(monkey, accelerator):
@@ -72,20 +72,20 @@ class AtSomeMoment:
     """After it has noticed the first loss."""
 
     def __call__(self, monkey, accelerator):
-        go_on = accelerator.group._go_on
+        recover = accelerator.group.policy._recover
 
-        def go_on_for_a_while(*args):
+        def recover_for_a_while(*args):
             threading.Timer(self.seconds, die).start()
-            return go_on(*args)
+            return recover(*args)
 
-        monkey.setattr(accelerator.group, "_go_on", go_on_for_a_while)
+        monkey.setattr(accelerator.group.policy, "_recover", recover_for_a_while)
 
 
 def train(rank, first, second, disturb, timeout=30.0):
     """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
     torch.manual_seed(0)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("dsgdac_accel.elastic.membership._SILENCE_SECONDS", 2.0)
+    monkey.setattr("dsgdac_accel.elastic.heartbeat._SILENCE_SECONDS", 2.0)
     accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=timeout, log_every=0))
     model = nn.Linear(6, 3)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -104,7 +104,11 @@ def train(rank, first, second, disturb, timeout=30.0):
     assert (radius > 0) == (accelerator.group.size > 1)
     gc.collect()
     dist.barrier(dist.new_group())  # one's own groups can be made anew
-    return (accelerator.group.numbers, accelerator.group.lost, radius), longest, accelerator.group._generation
+    return (
+        (accelerator.group.original_ranks, accelerator.group.lost, radius),
+        longest,
+        accelerator.group.policy.generation,
+    )
 
 
 @pytest.mark.parametrize("dies", [after_agreeing, with_its_address_there, between_groups, before_the_last_barrier])

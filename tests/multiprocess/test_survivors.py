@@ -87,7 +87,7 @@ def train(rank, case, folder, config):
         optimizer.zero_grad()
         gammas.append(accelerator.gossip_steps[0].gamma)
         if step % 5 == 4:
-            evaluations.append(group.redone(lambda: evaluate(accelerator, model)))
+            evaluations.append(group.retry_after_loss(lambda: evaluate(accelerator, model)))
             accelerator.save_state(folder / f"step-{step + 1:02d}", wait=False)
     saved = accelerator.finish_saving()
     with accelerator.deployed_model(model) as deployed:
@@ -96,7 +96,7 @@ def train(rank, case, folder, config):
     parameters = [[p.detach().clone() for p in flat.parameters] for flat in mixer.flats]
     return {
         "parameters": parameters, "average": average, "left_out": mixer.left_out, "mixes_from": mixer._mixes_from,
-        "numbers": group.numbers, "evaluations": evaluations, "gammas": gammas, "saved": saved and saved.name,
+        "numbers": group.original_ranks, "evaluations": evaluations, "gammas": gammas, "saved": saved and saved.name,
         "communications": counted and counted[0], "main": accelerator.is_main_process, "steps": mixer.step,
     }  # fmt: skip
 
@@ -221,7 +221,7 @@ def train_on(rank, case, lost, at):
         optimizer.step()
         optimizer.zero_grad()
     radius = accelerator.measure_consensus()["gossip/radius"]
-    return accelerator.group.numbers, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
+    return accelerator.group.original_ranks, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_silent_worker_is_left_behind_and_ends_when_it_wakes_up():
     assert [outcome.exit_code for outcome in outcomes] == [0, 1, 0], [outcome.error for outcome in outcomes]
     assert outcomes[0].value[:3] == outcomes[2].value[:3] == ([0, 2], [1], STEPS)
     assert "WorkerLostError" in outcomes[1].error
-    assert "others go on without this worker" in outcomes[1].error
+    assert "others continue without this worker" in outcomes[1].error
 
 
 def resume(rank, folder, policy, workers):

@@ -29,9 +29,9 @@ ROOT = str(Path(__file__).resolve().parents[2])
 MOMENTS = {
     "starting up": ("dsgdac_accel.distributed.group", "WorkerGroup.__init__", ""),
     "loading a checkpoint": ("dsgdac_accel.checkpoint.saving", "load_checkpoint", ""),
-    "between steps": ("checkpoints", "Checkpoints.save_if_due", ""),
+    "between steps": ("tasks.common.checkpoints", "Checkpoints.save_if_due", ""),
     "in the exchange": ("dsgdac_accel.core.mixer", "Mixer.finish", ""),
-    "averaging gradients": ("algorithms", "SynchronousAccelerator.backward", ""),
+    "averaging gradients": ("tasks.common.algorithms", "SynchronousAccelerator.backward", ""),
     "copying the state to save": ("dsgdac_accel.checkpoint.writer", "encode", ""),
     "writing its file": ("dsgdac_accel.checkpoint.writer", "safetensors_parts", ""),
     "before its file is renamed": ("dsgdac_accel.checkpoint.serialization", "os.fsync", ""),
@@ -41,9 +41,9 @@ MOMENTS = {
     "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
     "averaging the workers": ("dsgdac_accel.core.mixer", "Mixer.swap_in_average", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
-    "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.gather", "evaluating"),
-    "in decoding": ("translation.decoding", "_translate_batch", ""),
-    "writing the summary": ("run_folder", "RunFolder.write_summary", ""),
+    "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.all_gather_object", "evaluating"),
+    "in decoding": ("tasks.translation.decoding", "_translate_batch", ""),
+    "writing the summary": ("tasks.common.output_dir", "RunFolder.write_summary", ""),
 }
 """When: the module, the function in it at whose call it happens, and a word that one of the arguments begins with."""
 

@@ -1,7 +1,6 @@
 """`dsgdac launch`: real launchers with workers that mostly do without torch, what is lost, and what stays behind."""
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -13,11 +12,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from dsgdac_accel.cli import main
-from dsgdac_accel.distributed.stopping import EXIT_STOPPED
+from dsgdac_accel.distributed.launcher_protocol import CONNECTED, DROPPED, EXIT_STOPPED, WAITING
+from dsgdac_accel.distributed.rendezvous import init_method_after_restart
 from dsgdac_accel.elastic import launch as launcher
-from dsgdac_accel.elastic.launch import DROPPED, MEETING, MET, STOPPED
 from dsgdac_accel.elastic.launch_plan import Launch
-from dsgdac_accel.elastic.rendezvous import meeting_after_restart
+from dsgdac_accel.elastic.worker_process import Worker
 from tests.workers import fork
 
 BEGIN = """
@@ -51,14 +50,14 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 class Command:
-    """`dsgdac launch WORDS` in a forked process."""
+    """`dsgdac launch WORDS`, or the launch of a `plan`, in a forked process."""
 
-    def __init__(self, folder, *words, script=None, **variables):
+    def __init__(self, folder, *words, script=None, plan=None, **variables):
         self.output = folder / f"output{time.monotonic_ns()}"
         self.folder = folder
         if script is not None:
             (folder / "script.py").write_text(BEGIN + textwrap.dedent(script))
-        self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables)
+        self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables, plan)
 
     def end(self, seconds=30):
         """Its exit status and all that was printed."""
@@ -80,7 +79,7 @@ class Command:
         return [int(appeared(self.folder / f"here{rank}")) for rank in ranks]
 
 
-def _launch(words, folder, output, variables):
+def _launch(words, folder, output, variables, plan):
     os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -89,9 +88,10 @@ def _launch(words, folder, output, variables):
         os.environ.pop(name, None)
     launcher.STOP_SECONDS = float(variables.pop("STOP_SECONDS", launcher.STOP_SECONDS))
     launcher._POLL_SECONDS = float(variables.pop("POLL_SECONDS", launcher._POLL_SECONDS))
+    launcher._GRACE_SECONDS = float(variables.pop("GRACE_SECONDS", launcher._GRACE_SECONDS))
     os.environ.update(variables)
     try:
-        status = main(words)
+        status = launcher.launch(Launch(**plan)) if plan else main(words)
     except SystemExit as end:
         status = end.code
     sys.stdout.flush()
@@ -159,16 +159,6 @@ def test_a_module_is_launched_by_name(tmp_path):
     assert run(tmp_path, "-n", 1, "-m", "package.train", "--epochs", 2) == (0, "package --epochs 2\n")
 
 
-def test_logs_are_added_to_files_and_only_worker_0_is_on_the_console(tmp_path):
-    script = "print('out', rank); print('err', rank, file=sys.stderr)"
-    for launches in (1, 2):
-        status, out = run(tmp_path, "-n", 2, "--log-dir", "logs/run", "script.py", script=script)
-        assert (status, out) == (0, "out 0\nerr 0\n")
-        for rank in (0, 1):
-            text = (tmp_path / "logs" / "run" / f"worker-{rank}.log").read_text()
-            assert text == f"out {rank}\nerr {rank}\n" * launches
-
-
 # ---- failures
 
 
@@ -203,7 +193,8 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "status"), [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", STOPPED, STOPPED)]
+    ("first", "last", "status"),
+    [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", EXIT_STOPPED, EXIT_STOPPED)],
 )
 def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the_best_counts(
     tmp_path, first, last, status
@@ -224,9 +215,9 @@ def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
             sign()
             {KILLED}
         await_end(1)
-        sys.exit({STOPPED})
+        sys.exit({EXIT_STOPPED})
         """
-    assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == STOPPED
+    assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == EXIT_STOPPED
 
 
 def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
@@ -236,19 +227,20 @@ def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
     assert "finished without" not in out
 
 
-def test_stop_on_failure_ends_the_others_also_those_that_do_not_listen(tmp_path):
+def test_stop_on_failure_ends_the_others_even_if_they_ignore_sigterm(tmp_path):
     script = f"""
         if rank != 1:
             {HANG}
         {AWAIT_OTHERS.format(2)}
         sys.exit(5)
         """
-    command = Command(tmp_path, "-n", 3, "--on-failure", "stop", "--grace", 0.3, "script.py", script=script)
+    plan = {"command": ["script.py"], "workers": 3, "stop_on_failure": True}
+    command = Command(tmp_path, script=script, plan=plan, GRACE_SECONDS="0.3")
     assert command.end()[0] == 5
     assert all(is_gone(process) for process in command.await_workers(0, 2))
 
 
-def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_restart(tmp_path):
+def test_a_mistake_in_what_was_asked_ends_all_with_one_report(tmp_path):
     script = """
         with open("starts", "a") as starts:
             starts.write("x")
@@ -258,7 +250,7 @@ def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_rest
             sys.exit(2)
         time.sleep(60)
         """
-    status, out = run(tmp_path, "-n", 2, "--max-restarts", 2, "script.py", script=script)
+    status, out = run(tmp_path, "-n", 2, "script.py", script=script)
     assert (status, out) == (2, "dsgdac launch: worker 1 ended with status 2\n")
     assert (tmp_path / "starts").read_text() == "xx"
 
@@ -282,7 +274,7 @@ def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_a_worker_that_ends_before_all_have_met_ends_those_that_wait_for_it(tmp_path, met):
+def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it(tmp_path, met):
     script = """
         if rank == 0:
             open("port", "w").write(os.environ["MASTER_PORT"])
@@ -294,12 +286,12 @@ def test_a_worker_that_ends_before_all_have_met_ends_those_that_wait_for_it(tmp_
         """
     command = Command(tmp_path, "-n", 3, "script.py", met, script=script)
     store = TCPStore("127.0.0.1", int(appeared(tmp_path / "port")), is_master=False)
-    store.set(f"{MEETING}/2", "")
+    store.set(f"{WAITING}/2", "")
     if met:
-        store.set(MET, "")
+        store.set(CONNECTED, "")
     (tmp_path / "go").write_text("")
     status, out = command.end()
-    assert (status, "ended before all had met" in out, "finished without worker 1" in out) == (
+    assert (status, "ended before all were connected" in out, "finished without worker 1" in out) == (
         0 if met else 3,
         not met,
         met,
@@ -314,27 +306,26 @@ def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
         GossipAccelerator()
         """
     status, out = run(tmp_path, "-n", 2, "script.py", script=script)
-    assert (status, "worker 1 ended with status 3" in out, "ended before all had met" in out) == (3, True, True)
+    assert (status, "worker 1 ended with status 3" in out, "ended before all were connected" in out) == (3, True, True)
 
 
 # ---- signals, and what stays behind
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_reaches_all_workers_and_nothing_is_restarted(tmp_path, name):
+def test_a_signal_reaches_all_workers(tmp_path, name):
     script = f"""
-        signal.signal(signal.{name}, lambda *_: sys.exit({STOPPED}))
+        signal.signal(signal.{name}, lambda *_: sys.exit({EXIT_STOPPED}))
         sign()
         time.sleep(60)
         """
-    command = Command(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
+    command = Command(tmp_path, "-n", 2, "script.py", script=script)
     command.await_workers(0, 1)
     os.kill(command.process.pid, signal.Signals[name])
     status, out = command.end()
-    assert status == STOPPED == EXIT_STOPPED
+    assert status == EXIT_STOPPED == 75
     assert f"{name} goes to all workers" in out
     assert out.count("was stopped by a signal and has saved (status 75)") == 2
-    assert "restarting" not in out
 
 
 def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
@@ -381,25 +372,7 @@ def test_processes_that_a_worker_started_end_with_it(tmp_path):
     assert is_gone(*command.await_workers(0))
 
 
-# ---- restarts
-
-
-def test_stopped_and_failed_runs_are_started_anew(tmp_path):
-    script = f"""
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        say("attempt", attempt, "rank", rank)
-        sys.exit([{STOPPED}, 1, 0][attempt])
-        """
-    status, out = run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
-    assert status == 0
-    assert sorted(re.findall(r"attempt (\d) rank (\d)", out)) == [(a, r) for a in "012" for r in "01"]
-    assert out.count("restarting all 2 workers") == 2
-    assert "(2 of 3 restarts)" in out
-
-
-def test_restarts_come_to_an_end(tmp_path):
-    status, out = run(tmp_path, "-n", 1, "--max-restarts", 2, "script.py", script="sys.exit(4)")
-    assert (status, out.count("worker 0 ended with status 4")) == (4, 3)
+# ---- restarts, by other launchers
 
 
 @pytest.mark.parametrize(
@@ -411,11 +384,11 @@ def test_restarts_come_to_an_end(tmp_path):
         ({"GROUP_WORLD_SIZE": "2"}, None),  # machines do not agree on how often they have restarted
     ],
 )
-def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeypatch, changes, expected):
+def test_restarted_workers_of_one_machine_use_a_prefix_of_their_own(monkeypatch, changes, expected):
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
     for name, value in (launched | changes).items():
         monkeypatch.setenv(name, value)
-    assert meeting_after_restart() == expected
+    assert init_method_after_restart() == expected
 
 
 # ---- mistakes
@@ -426,8 +399,6 @@ def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeyp
     [
         (["-n", 0, "script.py"], "workers must be at least 1; got 0"),
         (["-n", 99999999, "script.py"], "workers must be at most 1024"),
-        (["-n", 1, "--max-restarts", -1, "script.py"], "max_restarts must be at least 0; got -1"),
-        (["-n", 1, "--grace", "nan", "script.py"], "grace must be at least 0; got nan"),
         (["-n", 1], "name the script"),
         (["-n", 1, "nothing.py"], "there is no script nothing.py in"),
         (["-n", 1, "."], "there is no script . in"),
@@ -437,7 +408,6 @@ def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeyp
         (["-n", 1, "--machines", 2, "--address", "node0:0", "script.py"], "got 'node0:0'"),
         (["-n", 1, "--address", "node0:70000", "script.py"], "got 'node0:70000'"),
         (["-n", 1, "--machine-index", 1, "script.py"], "the machine index must be in 0..0; got 1"),
-        (["-n", 1, "--machines", 2, "--address", "a:1", "--max-restarts", 1, "script.py"], "needs a single machine"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -525,18 +495,17 @@ def test_machines_that_were_told_different_things_are_refused(tmp_path):
     os.kill(first.process.pid, signal.SIGKILL)
 
 
-def test_who_is_told_to_end_while_starting_workers_starts_no_more(tmp_path, monkeypatch):
+def test_a_launcher_that_is_to_end_while_it_starts_workers_starts_no_more(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("import time; time.sleep(60)")
-    run = launcher._Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
-    start, started = launcher.start_worker, []
+    run = launcher.Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
+    started = []
 
-    def start_and_tell(*args):
-        started.append(start(*args))
+    def start_and_interrupt(*args):
+        started.append(Worker(*args))
         if len(started) == 2:
             run.received.append(signal.SIGTERM)
-            run._pending.append(signal.SIGTERM)
         return started[-1]
 
-    monkeypatch.setattr(launcher, "start_worker", start_and_tell)
-    assert run.once(0) == 128 + signal.SIGTERM
-    assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
+    monkeypatch.setattr(launcher, "Worker", start_and_interrupt)
+    assert run.run() == 128 + signal.SIGTERM
+    assert [worker.status for worker in started] == [-signal.SIGTERM] * 2
