@@ -112,10 +112,6 @@ class WorkerGroup:
         """Rank of this process among those on its machine."""
         return self.detector.reports.local_rank(self.original_ranks[: self.rank + 1])
 
-    def is_alive(self, original_rank: int) -> bool | None:
-        """Whether the process of this worker exists; None for a worker on another machine."""
-        return self.detector.reports.is_alive(original_rank)
-
     # ---- process groups, and who uses them
 
     @property
@@ -231,7 +227,7 @@ class WorkerGroup:
         self._callbacks.append(callback)
 
     def workers_changed(self) -> None:
-        """Call the callbacks; for the loss policy."""
+        """Call these callbacks; the loss policy does it after a loss."""
         for callback in self._callbacks:
             callback()
 

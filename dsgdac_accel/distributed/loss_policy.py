@@ -17,31 +17,23 @@ _ENTRY_POINTS = "dsgdac.on_worker_loss"
 
 
 class LossPolicy(Protocol):
-    """What a `WorkerGroup` asks its policy."""
+    """What a `WorkerGroup` asks when a worker may be lost; the methods of the same names there say more."""
 
     name: str
 
     def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
-        """Raise what a lost worker means to the caller: WorkerLostError, or WorkersChangedError."""
+        """Raise what the failure means to the caller: WorkerLostError, or WorkersChangedError."""
 
-    def collective(self, run: Callable[[], T], what: str) -> T:
-        """The result of a collective of all workers, which `run` does once."""
-
-    def section(self) -> AbstractContextManager[None]:
-        """A context for shared work; see `WorkerGroup.section`."""
-
-    def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """The result of shared work; see `WorkerGroup.retry_after_loss`."""
-
-    def complete_exchange(self, wait: Callable[[], None]) -> bool:
-        """Whether a posted exchange arrived; see `WorkerGroup.complete_exchange`."""
-
+    def collective(self, run: Callable[[], T], what: str) -> T: ...
+    def section(self) -> AbstractContextManager[None]: ...
+    def retry_after_loss(self, work: Callable[[], T]) -> T: ...
+    def complete_exchange(self, wait: Callable[[], None]) -> bool: ...
     def cover_collectives(self, accelerator: Any) -> None:
-        """Let this policy hold for Accelerate's own collectives too."""
+        """Apply this policy to the collectives of an `accelerate.Accelerator` too."""
 
 
 class StopOnLoss:
-    """A lost worker ends the run on all others, by an error that names it. Everything is done once."""
+    """A lost worker ends the run on all others by an error that names it. Everything runs once."""
 
     name = "stop"
 
@@ -49,28 +41,23 @@ class StopOnLoss:
         self.detector = detector
 
     def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
-        """Raise WorkerLostError."""
         raise self.detector.worker_lost(failure) from error
 
     def collective(self, run: Callable[[], T], what: str) -> T:
-        """Run it."""
         return run()
 
     def section(self) -> AbstractContextManager[None]:
-        """A context without effect."""
         return nullcontext()
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """Do it."""
         return work()
 
     def complete_exchange(self, wait: Callable[[], None]) -> bool:
-        """Wait for it."""
         wait()
         return True
 
     def cover_collectives(self, accelerator: Any) -> None:
-        """Leave them as they are."""
+        pass
 
 
 def load_policy(on_loss: str) -> Callable[[Any], LossPolicy]:

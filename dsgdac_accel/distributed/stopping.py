@@ -230,7 +230,7 @@ class StopAgreement:
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
 
     def _is_dead(self, worker: int) -> bool:
-        return worker not in self.group.original_ranks or self.group.is_alive(worker) is False
+        return worker not in self.group.original_ranks or self.group.detector.reports.is_alive(worker) is False
 
     def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
         """Let training continue to where it stops."""

@@ -1,4 +1,4 @@
-"""`dsgdac launch`: real launchers with workers that mostly do without torch, what is lost, and what stays behind."""
+"""`dsgdac launch` with real launchers, and workers that mostly do not import torch."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ import glob, os, signal, sys, time
 
 rank = int(os.environ["RANK"])
 
-def say(*words):  # in one piece, where `print` writes word by word
+def say(*words):  # in one piece; `print` writes word by word
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 def sign(number=rank, process=os.getpid()):
@@ -60,7 +60,7 @@ class Command:
         self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables, plan)
 
     def end(self, seconds=30):
-        """Its exit status and all that was printed."""
+        """Its exit status and everything that was printed."""
         self.process.join(seconds)
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ class Command:
             time.sleep(0.01)
 
     def await_workers(self, *ranks):
-        """Wait until these have written who they are; their process ids."""
+        """Wait until these workers have signed, and return their process ids."""
         return [int(appeared(self.folder / f"here{rank}")) for rank in ranks]
 
 
@@ -111,7 +111,7 @@ def appeared(file, seconds=20):
 
 
 def is_gone(process, seconds=5):
-    """Whether this process has ended; a zombie that nobody collects has."""
+    """Whether this process has ended; a zombie has."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -130,7 +130,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-# ---- what workers are told
+# ---- the environment of workers
 
 
 NAMES = (
@@ -140,7 +140,7 @@ NAMES = (
 SHOW = f"say(*[os.environ[name] for name in {NAMES}], *sys.argv[1:])"
 
 
-def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
+def test_workers_get_their_ranks_and_the_arguments_after_the_script(tmp_path):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7"}  # of an outer launch
     status, out = run(tmp_path, "-n", 2, "script.py", "--n", "3", "-m", script=SHOW, **stale)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -148,7 +148,7 @@ def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
     assert (status, sorted(out.splitlines())) == (0, expected)
 
 
-def test_number_of_threads_is_left_as_it_was_set(tmp_path):
+def test_a_number_of_threads_that_is_set_stays(tmp_path):
     status, out = run(tmp_path, "-n", 1, "script.py", script=SHOW, OMP_NUM_THREADS="3")
     assert (status, out) == (0, "0 0 1 1 127.0.0.1 True 0 3\n")
 
@@ -162,7 +162,7 @@ def test_a_module_is_launched_by_name(tmp_path):
 # ---- failures
 
 
-def test_others_go_on_when_a_worker_is_lost(tmp_path):
+def test_the_others_continue_when_a_worker_is_lost(tmp_path):
     script = f"""
         if rank == 0:
             {KILLED}
@@ -181,7 +181,7 @@ def test_others_go_on_when_a_worker_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "status"), [("sys.exit(5)", 5), (KILLED, 128 + 9), ("sys.exit(75)", 75)])
-def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_path, first, status):
+def test_the_exit_status_is_that_of_the_first_failure_if_the_last_worker_fails_too(tmp_path, first, status):
     script = f"""
         if rank == 1:
             sign()
@@ -196,7 +196,7 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
     ("first", "last", "status"),
     [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", EXIT_STOPPED, EXIT_STOPPED)],
 )
-def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the_best_counts(
+def test_of_workers_found_ended_at_once_a_killed_one_is_the_cause_and_the_best_one_counts(
     tmp_path, first, last, status
 ):
     script = f"""
@@ -209,7 +209,7 @@ def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the
     assert run(tmp_path, "-n", 2, "script.py", script=script, POLL_SECONDS="1")[0] == status
 
 
-def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
+def test_the_exit_status_shows_that_survivors_were_stopped_by_a_signal(tmp_path):
     script = f"""
         if rank == 1:
             sign()
@@ -240,7 +240,7 @@ def test_stop_on_failure_ends_the_others_even_if_they_ignore_sigterm(tmp_path):
     assert all(is_gone(process) for process in command.await_workers(0, 2))
 
 
-def test_a_mistake_in_what_was_asked_ends_all_with_one_report(tmp_path):
+def test_status_2_of_one_worker_ends_all_with_one_report(tmp_path):
     script = """
         with open("starts", "a") as starts:
             starts.write("x")
@@ -255,7 +255,7 @@ def test_a_mistake_in_what_was_asked_ends_all_with_one_report(tmp_path):
     assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
+def test_a_hanging_worker_that_the_others_dropped_is_killed(tmp_path):
     script = f"""
         if rank == 1:
             {HANG}
@@ -273,8 +273,8 @@ def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
     assert (status, "worker 1 was ended by SIGKILL" in out, "finished without worker 1" in out) == (0, True, True)
 
 
-@pytest.mark.parametrize("met", [False, True])
-def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it(tmp_path, met):
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it(tmp_path, connected):
     script = """
         if rank == 0:
             open("port", "w").write(os.environ["MASTER_PORT"])
@@ -284,21 +284,21 @@ def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it
             sys.exit(3)
         time.sleep(60 if sys.argv[1] == "False" else 3)
         """
-    command = Command(tmp_path, "-n", 3, "script.py", met, script=script)
+    command = Command(tmp_path, "-n", 3, "script.py", connected, script=script)
     store = TCPStore("127.0.0.1", int(appeared(tmp_path / "port")), is_master=False)
     store.set(f"{WAITING}/2", "")
-    if met:
+    if connected:
         store.set(CONNECTED, "")
     (tmp_path / "go").write_text("")
     status, out = command.end()
     assert (status, "ended before all were connected" in out, "finished without worker 1" in out) == (
-        0 if met else 3,
-        not met,
-        met,
+        0 if connected else 3,
+        not connected,
+        connected,
     )
 
 
-def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
+def test_accelerators_do_not_wait_for_a_worker_that_failed_to_start(tmp_path):
     script = """
         if rank == 1:
             sys.exit(3)
@@ -309,7 +309,7 @@ def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
     assert (status, "worker 1 ended with status 3" in out, "ended before all were connected" in out) == (3, True, True)
 
 
-# ---- signals, and what stays behind
+# ---- signals, and processes left behind
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -328,7 +328,7 @@ def test_a_signal_reaches_all_workers(tmp_path, name):
     assert out.count("was stopped by a signal and has saved (status 75)") == 2
 
 
-def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
+def test_a_second_interrupt_kills_workers_that_ignore_it(tmp_path):
     script = f"signal.signal(signal.SIGINT, signal.SIG_IGN); {HANG}"
     command = Command(tmp_path, "-n", 2, "script.py", script=script)
     processes = command.await_workers(0, 1)
@@ -348,7 +348,7 @@ def test_workers_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
     assert all(is_gone(process) for process in processes)
 
 
-def test_workers_and_their_processes_end_with_a_launcher_that_is_killed(tmp_path):
+def test_workers_and_their_processes_end_when_the_launcher_is_killed(tmp_path):
     script = f"""
         import subprocess
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -410,7 +410,7 @@ def test_restarted_workers_of_one_machine_use_a_prefix_of_their_own(monkeypatch,
         (["-n", 1, "--machine-index", 1, "script.py"], "the machine index must be in 0..0; got 1"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "script.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(["launch", *map(str, words)]) == 2
@@ -432,7 +432,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path, monkeypatch, capsys):
 # ---- with torch
 
 
-def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_path):
+def test_survivors_of_worker_0_still_have_the_store(tmp_path):
     script = f"""
         import torch
         import torch.distributed as dist
@@ -459,7 +459,7 @@ def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_pat
     assert "finished without worker 0" in out
 
 
-MEET = """
+CONNECT = """
     import torch
     import torch.distributed as dist
 
@@ -473,15 +473,15 @@ MEET = """
     """
 
 
-def test_two_machines_meet_at_the_first_one_which_stays_until_the_other_is_done(tmp_path):
+def test_two_machines_connect_and_the_first_one_stays_until_the_other_is_done(tmp_path):
     words = ["-n", 1, "--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
-    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=MEET, GLOO_SOCKET_IFNAME="lo")
+    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=CONNECT, GLOO_SOCKET_IFNAME="lo")
     first = Command(tmp_path, *words, "--machine-index", 0, "script.py", GLOO_SOCKET_IFNAME="lo")
     assert first.end() == (0, "rank 0 local 0 sum 11.0\nlate 0\n")
     assert second.end() == (0, "rank 1 local 0 sum 11.0\nlate 1\n")
 
 
-def test_machines_that_were_told_different_things_are_refused(tmp_path):
+def test_machines_with_different_plans_are_refused(tmp_path):
     words = ["--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
     first = Command(tmp_path, "-n", 1, *words, "script.py", script=HANG)
     first.await_workers(0)

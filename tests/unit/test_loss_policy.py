@@ -172,9 +172,15 @@ def test_inside_another_section_the_outer_one_is_repeated(monkeypatch):
 def test_a_section_that_another_survivor_has_completed_is_not_repeated(monkeypatch):
     group, done = group_of(3, monkeypatch)
     policy = group.policy = ContinueWithSurvivors(group)
-    policy._furthest = Progress({}, sections=1)  # so all others are through with its work, too
-    assert group.retry_after_loss(lambda: group.collective(Work(CHANGE, done=done), "the last one in it")) == 2
-    assert done == ["work", "work", "barrier"]
+    policy._furthest = Progress({}, sections=1)  # so all others have done its work too
+    work = Work(CHANGE, done=done)
+
+    def evaluate():
+        done.append("begin")
+        return group.collective(work, "the last one in it")
+
+    assert group.retry_after_loss(evaluate) == 3
+    assert done == ["begin", "work", "work", "barrier"]
 
 
 def test_an_exchange_is_dropped_after_a_loss_and_raises_in_a_section(monkeypatch):
