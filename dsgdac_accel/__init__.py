@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from dsgdac_accel.core.mixer import Mixer
     from dsgdac_accel.distributed.failure_detection import WorkerLostError, WorkersChangedError
     from dsgdac_accel.distributed.group import WorkerGroup
-    from dsgdac_accel.distributed.stopping import EXIT_STOPPED, StoppedBySignal
+    from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
+    from dsgdac_accel.distributed.stopping import StoppedBySignal
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.topology import Topology, build_topology
@@ -50,7 +51,7 @@ _MODULES = {
     "AdaptiveConsensus": "schedule",
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
-    "EXIT_STOPPED": "distributed.stopping",
+    "EXIT_STOPPED": "distributed.launcher_protocol",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
     "GossipConfig": "config",

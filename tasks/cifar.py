@@ -200,7 +200,7 @@ class ImageRun:
             last = epoch + 1 == self.config.num_train_epochs
             measure = self.config.curvature.due(epoch, last)
             if last or measure or (epoch + 1) % self.config.eval_every == 0:
-                self.accelerator.group.redone(lambda: self._evaluate(epoch, last, measure))  # noqa: B023  # called at once
+                self.accelerator.group.retry_after_loss(lambda: self._evaluate(epoch, last, measure))  # noqa: B023  # called at once
             self.losses, self.logged = [], 0
         bar.close()
         self.checkpoints.finish()

@@ -208,13 +208,13 @@ class TranslationRun:
             done = self.step == self.total_steps
             measure = self.config.curvature.due(self.epoch, done)
             if done or measure or (self.epoch + 1) % self.config.eval_every == 0:
-                self.accelerator.group.redone(lambda: self._validate(self.epoch + 1, measure))  # noqa: B023  # called at once
+                self.accelerator.group.retry_after_loss(lambda: self._validate(self.epoch + 1, measure))  # noqa: B023  # called at once
             if done:
                 break
             self.epoch += 1
         bar.close()
         self.checkpoints.finish()
-        self.accelerator.group.redone(lambda: self._finish(self.epoch + 1))
+        self.accelerator.group.retry_after_loss(lambda: self._finish(self.epoch + 1))
 
     def _train_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
@@ -277,7 +277,7 @@ class TranslationRun:
     def _of_this_process(self, of_workers: np.ndarray) -> np.ndarray:
         """(..., workers) to (..., workers of this process), which were dealt out before any worker was lost."""
         here, group = self.accelerator.workers_per_process, self.accelerator.group
-        return of_workers[..., here * group.numbers[group.rank] :][..., :here]
+        return of_workers[..., here * group.original_ranks[group.rank] :][..., :here]
 
     def _losses(self, batch: dict[str, Tensor], labels: Tensor, sizes: list[int]) -> Tensor:
         """Summed loss of each worker of this process (workers,), whose pairs are `sizes` many each."""
@@ -321,7 +321,7 @@ class TranslationRun:
         every = self.config.average_every
         due = last_of_epoch if every is None else self.step % every == 0
         if due or self.step == self.total_steps:
-            self.accelerator.group.redone(self._keep_average)
+            self.accelerator.group.retry_after_loss(self._keep_average)
 
     def _keep_average(self) -> None:
         with self.accelerator.deployed_model(self.model) as deployed:

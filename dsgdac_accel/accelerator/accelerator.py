@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,15 +20,14 @@ from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.distributed.failure_reports import announce
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.stopping import StopsOnSignals
-from dsgdac_accel.elastic.collectives import RepeatsCollectives
-from dsgdac_accel.elastic.rendezvous import meeting_after_restart
+from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
+from dsgdac_accel.distributed.signals import STOP_SIGNALS
+from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.metrics import ConsensusLogger, consensus_metrics
 
 
-class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, RepeatsCollectives, Accelerator):
+class GossipAccelerator(PreparesForGossip, DeploysAverage, Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: put this class where `Accelerator` was, and the script gossips.
 
     Differences from `Accelerator`, all meant: models are not wrapped in DDP; all workers start from worker 0's state;
@@ -57,8 +57,8 @@ class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, Repea
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
         if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
             timeout = timedelta(seconds=config.timeout)
-            handlers.append(InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timeout))
-        announce()
+            handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
+        announce_waiting()
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self._begin_gossip(config)
 
@@ -93,6 +93,8 @@ class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, Repea
             group = WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
         self.group = group
         group.when_workers_change(self._follow_survivors)
+        group.policy.cover_collectives(self)
+        self._stopping = StopOnSignals(group)
         self.gossip_steps: list[GossipStep] = []
         self._checkpoints = AcceleratorCheckpoints(
             self, group, self.gossip_steps, config, workers_per_process=config.workers_per_process
@@ -206,6 +208,32 @@ class GossipAccelerator(PreparesForGossip, DeploysAverage, StopsOnSignals, Repea
 
     def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
         super().log(values, step=step, log_kwargs=self._log_kwargs)
+
+    # ---- stopping on a signal
+
+    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
+        """Inside, a signal to any one worker makes `should_stop` True on all of them, after the same step. Collective.
+
+            with accelerator.stop_on_signals():
+                for batch in loader:
+                    ...
+                    optimizer.step()
+                    if accelerator.should_stop():
+                        accelerator.save_state(folder)
+                        raise SystemExit(EXIT_STOPPED)
+
+        Without it, a signal takes its usual effect. Details in `StopOnSignals.listening`.
+        """
+        return self._stopping.listening(signals)
+
+    def should_stop(self) -> bool:
+        """Whether a signal stops the run at this step; call it after every optimizer step, on all workers."""
+        return self._stopping.should_stop()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Which signal to which worker stops the run, as in "SIGTERM to worker 1"; None if none does."""
+        return self._stopping.reason
 
     # ---- ending
 

@@ -87,7 +87,7 @@ class DeploysAverage(HoldsWorkers, Accelerator):
             with self.deployed_model(model, calibrate, calibration_forward) as deployed:
                 return [tensor.detach().clone() for tensor in values_of(deployed)]
 
-        average = self.group.redone(take)
+        average = self.group.retry_after_loss(take)
         self._end_gossip()
         with torch.no_grad():
             for replica in replicas_of(self._holder(model)):
@@ -111,7 +111,7 @@ class DeploysAverage(HoldsWorkers, Accelerator):
                 save(deployed, save_directory, *args, **kwargs)
             self.group.barrier("saving the model")
 
-        self.group.redone(save_average)
+        self.group.retry_after_loss(save_average)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dictionary: inside `with deployed_model(model)` of the average, outside of this worker alone.

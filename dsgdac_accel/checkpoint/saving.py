@@ -87,7 +87,7 @@ class AcceleratorCheckpoints:
         self._refuse_while_deployed("save_state")
         self.finish()
         folder = self._folder_to_save(output_dir)
-        self.group.redone(lambda: self._save(folder, wait, facts))
+        self.group.retry_after_loss(lambda: self._save(folder, wait, facts))
         self.accelerator.project_configuration.iteration += 1
         return folder
 
@@ -105,7 +105,7 @@ class AcceleratorCheckpoints:
         """Wait for the checkpoint that is being written. Collective. See `GossipAccelerator.finish_saving`."""
         if self._writer.pending is None:
             return None
-        finished = self.group.redone(self._writer.finish)
+        finished = self.group.retry_after_loss(self._writer.finish)
         if finished is not None:
             self._delete_old(finished)
         return finished

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from dsgdac_accel.cli import doctor, launch, scaling, theory
+from dsgdac_accel.cli import doctor, scaling, theory
 from dsgdac_accel.version import __version__
 
 EXAMPLES = """examples:
@@ -88,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (launch, theory, scaling, doctor):
+    for module in (theory, scaling, doctor):
         module.add_commands(commands)
-    for plugin in entry_points(group="dsgdac.commands"):  # the tasks add their own
+    for plugin in entry_points(group="dsgdac.commands"):  # elastic and the tasks add their own
         plugin.load()(commands)
     return parser

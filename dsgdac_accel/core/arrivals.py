@@ -74,7 +74,7 @@ class ChecksArrivals:
     def number_of(self, worker: int) -> int:
         """What messages call a worker: its number before any was lost."""
         process, here = divmod(worker, self.per_process)
-        return self.group.numbers[process] * self.per_process + here
+        return self.group.original_ranks[process] * self.per_process + here
 
     def _all_arrived_finite(self) -> bool:
         numbers = range(len(self.flats[0].buffers))

@@ -80,7 +80,7 @@ class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
             self.find = ParameterList(parameters)
         self.topology = self._whole_topology = topology
         self.group = group
-        self._numbers = list(group.numbers)
+        self._numbers = list(group.original_ranks)
         self.order = order
         self.names = names or {}
         self.per_process = per_process
@@ -236,7 +236,7 @@ class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
         The topology is built anew for those who are left; see `Topology.of_survivors`.
         """
         here = self.per_process
-        places = [self._numbers.index(number) for number in self.group.numbers]
+        places = [self._numbers.index(number) for number in self.group.original_ranks]
         left = [here * place + worker for place in places for worker in range(here)]
         self.num_workers = len(left)
         self.topology = self._whole_topology.of_survivors(left)

@@ -121,7 +121,7 @@ class RepeatedSharing:
 
     def __iter__(self) -> Iterator[Any]:
         if self.group.size > 1:
-            self.group.together(
+            self.group.collective(
                 lambda: synchronize_rng_states(self.kinds, self.generator), "sharing the order of a loader", strict=True
             )
         return iter(())

@@ -1,1 +1,9 @@
-"""The processes that hold the workers: how they start, meet, notice that one is lost, and stop together."""
+"""The workers of a run: process groups with named collectives, failure detection, and stopping on a signal.
+
+What happens when a neighbor dies: its connections break, or nothing arrives within `timeout` seconds. The exchange or
+the collective that waits for it raises a transport error in `WorkerGroup.guarded`. `FailureDetector` recognizes the
+error and finds out which worker is gone, from the other workers' reports in the rendezvous store and from the process
+table. Then the group's loss policy decides. `StopOnLoss`, the default, raises `WorkerLostError`, which names the worker
+and the step; every other worker ends by the same error. With `GossipConfig(on_worker_loss="continue")` the policy is
+`dsgdac_accel.elastic.recovery.ContinueWithSurvivors`: the survivors reconnect and train on without the lost worker.
+"""

@@ -1,7 +1,7 @@
-"""Processes that fork, as a DataLoader with workers does, while threads of ours are at work.
+"""Keeps a fork, such as that of a DataLoader with workers, from happening while a thread is in a critical moment.
 
-In the child Python lets go of what other threads held. It must not be anything that waits: for a lock, or for a thread
-that is not there.
+In the child, Python destroys what the other threads held. Nothing in there may wait for a lock, or for a thread that
+does not exist in the child.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 
 no_fork = threading.Lock()
-"""Held by a thread amid something that a child could not let go of. Forks wait for it, so only for moments."""
+"""Held by a thread while it owns something that a child could not destroy. Hold it briefly: forks wait for it."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)

@@ -1,8 +1,4 @@
-"""The workers that train together: their process groups and their collectives.
-
-Everything the library says to other workers goes through a `WorkerGroup`. The groups are its own, so a user's
-collectives never interleave with ours, and every wait ends within `timeout`; see `losses`.
-"""
+"""The workers that train together, and their named collectives. Everything the library sends goes through here."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,182 +15,241 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.distributed.failure_detection import HandlesLosses, OnLoss
-from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
+from dsgdac_accel.distributed.failure_detection import FailureDetector
+from dsgdac_accel.distributed.failure_reports import this_machine
+from dsgdac_accel.distributed.launcher_protocol import CONNECTED
+from dsgdac_accel.distributed.loss_policy import LossPolicy, OnLoss, StopOnLoss, load_policy
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.process_groups import ProcessGroups
 
 T = TypeVar("T")
 
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 
 
-class WorkerGroup(HandlesLosses):
-    """All workers of a run, numbered 0 to `size` - 1; `rank` is this one.
+class WorkerGroup:
+    """All workers of a run, with ranks 0 to `size` - 1.
 
-    Without a process group, or with a single process, it is a group of one and every method is local.
+    Without a process group, or with a single process, it is a group of one and every method is local. Every wait ends
+    within `timeout`; a collective's name and step appear in the error.
+
     Construction is collective: every worker must build its groups in the same order.
 
     Args:
         device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA).
-        timeout: seconds after which a silent worker counts as lost.
-        on_loss: what a lost worker means to the others: they "stop", or "continue" without it (gloo only). Then a loss
-            gives the default process group new members, too.
+        timeout: seconds (> 0) after which a silent worker counts as lost.
+        on_loss: whether a lost worker means that the others "stop", or "continue" without it (gloo only). With
+            "continue", a loss also replaces the default process group.
 
     Raises:
-        ValueError: gossip is not possible on `device`, or going on is not.
+        ValueError: gossip is impossible on `device`, or continuing after a loss is.
+        ImportError: "continue" is not installed.
+        WorkerLostError: a worker did not connect.
     """
 
     def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
+        launched = dist.is_available() and dist.is_initialized()
         self.device = device
         self.timeout = timeout
-        self.on_loss = on_loss
-        launched = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if launched else 0
-        self.size = dist.get_world_size() if launched else 1
-        self.backend = "gloo"
+        self.members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
+        self.process_groups = ProcessGroups(device, timeout)
+        self.detector = FailureDetector(self.members, timeout)
+        self.policy: LossPolicy = StopOnLoss(self.detector)
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
-        self._channels = itertools.count()
-        self._owners: dict[int, weakref.ref[Any]] = {}
-        self._when_changed: list[Callable[[], None]] = []
         self.closed = False
-        self.numbers = list(range(self.size))
-        """Of the workers that are left, by rank: their ranks before any was lost, which is what messages call them."""
-        self.lost: list[int] = []
-        """Numbers of the workers that were lost so far."""
-        self._connect_patience: float | None = None  # in seconds, where another than `timeout`
-        self._impatient: list[Any] = []
-        self._begin_without_losses()
-        self._world: Any = dist.group.WORLD if launched else None
         self.poster: ThreadPoolExecutor | None = None
+        """The thread that posts exchanges; None where they are posted directly."""
         self.last_posted: Future[Any] | None = None
-        """What was last given to the poster, by whichever exchange."""
-        self._reports = FailureReports(0, {0: ("", 0)})
-        if self.size == 1:
-            return
-        if device.type not in ("cpu", "cuda"):
+        """What was last given to `poster`, by whichever exchange."""
+        self._channels = itertools.count()
+        self._registered: list[weakref.ref[Any]] = []
+        self._callbacks: list[Callable[[], None]] = []
+        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
+        if self.size > 1:
+            self._connect()
+        self.policy = policy  # until now, a lost worker ends the run in any case
+
+    def _connect(self) -> None:
+        if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got device '{device}'. "
+                f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got device '{self.device}'. "
                 f"Launch one process, or train on CPU or CUDA."
-            )
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
-        if on_loss == "continue" and self.backend == "nccl":
-            raise ValueError(
-                "on_worker_loss='continue' is for CPU workers (gloo): with NCCL a lost one leaves kernels waiting on "
-                "the GPU, and a watchdog ends the process. Use 'stop', and go on from a checkpoint."
             )
         # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
         # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
         self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
-        self._reports = FailureReports(self.rank, dict.fromkeys(self.numbers, ("", 0)))
-        self._apart = True  # who is lost before all have met ends the run
-        self.guarded(self._connect, "connecting the workers")
-        processes = self.all_gather_object((this_machine(), os.getpid()), "meeting the workers")
-        self._apart = False
-        self._reports = FailureReports(self.rank, dict(enumerate(processes)))
-        self._reports.all_met()
+        reports = self.detector.reports
+        reports.store = dist.distributed_c10d._get_default_store()
+        self.guarded(self.process_groups.connect, "connecting the workers")
+        reports.processes = self.all_gather_object((this_machine(), os.getpid()), "connecting the workers")
+        reports.tell_launcher(CONNECTED)
 
-    def _connect(self) -> None:
-        # Every rank creates every group, in the same order: new_group is itself collective.
-        self._control = self.new_group("gloo")
-        self.exchange_group = self.new_group(self.backend)
-        self._reduction = self._control if self.backend == "gloo" else self.new_group(self.backend)
-        self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._world = dist.group.WORLD
+    # ---- who is here
 
-    def _disconnect(self) -> None:
-        """Let go of every connection, so that whoever waits for this worker is woken up by an error."""
-        self._control = self.exchange_group = self._reduction = self._world = None
-        self._subgroups = {}
-        self._impatient.clear()
-        self.last_posted = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # torch counts a default group that failed to connect, too, and would look for the others under another name.
-        dist.distributed_c10d._world.group_count = 0
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        return self.members.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.members.size
+
+    @property
+    def original_ranks(self) -> list[int]:
+        """Of each worker, by rank: its rank before any worker was lost, by which messages call it."""
+        return self.members.original_ranks
+
+    @property
+    def lost(self) -> list[int]:
+        """Original ranks of the workers that were lost."""
+        return self.members.lost
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those on its machine."""
+        return self.detector.reports.local_rank(self.original_ranks[: self.rank + 1])
+
+    # ---- process groups, and who uses them
+
+    @property
+    def backend(self) -> str:
+        """Backend for parameters: "gloo" or "nccl"."""
+        return self.process_groups.backend
+
+    @property
+    def exchange_group(self) -> Any:
+        """The process group for parameters on their way to neighbors."""
+        return self.process_groups.exchange
 
     def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """A process group of these ranks, by default of all, that ends with a loss. Collective over ALL workers."""
-        options: dict[str, Any] = (
-            {"device_id": self.device} if backend == "nccl" and self.device.index is not None else {}
-        )
-        members = list(range(self.size)) if ranks is None else list(ranks)
-        handle = dist.new_group(members, backend=backend, timeout=self._connect_timeout(), **options)
-        if backend == "nccl" and self.rank in members:
-            # Point-to-point as a communicator's very first call is undefined where some rank has nothing to send.
-            dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
-        if self._connect_patience is not None and self.rank in members:
-            self._impatient.append(handle)
-        return handle
-
-    def _connect_timeout(self) -> timedelta:
-        return timedelta(seconds=min(self.timeout, self._connect_patience or self.timeout))
-
-    def new_channel(self) -> int:
-        """A number that tells the messages of one user of the group from those of another, alike on all workers."""
-        return next(self._channels)
+        """A process group of `ranks`, by default of all workers. Collective over ALL workers. Ends with a loss."""
+        return self.process_groups.new(backend, ranks)
 
     def subgroup(self, members: tuple[int, ...]) -> Any:
-        """Handle of the group of `members`; collective over ALL workers at its first call for these members."""
-        if len(members) == self.size:
-            return self.exchange_group
-        if members not in self._subgroups:
-            self._subgroups[members] = self.new_group(self.backend, members)
-        return self._subgroups[members]
-
-    def register(self, owner: Any) -> None:
-        """Of something that mixes, call `drain()` before reductions and broadcasts, since NCCL may hang beside
-        point-to-point in flight, and `abandon()` and `regroup(step)` when workers were lost."""
-        self._owners[len(self._owners)] = weakref.ref(owner)
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call it after workers were lost, when `rank`, `size` and `numbers` are those of the survivors."""
-        self._when_changed.append(callback)
-
-    def _living_owners(self) -> dict[int, Any]:
-        owners = {key: reference() for key, reference in self._owners.items()}
-        return {key: owner for key, owner in owners.items() if owner is not None}
-
-    def _silence(self) -> None:
-        for owner in self._living_owners().values():
-            owner.drain()
+        """The process group of `members`. Collective over ALL workers at the first call for these members."""
+        return self.process_groups.subgroup(members)
 
     def limit_default_group(self) -> None:
-        """Let collectives of others, on the default group, give up on a silent worker after `timeout`, too."""
+        """Make collectives on the default process group, such as Accelerate's, give up after `timeout` too."""
         if self.size > 1:
-            self._limit(dist.group.WORLD)
+            self.process_groups.limit_default_group()
 
-    def limit_groups(self) -> None:
-        """Let groups that were made with the patience of connecting give up on a silent worker after `timeout`, too."""
-        self.limit_default_group()
-        for handle in self._impatient:
-            self._limit(handle)
-        self._impatient.clear()
+    def new_channel(self) -> int:
+        """A number that separates the messages of one exchange from another's; the same on all workers."""
+        return next(self._channels)
 
-    def _limit(self, handle: Any) -> None:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), handle)
+    def register(self, mixer: Any) -> None:
+        """Register something that communicates in the background. The group holds it weakly.
+
+        `drain()` runs before every reduction and broadcast, since NCCL may hang beside point-to-point in flight;
+        `abandon()` and `regroup(step)` run after a failure, and `step` is then read.
+        """
+        self._registered.append(weakref.ref(mixer))
+
+    def registered(self) -> dict[int, Any]:
+        """What is registered and still exists, by order of registration, which is the same on all workers."""
+        living = {number: reference() for number, reference in enumerate(self._registered)}
+        return {number: mixer for number, mixer in living.items() if mixer is not None}
+
+    def _drain(self) -> None:
+        for mixer in self.registered().values():
+            mixer.drain()
 
     def close(self) -> None:
-        """Refuse further use: the process group is about to end."""
+        """Refuse further use, since the process group is about to end."""
         self.closed = True
-
-    def serves(self, device: torch.device, timeout: float) -> bool:
-        """Whether this group can be used again, for another training in the same process and process group."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        return not self.closed and self._world is world and (self.device, self.timeout) == (device, timeout)
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
+    def serves(self, device: torch.device, timeout: float) -> bool:
+        """Whether this group can be used again, for another training in the same process and process group."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return (
+            not self.closed and self.process_groups.world is world and (self.device, self.timeout) == (device, timeout)
+        )
+
+    # ---- lost workers
+
+    @property
+    def on_loss(self) -> str:
+        """Name of the loss policy: "stop" or "continue"."""
+        return self.policy.name
+
+    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
+        """Run `communicate`. If another worker is lost in it, raise an error that names that worker and `what`.
+
+        Args:
+            communicate: posts or waits for something that needs other workers.
+            what: names it in the error; the step is added.
+            peer: rank of the only other worker in it, if there is only one.
+            strict: other libraries' code runs in it, whose own timeouts and connections do not count.
+
+        Raises:
+            WorkerLostError: a worker was lost, and the run ends.
+            WorkersChangedError: a worker was lost, and the survivors have reconnected.
+        """
+        self.require_open()
+        try:
+            return communicate()
+        except RuntimeError as error:
+            failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
+            if failure is None:
+                raise
+            self.policy.handle(failure, error)
+
+    def section(self) -> AbstractContextManager[None]:
+        """Context for work that is shared out among the workers, such as an evaluation. Sections nest.
+
+        If the run continues after a loss, the section ends by WorkersChangedError on all survivors, since part of the
+        work is missing; see `retry_after_loss`.
+        """
+        return self.policy.section()
+
+    def retry_after_loss(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
+        return self.policy.retry_after_loss(work)
+
+    def complete_exchange(self, wait: Callable[[], None]) -> bool:
+        """Wait for a posted exchange. False: a worker was lost in it, the run continues, and the round is dropped.
+
+        Raises WorkersChangedError inside a section, which then starts over.
+        """
+        return self.policy.complete_exchange(wait)
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after every loss, once `rank`, `size` and `original_ranks` are those of the survivors."""
+        self._callbacks.append(callback)
+
+    def workers_changed(self) -> None:
+        """Call these callbacks; the loss policy does it after a loss."""
+        for callback in self._callbacks:
+            callback()
+
+    def report(self, message: str) -> str:
+        """Tell the other workers why this run ends. Returns the first message that any worker wrote."""
+        return self.detector.reports.write(message)
+
     # ---- collectives: synchronous, on groups of their own, each with a name for the error message
 
+    def collective(self, communicate: Callable[[], T], what: str, strict: bool = False) -> T:
+        """Run a collective of all workers. If the run continues after a loss in it, the survivors do it once more.
+
+        Arguments as in `guarded`. `communicate` may run again, so it must not overwrite its input.
+        """
+        return self.policy.collective(lambda: self.guarded(communicate, what, strict=strict), what)
+
     def barrier(self, what: str) -> None:
-        """Wait until every worker is here; otherwise the error names those that are missing."""
+        """Wait until every worker is here. The error names the workers that did not come."""
         if self.size > 1:
-            self.together(
+            self.collective(
                 lambda: dist.monitored_barrier(
-                    group=self._control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
+                    group=self.process_groups.control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
                 ),
                 what,
             )
@@ -201,17 +257,17 @@ class WorkerGroup(HandlesLosses):
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
 
-        Summed in float64, so that workers which are equal have exactly themselves as their mean.
+        Summed in float64, so that equal workers get exactly their own values as the mean.
 
         Args:
-            tensor: this process's first worker's.
+            tensor: of this process's first worker.
             what: names the collective in errors.
-            others: those of further workers in this process, as many in every process; left as they are.
+            others: tensors of further workers in this process, equally many in every process; they stay unchanged.
         """
         if self.size == 1 and not others:
             return tensor
         if self.size > 1:
-            self._silence()
+            self._drain()
         for start in range(0, len(tensor), _MEAN_CHUNK):
             part = tensor[start : start + _MEAN_CHUNK]
 
@@ -220,69 +276,72 @@ class WorkerGroup(HandlesLosses):
                 for other in others:
                     wide.add_(other[start : start + _MEAN_CHUNK])
                 if self.size > 1:
-                    dist.all_reduce(wide, group=self._reduction)
+                    dist.all_reduce(wide, group=self.process_groups.reduction)
                 return wide.div_(self.size * (1 + len(others)))
 
-            part.copy_(self.together(mean, what))
+            part.copy_(self.collective(mean, what))
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor, what: str) -> Tensor:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
-            self._silence()
+            self._drain()
 
             def largest() -> Tensor:
                 found = tensor.clone()
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._reduction)
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_groups.reduction)
                 return found
 
-            tensor.copy_(self.together(largest, what))
+            tensor.copy_(self.collective(largest, what))
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
-        """Overwrite `tensor` on every worker by worker 0's, bit by bit, whatever its dtype and strides."""
+        """Overwrite `tensor` on every worker by worker 0's, bit by bit, for every dtype and stride."""
         if self.size > 1 and tensor.numel():
-            self._silence()
+            self._drain()
 
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
                 values = tensor.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(values.reshape(-1).view(torch.uint8), 0, group=self._reduction)
+                dist.broadcast(values.reshape(-1).view(torch.uint8), 0, group=self.process_groups.reduction)
                 return values
 
-            values = self.together(first, what)
+            values = self.collective(first, what)
             if self.rank != 0:
                 tensor.detach().copy_(values)
         return tensor
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
-        """The small picklable `value` of every worker, in order of rank, on every worker."""
+        """The small picklable `value` of every worker, by rank, on every worker.
+
+        Raises RuntimeError if the workers are in different collectives.
+        """
         if self.size == 1:
             return [value]
 
         def everyone() -> list[Any]:
             answers: list[Any] = [None] * self.size
-            dist.all_gather_object(answers, (what, value), group=self._control)
+            dist.all_gather_object(answers, (what, value), group=self.process_groups.control)
             return answers
 
-        answers = self.together(everyone, what)
+        answers = self.collective(everyone, what)
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are at different places: worker {self.numbers[0]} in {answers[0][0]}, worker "
-                    f"{self.numbers[rank]} in {where}. All of them must take every optimizer step and enter every "
-                    f"`prepare` and `deployed_model`."
+                    f"the workers are at different places: worker {self.original_ranks[0]} in {answers[0][0]}, worker "
+                    f"{self.original_ranks[rank]} in {where}. All of them must take every optimizer step and enter "
+                    f"every `prepare` and `deployed_model`."
                 )
         return [answer for _, answer in answers]
 
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
-        """Raise on every worker unless all hold the same `value`; `advice` says what to do about it."""
+        """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it."""
         values = self.all_gather_object(value, f"comparing the {what} of all workers")
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"all workers must have the same {what}; worker {self.numbers[0]} has {_short(values[0])} and "
-                    f"worker {self.numbers[rank]} has {_short(other)}.{advice and ' '}{advice}"
+                    f"all workers must have the same {what}; worker {self.original_ranks[0]} has {_short(values[0])} "
+                    f"and worker {self.original_ranks[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
 
 

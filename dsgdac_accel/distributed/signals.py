@@ -1,4 +1,4 @@
-"""Signals that a process gets, noted instead of ending it, whatever its main thread is busy with."""
+"""Notes signals instead of letting them end the process, even while its main thread is busy outside of Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What batch systems and launchers send before they kill."""
+"""The signals that batch systems and launchers send before they kill."""
 
 _INSISTENCE = 3  # the first asks, the second may come from another sender (batch system and launcher both send)
 
@@ -23,17 +23,17 @@ _receivers: weakref.WeakSet[SignalReceiver] = weakref.WeakSet()
 
 
 class SignalReceiver:
-    """Between `open` and `close`, notes the given signals; whoever had a handler for them does not hear of them.
+    """Notes the given signals between `open` and `close`. Existing handlers are suspended meanwhile.
 
-    The third of a kind does what it would have done without a receiver. Launchers and batch systems often signal all
-    processes at once, and a run whose DataLoader has lost its processes cannot stop in order: those forked by
-    `multiprocessing` meanwhile end by SIGTERM from their parent only, and ignore the other signals.
+    The third signal of a kind takes its usual effect. Launchers and batch systems often signal all processes at once,
+    and a run whose DataLoader has lost its processes cannot stop cleanly. So processes that `multiprocessing` forks
+    between `open` and `close` end by SIGTERM only from their parent, and ignore the other signals.
 
     Args:
-        signals: which ones; those that can be caught.
+        signals: which ones.
 
     Raises:
-        ValueError, TypeError: none are given, or one that is no signal or cannot be caught.
+        ValueError, TypeError: no signal is given, or something that is no signal or cannot be caught.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -41,14 +41,14 @@ class SignalReceiver:
         self.first: signal.Signals | None = None
         """The signal that came first, if one came."""
         self.deaf = False
-        """Nobody acts on signals any longer: they do again what they did before."""
+        """Whether signals take their usual effect again, since nobody acts on `first` any more."""
         self._counts: Counter[int] = Counter()
         self._previous: dict[int, Any] = {}
 
     def open(self) -> None:
-        """Begin to note signals.
+        """Start noting signals.
 
-        Raises ValueError outside of the main thread, the only one in which Python lets handlers be set.
+        Raises ValueError outside of the main thread, the only one in which Python allows handlers to be set.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
@@ -60,15 +60,15 @@ class SignalReceiver:
         self._far.setblocking(False)
         for number in self.signals:
             self._previous[number] = signal.signal(number, self._note)
-        # Handlers run when the main thread is back in Python, which may take long. What is written here comes at once.
+        # Handlers run once the main thread is back in Python, which may take long. This descriptor is written at once.
         self._previous_descriptor = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
         if self._previous_descriptor != -1:  # an event loop's
             signal.set_wakeup_fd(self._previous_descriptor)
         _receivers.add(self)
-        multiprocessing.util.register_after_fork(self, SignalReceiver._in_process_of_ours)
+        multiprocessing.util.register_after_fork(self, SignalReceiver._in_multiprocessing_child)
 
     def close(self) -> None:
-        """Put the handlers that were there before back in place."""
+        """Restore the previous handlers."""
         _receivers.discard(self)
         signal.set_wakeup_fd(self._previous_descriptor)
         self._restore()
@@ -76,7 +76,7 @@ class SignalReceiver:
         self._far.close()
 
     def wait(self, seconds: float) -> None:
-        """In another thread: until a signal comes or `wake` is called, but not longer than that."""
+        """Wait in another thread for a signal or `wake`, at most `seconds`."""
         ready, _, _ = select.select([self._near], [], [], seconds)
         if ready:
             for number in self._near.recv(4096):
@@ -102,17 +102,17 @@ class SignalReceiver:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
     def in_forked_process(self) -> None:
-        """Let go of the signals of a process that is none of the workers."""
-        signal.set_wakeup_fd(-1)  # or its signals would be taken for ours
+        """Stop noting signals in a forked process, which is not a worker."""
+        signal.set_wakeup_fd(-1)  # or its signals would count as the worker's
         self._restore()
         for number in self.signals:
             if number != signal.SIGTERM:
                 signal.signal(number, signal.SIG_IGN)
 
-    def _in_process_of_ours(self) -> None:
-        """In one that `multiprocessing` has forked: leave it to the parent to end it."""
+    def _in_multiprocessing_child(self) -> None:
+        """In a process that `multiprocessing` has forked: let only its parent end it."""
         if self in _receivers and signal.SIGTERM in self.signals:
-            # Blocked here and in all threads to come. Who sent a signal is known only to those that wait for it.
+            # Blocked here and in all future threads, since only `sigwaitinfo` tells who sent a signal.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_by_parent, name="dsgdac-signals", daemon=True).start()
 
@@ -121,7 +121,7 @@ def _end_by_parent() -> None:
     parent = os.getppid()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
-    os._exit(0)  # as a process of a DataLoader does: another status is an error to its parent
+    os._exit(0)  # as a DataLoader's process does: another status is an error to its parent
 
 
 def _in_forked_process() -> None:

@@ -1,19 +1,20 @@
 """Stopping on a signal: any worker may get it, and all of them stop after the same optimizer step.
 
-A loop asks `should_stop` once after every optimizer step. Call that a boundary and count them; all workers have equally
-many. No message is sent for it. In each process a thread looks for a request in the rendezvous store a few times a
-second, and writes one there when its own process got a signal. When it sees one, it notes, at one moment, how many
-boundaries p_i its training has passed, publishes that number, and holds training at the next boundary until the numbers
-of all workers are known. All then stop at boundary
+A training loop calls `should_stop` once after every optimizer step. Call that a boundary, and count boundaries; all
+workers have equally many. No message is sent for them. In each process a thread looks for a request in the rendezvous
+store a few times a second, and writes one there when its own process got a signal. When it sees a request, it notes, at
+one moment, how many boundaries p_i its training has passed, publishes that number, and holds training at the next
+boundary until the numbers of all workers are known. All then stop at boundary
 
     S = 1 + max_i p_i.
 
-Why they all do. Each p_i is published once, and the store keeps the first S that anybody computes. Worker i is held at
-boundary p_i + 1, which is at most S, until it knows S: nobody is past S by then, and all go on to S and stop there.
-Nobody waits for ever: numbers are published whatever the training threads do, also those that wait in an exchange for a
-worker that is held. A worker that leaves publishes its number, too: it had as many boundaries as all others have, so S
-lies beyond the last one, and the run ends by itself. A worker that was killed publishes nothing: the others end by an
-error that names it, or, where they are to go on without lost workers, stop without it.
+Why they all do: each p_i is published once, and the store keeps the first S that any worker computes. Worker i is held
+at boundary p_i + 1, which is at most S, until it knows S. So nobody is past S by then, and all continue to S and stop.
+
+Why nobody waits forever: numbers are published by the threads, even while training waits in an exchange for a worker
+that is held. A worker that leaves publishes its number too. It had as many boundaries as all others have, so S lies
+beyond the last one, and the run ends by itself. A worker that was killed publishes nothing: the others end by an error
+that names it, or, if the run continues after a loss, stop without it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,17 @@ from typing import Any
 import torch.distributed as dist
 
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
 from dsgdac_accel.distributed.signals import STOP_SIGNALS, SignalReceiver
-from dsgdac_accel.elastic.launch import STOPPED
-
-EXIT_STOPPED = STOPPED
-"""Exit status of a run that a signal stopped and that can be gone on with (EX_TEMPFAIL of sysexits.h)."""
 
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 20.0  # threads answer within a second or so; launchers kill 30 s after they asked
-_GRACE_SECONDS = 15.0  # after a loss: enough for the roll call and reports that the error is made of
-_STORE_PATIENCE = 3.0  # seconds: the store may be gone with the process that kept it
+_GRACE_SECONDS = 15.0  # after a loss: enough for the roll call and the reports of which the error is made
+_JOIN_SECONDS = 3.0  # the store may be gone with the process that kept it
 
 
 class StoppedBySignal(SystemExit):
-    """A signal stopped the run, its checkpoint is complete: ends the process with status 75 unless it is caught."""
+    """A signal stopped the run, and its checkpoint is complete. Ends the process with status 75 unless it is caught."""
 
     def __init__(self, message: str) -> None:
         super().__init__(EXIT_STOPPED)
@@ -53,40 +51,36 @@ class StoppedBySignal(SystemExit):
         return self.message
 
 
-class StopsOnSignals:
-    """Mixed into an Accelerator that has a `group` of workers: a signal to one of them stops all at one step."""
+class StopOnSignals:
+    """Stops all workers of a group after the same step when any one of them gets a signal.
 
-    group: WorkerGroup
-    _agreement: StopAgreement | None = None
+    Args:
+        group: the workers.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._agreement: StopAgreement | None = None
 
     @contextmanager
-    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
+    def listening(self, signals: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
         """Inside, a signal to any one worker makes `should_stop` True on all of them, after the same step. Collective.
 
-        Without it a signal ends the process as ever. Handlers that were set for these signals do not hear of them
-        inside; on exit they are back, but for an exit by SystemExit at an agreed stop: launchers send signals to the
-        other workers as soon as the first one has ended, and those shall end by themselves. The third signal of a kind
-        is not waited for.
-
-            with accelerator.stop_on_signals():
-                for batch in loader:
-                    ...
-                    optimizer.step()
-                    if accelerator.should_stop():
-                        accelerator.save_state(folder)
-                        raise SystemExit(EXIT_STOPPED)
+        Existing handlers are suspended inside the context and restored on exit. They stay suspended after SystemExit at
+        an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
+        themselves. The third signal of a kind takes effect at once.
 
         Args:
             signals: which ones; by default SIGTERM and SIGUSR1.
 
         Raises:
             ValueError, TypeError: not in the main thread, or signals that cannot be caught.
-            RuntimeError: inside of itself.
+            RuntimeError: already inside.
         """
         if self._agreement is not None:
             raise RuntimeError("`stop_on_signals` is entered already; once is enough for all of training.")
         receiver = SignalReceiver(signals)
-        # A word that this run alone knows: stores outlive runs, and one process may run several.
+        # Unique to this run: stores outlive runs, and one process may run several.
         word = self.group.all_gather_object(uuid.uuid4().hex, "listening for signals")[0]
         receiver.open()
         agreement = self._agreement = StopAgreement(self.group, receiver, word)
@@ -103,23 +97,23 @@ class StopsOnSignals:
                 receiver.close()
 
     def should_stop(self) -> bool:
-        """Whether a signal stops the run here; the same answer on all workers. False outside of `stop_on_signals`.
+        """Whether a signal stops the run at this step; the same answer on all workers. False outside of `listening`.
 
-        To be called after every optimizer step, equally often by all workers. It talks to nobody, unless a signal came:
-        then it waits, for less than a second, until all workers know where they stop.
+        Call it after every optimizer step, equally often on all workers. It sends nothing unless a signal came. Then it
+        waits, for less than a second, until all workers know where they stop.
 
-        Raises WorkerLostError if a worker that was to agree is gone.
+        Raises WorkerLostError if a worker that had to agree is gone.
         """
         return self._agreement is not None and self._agreement.should_stop()
 
     @property
-    def stop_reason(self) -> str | None:
-        """Which signal to which worker stops the run, in words; None if none does."""
+    def reason(self) -> str | None:
+        """Which signal to which worker stops the run, as in "SIGTERM to worker 1"; None if none does."""
         return None if self._agreement is None else self._agreement.reason
 
 
 class StopAgreement:
-    """What one worker does to stop where all others do; see the module.
+    """One worker's part in stopping at the same boundary as all others; see the module.
 
     Args:
         group: the workers.
@@ -132,10 +126,10 @@ class StopAgreement:
         self.receiver = receiver
         self.reason: str | None = None
         self._prefix = f"dsgdac_accel/stop/{word}"
-        self._workers, self._me = list(group.numbers), group.numbers[group.rank]
+        self._workers, self._me = list(group.original_ranks), group.members.original_rank
         self._news = threading.Condition()
         self._passed = 0
-        self._held = False  # at the next boundary, until something is known
+        self._held = False  # at the next boundary, until S is known
         self._stop_at: int | None = None
         self._lost: tuple[int, str] | None = None  # a worker that does not answer, and how that shows
         self._leaving = threading.Event()
@@ -153,7 +147,7 @@ class StopAgreement:
         return self._stop_at is not None and self._passed >= self._stop_at
 
     def should_stop(self) -> bool:
-        """Pass a boundary, unless it is the one where all stop; see `StopsOnSignals.should_stop`."""
+        """Pass a boundary, unless it is the one where all stop; see `StopOnSignals.should_stop`."""
         if self._thread is None and self._stop_at is None and self.receiver.first is not None:
             self.reason, self._stop_at = self.receiver.first.name, self._passed + 1
         with self._news:
@@ -164,18 +158,17 @@ class StopAgreement:
                 return self.reached
         worker, how = self._lost
 
-        def tell() -> None:
+        def fail() -> bool:
             raise RuntimeError(how)
 
-        self.group.guarded(tell, "agreeing on where to stop", peer=worker)
-        raise AssertionError("`guarded` raises")
+        return self.group.guarded(fail, "agreeing on where to stop", peer=self.group.original_ranks.index(worker))
 
     def close(self) -> None:
-        """Leave: others that are about to agree need not wait for this worker."""
+        """Leave: workers that are about to agree need not wait for this one."""
         self._leaving.set()
         if self._thread is not None:
             self.receiver.wake()
-            self._thread.join(_STORE_PATIENCE)
+            self._thread.join(_JOIN_SECONDS)
 
     # ---- the thread that listens
 
@@ -187,7 +180,7 @@ class StopAgreement:
                 self.reason = request
                 self._decide()
         except Exception as error:
-            # The store is gone with the process that kept it. Training goes on, or ends by errors of its own.
+            # The store is gone with the process that kept it. Training continues, or ends by errors of its own.
             self._give_up()
             if not (self._leaving.is_set() or isinstance(error, RuntimeError | OSError)):
                 raise  # a mistake of ours
@@ -213,7 +206,7 @@ class StopAgreement:
         self._store.set(f"{self._prefix}/passed/{self._me}", str(passed))
 
     def _decide(self) -> None:
-        """Wait for the numbers of all workers, and let training go on to where all stop."""
+        """Wait for the numbers of all workers, and let training continue to boundary S."""
         passed: dict[int, int] = {}
         waited_for = list(self._workers)
         deadline = time.monotonic() + min(_ANSWER_SECONDS, self.group.timeout)
@@ -237,10 +230,10 @@ class StopAgreement:
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
 
     def _is_dead(self, worker: int) -> bool:
-        return worker not in self.group.numbers or self.group.lives(worker) is False
+        return worker not in self.group.original_ranks or self.group.detector.reports.is_alive(worker) is False
 
     def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
-        """Let training go on to where it stops."""
+        """Let training continue to where it stops."""
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False
             self._news.notify_all()
@@ -251,12 +244,12 @@ class StopAgreement:
             return
         self.receiver.deaf = True
         if self.receiver.first is not None:
-            os.kill(os.getpid(), self.receiver.first)  # what it was meant to do, it does now
+            os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
 
     def _end_if_stuck(self) -> None:
-        """End a process that got a signal, and whose training waits where no error comes, for a worker that is lost.
+        """End a process that got a signal, and whose training waits for a lost worker where no error is raised.
 
-        Such as a GPU that waits for one that is gone. Without a handler the signal would have ended it at once.
+        A GPU that waits for a lost worker is an example. Without a handler the signal would have ended it at once.
         """
         assert self._lost is not None
         since: float | None = None
@@ -265,21 +258,18 @@ class StopAgreement:
                 since = time.monotonic() if since is None else since
                 if time.monotonic() - since > _GRACE_SECONDS:
                     worker, how = self._lost
-                    _say(
+                    message = (
                         f"error: worker {self._me} got {self.receiver.first.name}, and worker {worker} was lost "
-                        f"({how}). No error came up in {_GRACE_SECONDS:g} s, so it ends here."
+                        f"({how}). Training raised no error within {_GRACE_SECONDS:g} s, so the process ends here."
                     )
+                    print(message, file=sys.stderr, flush=True)
                     os._exit(1)
             self.receiver.wait(1.0)
 
 
 def _own_client(store: Any) -> Any:
-    """The same store by a connection of its own: others may wait in theirs."""
+    """The same store by a connection of its own, since others may wait in theirs."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -286,12 +286,12 @@ def _check_launcher(first: Facts) -> list[Finding]:
     launcher = first.environment.get("TORCHELASTIC_RUN_ID")
     if launcher is None:
         return []
+    if launcher == _OWN_LAUNCHER:
+        text = "dsgdac launch: when a worker fails, the others are left alone; a run that failed is not started again"
+        return [Finding("ok", "launcher", text)]
     restarts = first.environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     again = f"starts all again, up to {restarts} times" if restarts != "0" else "starts none again"
     advice = "" if restarts != "0" else "With --max_restarts and save_every a run goes on by itself"
-    if launcher == _OWN_LAUNCHER:
-        text = f"dsgdac launch: when a worker fails, the others are left alone; when the run has failed, it {again}"
-        return [Finding("ok", "launcher", text, advice.replace("_r", "-r"))]
     text = f"when a worker fails, the agent ends those of its machine (SIGTERM, after 30 s SIGKILL) and {again}"
     return [Finding("ok", "launcher", text, advice)]
 

@@ -14,47 +14,42 @@ _MOST_WORKERS = 1024
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be launched."""
+    """The launch is impossible as asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to start, and what to do when a worker fails. Raises LaunchError where it makes no sense."""
+    """What to start. Raises LaunchError if it is impossible."""
 
     command: Sequence[str]
-    """Script and its arguments, or those of `python -m`."""
+    """A script and its arguments, or a module and its arguments."""
     module: bool = False
+    """Whether `command` starts with a module, as after `python -m`."""
     workers: int
-    """On each machine."""
+    """Worker processes on each machine, 1 to 1024."""
     machines: int = 1
     machine_index: int = 0
     address: str | None = None
-    """HOST:PORT of machine 0, where its launcher keeps the store; a free port of 127.0.0.1 on a single machine."""
+    """HOST:PORT of machine 0, whose launcher keeps the store; by default a free port of 127.0.0.1."""
     stop_on_failure: bool = False
-    """Whether the others are ended when one fails."""
-    grace: float = 30.0
-    """Seconds between SIGTERM and SIGKILL, where workers are ended."""
-    max_restarts: int = 0
-    log_dir: Path | None = None
+    """Whether the others are ended when one fails, as torchrun does."""
 
     def __post_init__(self) -> None:
         if sys.platform != "linux":
             raise LaunchError("dsgdac launch needs Linux. Use torchrun or accelerate launch here.")
-        for name, least in (("workers", 1), ("machines", 1), ("max_restarts", 0), ("grace", 0)):
+        for name in ("workers", "machines"):
             value = getattr(self, name)
-            if not least <= value < float("inf"):
-                raise LaunchError(f"{name} must be at least {least}; got {value:g}.")
+            if value < 1:
+                raise LaunchError(f"{name} must be at least 1; got {value}.")
         if self.workers > _MOST_WORKERS:
             raise LaunchError(
-                f"workers must be at most {_MOST_WORKERS}, each a process of its own here; got {self.workers}. "
-                f"For more of them let each process hold several: gossip.workers_per_process."
+                f"workers must be at most {_MOST_WORKERS}, since each is a process here; got {self.workers}. "
+                f"For more, let each process hold several: gossip.workers_per_process."
             )
         if not 0 <= self.machine_index < self.machines:
             raise LaunchError(f"the machine index must be in 0..{self.machines - 1}; got {self.machine_index}.")
         if self.machines > 1 and self.address is None:
             raise LaunchError(f"{self.machines} machines need the address HOST:PORT of machine 0, the same on all.")
-        if self.machines > 1 and self.max_restarts:
-            raise LaunchError("max_restarts needs a single machine. Let the batch system start all of them anew.")
         _ = self.host_and_port
         if not self.command:
             raise LaunchError("name the script to launch, after the options.")

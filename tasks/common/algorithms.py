@@ -6,7 +6,7 @@ A task's loop is the same for all of them. Only this file knows that some worker
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +24,9 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes
 from dsgdac_accel.deployed_model import deployed_model
-from dsgdac_accel.distributed.stopping import StopsOnSignals
-from dsgdac_accel.elastic.rendezvous import meeting_after_restart
+from dsgdac_accel.distributed.rendezvous import init_method_after_restart
+from dsgdac_accel.distributed.signals import STOP_SIGNALS
+from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.randomness import seed_workers_differently
 from dsgdac_accel.virtual_workers import first_replica
 
@@ -86,7 +87,7 @@ def _require_trackers(names: Iterable[str]) -> None:
         )
 
 
-class SynchronousAccelerator(StopsOnSignals, Accelerator):
+class SynchronousAccelerator(Accelerator):
     """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
 
     Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.
@@ -95,10 +96,11 @@ class SynchronousAccelerator(StopsOnSignals, Accelerator):
     def __init__(self, *args: Any, timeout: float, workers_per_process: int = 1, **kwargs: Any) -> None:
         handlers = [
             *(kwargs.pop("kwargs_handlers", None) or []),
-            InitProcessGroupKwargs(init_method=meeting_after_restart(), timeout=timedelta(seconds=timeout)),
+            InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timedelta(seconds=timeout)),
         ]
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.group = WorkerGroup(self.device, timeout)
+        self._stopping = StopOnSignals(self.group)
         self.workers_per_process = workers_per_process
         self._checkpoints = AcceleratorCheckpoints(self, self.group, workers_per_process=workers_per_process)
         self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
@@ -187,6 +189,19 @@ class SynchronousAccelerator(StopsOnSignals, Accelerator):
         """As stock; a worker that is lost while DDP averages the gradients is named, as in gossip."""
         average = super().backward
         self.group.guarded(lambda: average(loss, **kwargs), "averaging gradients")
+
+    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
+        """As `GossipAccelerator.stop_on_signals`."""
+        return self._stopping.listening(signals)
+
+    def should_stop(self) -> bool:
+        """As `GossipAccelerator.should_stop`."""
+        return self._stopping.should_stop()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """As `GossipAccelerator.stop_reason`."""
+        return self._stopping.reason
 
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
         """Log through the one ConsensusLogger, as the gossip accelerator does."""

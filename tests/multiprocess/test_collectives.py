@@ -1,4 +1,4 @@
-"""Accelerate's own collectives, at each of which a worker is lost: the survivors do it again."""
+"""Survivors repeat Accelerate's own collectives when a worker is lost in one of them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def make_accelerator(**settings):
 
 
 def call(accelerator, number, name):
-    """What this collective of Accelerate gives, called with tensors that name their worker."""
+    """The result of this collective of Accelerate, called with tensors that hold their worker's rank."""
     mine = torch.full((2,), float(number))
     if name == "main_process_first":
         with accelerator.main_process_first():
@@ -44,7 +44,7 @@ def die():
 
 
 def die_in_the_next(group):
-    """With its part brought, but before all know that it is done."""
+    """Kill this worker once it has contributed, before all others know that the collective is complete."""
     guarded = group.guarded
 
     def guarded_once(*args, **options):
@@ -76,7 +76,7 @@ def expected(numbers, name):
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("dies_at", NAMES)
-def test_survivors_do_a_collective_of_accelerate_again(dies_at, after):
+def test_survivors_repeat_a_collective_of_accelerate(dies_at, after):
     victim = 0 if NAMES.index(dies_at) % 2 else 2  # the main process, too
     outcomes = try_workers(call_all, 3, victim, dies_at, after)
     left = [number for number in range(3) if number != victim]
@@ -100,15 +100,15 @@ def gather_in_a_section(rank, on_worker_loss):
                 die()
             return accelerator.gather(torch.tensor([accelerator.group.rank])).tolist()
 
-    return accelerator.group.redone(evaluate)
+    return accelerator.group.retry_after_loss(evaluate)
 
 
-def test_a_section_is_begun_anew_as_a_whole():
+def test_a_section_starts_over_as_a_whole():
     outcomes = try_workers(gather_in_a_section, 3, "continue")
     assert [outcome.value for outcome in outcomes] == [[0, 1], None, [0, 1]], [outcome.error for outcome in outcomes]
 
 
-def test_where_workers_stop_at_a_loss_errors_are_those_of_accelerate():
+def test_if_the_run_stops_at_a_loss_errors_are_accelerates_own():
     outcomes = try_workers(gather_in_a_section, 3, "stop")
     errors = [outcomes[0].error, outcomes[2].error]
     assert all("RuntimeError" in error for error in errors), errors
@@ -141,4 +141,4 @@ def test_survivors_of_a_loss_at_the_start_of_a_pass_read_disjoint_shards_of_one_
     for first, second in zip(*(outcome.value[0] + [outcome.value[1]] for outcome in left), strict=True):
         assert not set(first) & set(second)
     orders = [outcome.value[0] for outcome in left]
-    assert all(sorted(first) != sorted(second) for first, second in orders)  # shuffled anew
+    assert all(sorted(first) != sorted(second) for first, second in orders)  # shuffled again

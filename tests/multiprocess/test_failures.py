@@ -1,4 +1,4 @@
-"""A worker that raises, is killed or falls silent ends the run everywhere, in time, by name."""
+"""A worker that raises, is killed or falls silent ends the run on all others, in time, by an error that names it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fail(how: str) -> None:
     if how == "exits":
         os._exit(0)
     if how == "silent":
-        time.sleep(10 * TIMEOUT + 60)  # it is killed when the others have ended
+        time.sleep(10 * TIMEOUT + 60)  # killed when the others have ended
 
 
 def train_with_fault(rank: int, topology: str, where: str, how: str) -> None:
@@ -61,7 +61,7 @@ def train_with_fault(rank: int, topology: str, where: str, how: str) -> None:
 
 CASES = [
     *itertools.product(("one_peer_ring", "complete"), ("step", "before averaging", "evaluation"), FAULTS),
-    *itertools.product(("one_peer_ring",), ("calibration",), FAULTS),  # no exchange is in flight: whatever the topology
+    *itertools.product(("one_peer_ring",), ("calibration",), FAULTS),  # without an exchange in flight
     ("one_peer_ring", "step", "exits"),
     ("complete", "step", "exits"),
 ]
@@ -69,7 +69,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launches(request):
-    """The selected cases, some at a time: nearly all of their time is waiting for a worker that is lost."""
+    """The selected cases, several at a time, since they mostly wait for a lost worker."""
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     selected = [item.callspec.params["case"] for item in here]
     ahead = LaunchesAhead(lambda case: Launch(train_with_fault, 3, *case, timeout=10 * TIMEOUT + 60), selected)
@@ -88,7 +88,7 @@ def test_a_lost_worker_ends_the_run_everywhere(case, launches):
         assert outcome.seconds < TIMEOUT + 15
     told = " ".join(outcome.error for outcome in outcomes if outcome.rank != FAULTY)
     steps = {int(step) for step in re.findall(r"step (\d+)", told)}
-    # A worker that sits out, or has another partner first, notices up to a period later.
+    # A worker that sits out a round, or has another neighbor first, notices up to one period later.
     assert steps
     assert steps <= set(range(AT_STEP, AT_STEP + 4))
     assert f"worker {FAULTY}" in told or f"Rank {FAULTY}" in told or f"worker(s) {FAULTY}" in told

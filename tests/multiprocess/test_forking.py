@@ -1,4 +1,4 @@
-"""Forks in the middle of what the library's threads do: the child must not hang, nor must the parent."""
+"""Forks while the library's threads are busy: neither the child nor the parent hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def child_ends(seconds: float = 10.0) -> bool:
-    """Whether a child that is forked now comes to its first own line."""
+    """Whether a child that is forked now reaches its first line."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -34,10 +34,10 @@ def child_ends(seconds: float = 10.0) -> bool:
 def test_a_child_does_not_wait_for_a_file_that_is_being_written(tmp_path):
     path = tmp_path / "state"
     pipe = path.with_name(path.name + PARTIAL)
-    os.mkfifo(pipe)  # writing to it stands still when it is full, for as long as nobody reads
+    os.mkfifo(pipe)  # writing to it blocks once it is full, until somebody reads
 
     def write():
-        with contextlib.suppress(OSError):  # a pipe has no disk to be synchronised with
+        with contextlib.suppress(OSError):  # a pipe cannot be synchronized to disk
             write_whole(path, [bytes(2**20)])
 
     writer = threading.Thread(target=write)
@@ -51,7 +51,7 @@ def test_a_child_does_not_wait_for_a_file_that_is_being_written(tmp_path):
     assert not writer.is_alive()
 
 
-def test_a_fork_waits_for_a_thread_that_must_not_be_forked():
+def test_a_fork_waits_for_a_thread_that_holds_the_lock():
     held, order = threading.Event(), []
 
     def work():

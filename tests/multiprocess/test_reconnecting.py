@@ -1,4 +1,4 @@
-"""Survivors of a loss that meet: a second one lost meanwhile is noticed at once, and a slow one is not given up."""
+"""While survivors reconnect, the loss of another one is noticed soon, and a slow one is not given up."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.elastic.membership import WatchedStore
+from dsgdac_accel.elastic.watched_store import WatchedStore
 from tests.workers import Launch, try_workers
 
 STEPS = 6
@@ -29,17 +29,17 @@ def stop(*_, **__):
 
 
 def after_agreeing(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_trouble_reconnecting", die)
+    monkey.setattr(accelerator.group.policy, "_reconnect", die)
 
 
 def with_its_address_there(monkey, accelerator):
-    """The others then wait in gloo, for as long as they give it to connect."""
+    """The others then wait in gloo, for as long as connecting may take."""
     get = WatchedStore.get
     monkey.setattr(WatchedStore, "get", lambda self, key: die() if key.endswith("2") else get(self, key))
 
 
 def between_groups(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_connect", die)
+    monkey.setattr(accelerator.group.process_groups, "connect", die)
 
 
 def before_the_last_barrier(monkey, accelerator):
@@ -47,18 +47,18 @@ def before_the_last_barrier(monkey, accelerator):
 
 
 def hanging(monkey, accelerator):
-    monkey.setattr(accelerator.group, "_connect", stop)
+    monkey.setattr(accelerator.group.process_groups, "connect", stop)
 
 
 def slow(monkey, accelerator):
-    connect = accelerator.group._connect
+    connect = accelerator.group.process_groups.connect
     waits = iter([4.0])
 
     def connect_late():
         time.sleep(next(waits, 0.0))
         connect()
 
-    monkey.setattr(accelerator.group, "_connect", connect_late)
+    monkey.setattr(accelerator.group.process_groups, "connect", connect_late)
 
 
 def slow_afterwards(monkey, accelerator):
@@ -69,23 +69,23 @@ def slow_afterwards(monkey, accelerator):
 @dataclass
 class AtSomeMoment:
     seconds: float
-    """After it has noticed the first loss."""
+    """After this worker has noticed the first loss."""
 
     def __call__(self, monkey, accelerator):
-        go_on = accelerator.group._go_on
+        recover = accelerator.group.policy._recover
 
-        def go_on_for_a_while(*args):
+        def recover_for_a_while(*args):
             threading.Timer(self.seconds, die).start()
-            return go_on(*args)
+            return recover(*args)
 
-        monkey.setattr(accelerator.group, "_go_on", go_on_for_a_while)
+        monkey.setattr(accelerator.group.policy, "_recover", recover_for_a_while)
 
 
 def train(rank, first, second, disturb, timeout=30.0):
-    """Steps, in which worker `first` is lost, and `second` disturbed while the others meet; seconds of the longest."""
+    """Lose worker `first` in step 2, and disturb `second` while the survivors reconnect. Times the longest step."""
     torch.manual_seed(0)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("dsgdac_accel.elastic.membership._SILENCE_SECONDS", 2.0)
+    monkey.setattr("dsgdac_accel.elastic.heartbeat._SILENCE_SECONDS", 2.0)
     accelerator = GossipAccelerator(gossip=GossipConfig(on_worker_loss="continue", timeout=timeout, log_every=0))
     model = nn.Linear(6, 3)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -103,34 +103,38 @@ def train(rank, first, second, disturb, timeout=30.0):
     radius = accelerator.measure_consensus()["gossip/radius"]
     assert (radius > 0) == (accelerator.group.size > 1)
     gc.collect()
-    dist.barrier(dist.new_group())  # one's own groups can be made anew
-    return (accelerator.group.numbers, accelerator.group.lost, radius), longest, accelerator.group._generation
+    dist.barrier(dist.new_group())  # the user can make new groups
+    return (
+        (accelerator.group.original_ranks, accelerator.group.lost, radius),
+        longest,
+        accelerator.group.policy.generation,
+    )
 
 
 @pytest.mark.parametrize("dies", [after_agreeing, with_its_address_there, between_groups, before_the_last_barrier])
-def test_a_second_loss_while_the_survivors_meet_is_noticed_soon(dies):
+def test_a_second_loss_while_survivors_reconnect_is_noticed_soon(dies):
     outcomes = try_workers(train, 4, 1, 3, dies)
     left = [outcomes[0], outcomes[2]]
     assert [outcome.exit_code for outcome in left] == [0, 0], [outcome.error for outcome in outcomes]
     found, seconds, _ = zip(*(outcome.value for outcome in left), strict=True)
     assert found[0] == found[1] == ([0, 2], [1, 3], found[0][2])
-    assert max(seconds) < 15  # 31 to 150 where it is gloo's timeouts that end the waits
+    assert max(seconds) < 15  # 31 to 150 if only gloo's timeouts end the waits
 
 
-def test_a_worker_that_is_slow_to_connect_is_not_given_up_although_it_takes_longer_than_the_timeout():
+def test_a_worker_that_connects_slowly_is_waited_for_beyond_the_timeout():
     outcomes = try_workers(train, 3, 0, 2, slow, 2.0)
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
     assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
 
 
-def test_patience_with_a_slow_worker_is_that_of_collectives_again_once_all_are_connected():
+def test_the_short_timeouts_of_connecting_end_once_all_are_connected():
     outcomes = try_workers(train, 3, 0, 2, slow_afterwards)
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
     assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
-    assert outcomes[1].value[2] == 1  # how often survivors have met
+    assert outcomes[1].value[2] == 1  # they have reconnected once only
 
 
-def test_a_worker_that_hangs_while_the_survivors_meet_is_given_up():
+def test_a_worker_that_hangs_while_survivors_reconnect_is_given_up():
     outcomes = Launch(train, 4, 1, 3, hanging, 3.0, timeout=60).outcomes(hanging=3)
     assert [outcomes[rank].exit_code for rank in (0, 2, 3)] == [0, 0, None], [outcome.error for outcome in outcomes]
     assert outcomes[0].value[0] == outcomes[2].value[0] == ([0, 2], [1, 3], outcomes[0].value[0][2])

@@ -1,4 +1,4 @@
-"""A signal to any one worker stops all of them after the same step; what else signals do stays as it was."""
+"""A signal to any one worker stops all of them after the same step. Otherwise signals do what they always did."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def send_later(number: int, seconds: float) -> None:
 
 
 def train(rank: int, senders: dict[int, tuple], synchronous: bool, folder: Any, pace: float = 0.005) -> tuple:
-    """Steps done, how often this worker asked, why it stopped, and its weights; `senders` get (signal, seconds)."""
+    """The step where it stopped, why, and its weights. `senders` maps a worker to the (signal, seconds) it gets."""
     accelerator, model, optimizer = make(synchronous)
     stopped, reason = None, None
     with accelerator.stop_on_signals():
@@ -54,7 +54,7 @@ def train(rank: int, senders: dict[int, tuple], synchronous: bool, folder: Any, 
             optimizer.step()
             optimizer.zero_grad()
             accelerator.group.steps_taken = step
-            time.sleep(pace * (1 + rank))  # those who wait for a slower one are the ones that are ahead
+            time.sleep(pace * (1 + rank))  # fast workers are ahead, and wait for slow ones
             if accelerator.should_stop():
                 stopped, reason = step, accelerator.stop_reason
                 accelerator.save_state(folder)
@@ -88,11 +88,11 @@ def test_all_workers_stop_after_the_same_step(senders, synchronous, tmp_path):
         assert torch.equal(kept, weights)
 
 
-# ---- what a signal meets
+# ---- signals at special moments
 
 
 def train_and_evaluate(rank: int, sender: int) -> tuple:
-    """Worker `sender` gets the signal while all evaluate, between the third step and the fourth."""
+    """Worker `sender` gets the signal during an evaluation between the third step and the fourth."""
     accelerator, model, optimizer = make()
     with accelerator.stop_on_signals():
         for step in range(1, 20):
@@ -114,7 +114,7 @@ def test_a_signal_during_an_evaluation_stops_at_the_next_step():
 
 
 def train_with_a_lost_worker(rank: int, moment: str) -> None:
-    """Worker 2 is killed at `moment`, and as by a launcher all others then get SIGTERM."""
+    """Worker 2 is killed at `moment`, and all others get SIGTERM, as from a launcher."""
     accelerator, model, optimizer = make(timeout=30.0)
 
     def die(*_: Any) -> None:
@@ -143,7 +143,7 @@ def train_with_a_lost_worker(rank: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before the signal", "before it answers", "after it answered"])
-def test_a_worker_that_is_lost_while_all_are_to_stop_is_named(moment):
+def test_a_worker_that_is_lost_while_all_agree_to_stop_is_named(moment):
     outcomes = try_workers(train_with_a_lost_worker, 3, moment)
     for outcome in outcomes[:2]:
         assert outcome.exit_code == 1, outcome.error
@@ -155,7 +155,7 @@ def test_a_worker_that_is_lost_while_all_are_to_stop_is_named(moment):
 
 
 def leave_early(rank: int, left: Path) -> tuple:
-    """Worker 0 has left, without having heard of the signal that worker 1 gets before its last step."""
+    """Worker 0 leaves before it sees the signal that worker 1 gets before its last step."""
     accelerator, _, optimizer = make()
     answers = []
     with accelerator.stop_on_signals():
@@ -166,7 +166,7 @@ def leave_early(rank: int, left: Path) -> tuple:
                 while not left.exists():
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGTERM)
-                while accelerator.stop_reason is None:  # until its own thread has heard of it
+                while accelerator.stop_reason is None:  # until its own thread has seen it
                     time.sleep(0.01)
             answers.append(accelerator.should_stop())
     left.touch()
@@ -179,7 +179,7 @@ def test_a_signal_after_the_last_step_of_another_lets_the_run_end(tmp_path):
         assert seconds < 15  # it waits for no answer: that would take 20
 
 
-# ---- what stays as it was
+# ---- what does not change
 
 
 def ends_by(number: int, process: int) -> bool:
@@ -188,7 +188,7 @@ def ends_by(number: int, process: int) -> bool:
 
 
 def in_child(work: Any) -> int:
-    """A forked process that does `work`, or waits to be ended."""
+    """A forked process that does `work` and then sleeps until it is ended."""
     process = os.fork()
     if process == 0:
         work()
@@ -305,7 +305,7 @@ def test_signals_that_cannot_be_caught_are_refused(signals, error, message):
 
 
 class Slow(TrainerCallback):
-    """After every step of a slow run: this worker's weights."""
+    """Records this worker's weights after every step, and slows the run down."""
 
     def __init__(self, sender: bool) -> None:
         self.seen: dict[int, torch.Tensor] = {}
@@ -346,12 +346,12 @@ def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [
-        (44, {"eval_strategy": "epoch"}),  # 8 steps an epoch; nothing is saved but at the stop
-        (6, {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}),  # 1 step an epoch
+        (44, {"eval_strategy": "epoch"}),  # 8 steps per epoch; saved only at the stop
+        (6, {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}),  # 1 step per epoch
     ],
     ids=["mid-epoch", "at the end of an epoch"],
 )
-def test_a_trainer_that_was_stopped_goes_on_as_if_it_had_not_been(rows, settings, tmp_path):
+def test_a_trainer_that_was_stopped_resumes_as_if_it_had_not_been(rows, settings, tmp_path):
     whole = run_workers(fit, 2, tmp_path / "whole", rows, settings, None)
     stopped = run_workers(fit, 2, tmp_path / "stopped", rows, settings, 1)
     resumed = run_workers(fit, 2, tmp_path / "stopped", rows, settings, None)
@@ -368,7 +368,7 @@ def test_a_trainer_that_was_stopped_goes_on_as_if_it_had_not_been(rows, settings
         assert torch.equal(rest["model"], unbroken["model"])
 
 
-def test_a_checkpoint_that_cannot_be_gone_on_with_is_no_stop(tmp_path):
+def test_stopping_needs_checkpoints_that_can_be_resumed(tmp_path):
     with pytest.raises(ValueError, match="Set save_only_model=False"):
         Trainer(
             trainer_model.Model(),

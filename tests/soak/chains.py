@@ -1,4 +1,4 @@
-"""One run that is broken off and started again until it is done, and what has to hold after each fault."""
+"""A run that is interrupted by faults and restarted until it is done, and what must hold after each fault."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.soak.sabotage import Fault
 TIMEOUT = 12.0
 TIMEOUT_OF_SILENCE = 6.0
 GRACE = 30.0
-"""Seconds beyond the timeout in which all others must have ended."""
+"""Seconds beyond the timeout within which all other workers must have ended."""
 
 CONNECTING = 60.0
-"""Seconds more where a worker may be lost while connections are made: gloo waits 30 s for each, whatever it is told."""
+"""Further seconds if a worker may be lost while connecting: gloo waits 30 s per connection, whatever the timeout."""
 
 UNDISTURBED = 240.0  # seconds that a launch may take before anything has happened to it
 BETWEEN = "between two launches"
@@ -39,12 +39,12 @@ SAVING = (
     "finishing a checkpoint",
 )  # fmt: skip
 OF_THE_FIRST = ("writing the manifest", "deleting an old checkpoint", "writing the summary")
-"""What worker 0 alone does."""
+"""Moments that only worker 0 has."""
 
 SIGNALS = ("SIGTERM", "SIGUSR1")
 
 HARMLESS = ("pause", "truncated file", "damaged manifest")
-"""After these a run goes on: nothing is wrong, or it begins from an older checkpoint."""
+"""After these a run continues, or resumes from an older checkpoint."""
 
 CALLS = {
     STEP: 2 * SAVE_EVERY, "in the exchange": 2 * SAVE_EVERY, "averaging gradients": 2 * SAVE_EVERY,
@@ -52,11 +52,11 @@ CALLS = {
     "copying the state to save": 2, "writing its file": 2, "having written its file": 2, "writing the manifest": 2,
     "finishing a checkpoint": 2, "averaging the workers": 2,
 }  # fmt: skip
-"""Largest number of a call at which it happens; 1 for others."""
+"""The last call of each moment at which a fault is tried; 1 for others."""
 
 
 def moments(setup: Setup) -> dict[str, tuple[str, ...]]:
-    """Every kind of fault with the moments at which it is tried in such a run."""
+    """The moments at which each kind of fault is tried in such a run."""
     images = setup.task == "cifar"
     exchange = "in the exchange" if setup.gossips else "averaging gradients"
     evaluation = ("in calibration", "in evaluation") if images else ("in evaluation", "in decoding")
@@ -82,7 +82,7 @@ def moments(setup: Setup) -> dict[str, tuple[str, ...]]:
 
 
 class Chain:
-    """A run in `folder`, to be broken off again and again.
+    """A run in `folder` that is interrupted again and again.
 
     Args:
         setup: of the run.
@@ -143,7 +143,7 @@ class Chain:
         return [step for step, _ in complete_checkpoints(self.checkpoints, "step-*")]
 
     def launch(self, faults: Sequence[Fault]) -> bool:
-        """Start the run again, with these faults; whether it is done. Records what became of each fault."""
+        """Start the run again with these faults, and record what became of each. Returns whether the run is done."""
         self.launches += 1
         before = self.complete()
         ahead = self.checkpoints / f"step-{(before[-1] if before else 0) + SAVE_EVERY:08d}"
@@ -196,7 +196,7 @@ class Chain:
     def _watch(
         self, launch: Launch, ending: Fault | None, timeout: float, kept: list[int]
     ) -> tuple[list[str], float | None]:
-        """Wait for the end of all workers but a stopped one; what was wrong meanwhile, and when the fault happened."""
+        """Wait until all workers but a stopped one have ended. Returns the problems, and when the fault happened."""
         problems: list[str] = []
         newest = max(kept, default=0)
         looked = 0.0
@@ -221,7 +221,7 @@ class Chain:
                 newest = max(newest, found)
 
     def _audit(self, kept: list[int]) -> list[str]:
-        """What is wrong with the checkpoints on disk, when those of the steps `kept` were there before."""
+        """Problems of the checkpoints on disk, given the steps `kept` that were complete before."""
         found = complete_checkpoints(self.checkpoints, "step-*")
         steps = [step for step, _ in found]
         problems = []
@@ -239,7 +239,7 @@ class Chain:
 
     @contextmanager
     def _prepared(self, faults: Sequence[Fault], ahead: Path) -> Iterator[int | None]:
-        """Inside, what goes wrong before a launch has gone wrong; gives the step of a damaged checkpoint."""
+        """Inside, faults that come before a launch have happened. Yields the step of a damaged checkpoint."""
         moment, fault = (faults[0].moment, faults[0]) if faults else ("", None)
         if fault is not None and moment == BETWEEN:
             step, folder = complete_checkpoints(self.checkpoints, "step-*")[-1]
@@ -247,7 +247,7 @@ class Chain:
             content = (folder / name).read_bytes()
             damage(folder / name, fault.kind, self.dice)
             yield step
-            if fault.kind == "altered file":  # the run has not begun, and what to do is up to its user
+            if fault.kind == "altered file":  # the run refuses to start, and its user decides
                 if self.dice.random() < 0.5:
                     (folder / name).write_bytes(content)
                 else:
@@ -278,13 +278,13 @@ def damage(file: Path, kind: str, dice: random.Random) -> None:
 
 
 def seconds_until_all_ended(launch: Launch, fault: Fault, fault_at: float | None) -> float | None:
-    """From the fault to the end of the last worker, but for the faulty one."""
+    """Seconds from the fault to the end of the last other worker."""
     others = [at for rank, at in launch.ended.items() if rank != fault.victim or fault.kind in ("kill_all", *SIGNALS)]
     return None if fault_at is None or not others else round(max(others) - fault_at, 2)
 
 
 def error_line(launch: Launch, fault: Fault) -> str:
-    """What the first worker that is not the faulty one says."""
+    """The error of the first worker other than the faulty one."""
     for rank in sorted(range(launch.workers), key=lambda rank: (rank == fault.victim, rank)):
         for line in reversed(launch.text(rank).splitlines()):
             if line.startswith(("error: ", "stopped by")):
@@ -293,7 +293,7 @@ def error_line(launch: Launch, fault: Fault) -> str:
 
 
 def check_ending(fault: Fault, launch: Launch, codes: Sequence[int | None], complete: Sequence[int]) -> list[str]:
-    """What is wrong with exit codes and messages."""
+    """Problems of exit codes and messages."""
     if fault.kind == "kill_all":
         return [] if set(codes) == {-9} else [f"exit codes {codes} of workers that were all killed"]
     own = {"kill": -9, "stop": -9, "raise": 1}.get(fault.kind)  # the faulty worker's; None if all end alike
@@ -304,7 +304,7 @@ def check_ending(fault: Fault, launch: Launch, codes: Sequence[int | None], comp
             stopped = re.search(r"at step (\d+) of", error_line(launch, fault))
             fine = stopped is not None and list(complete[-1:]) == [int(stopped[1])]
             return [] if fine else [f"no checkpoint of the step where it stopped: {complete}: {launch.text(0)[-300:]}"]
-        own = -getattr(signal, fault.kind)  # it came before anybody listened: the worker is lost
+        own = -getattr(signal, fault.kind)  # it came before signals were noted: the worker is lost
     problems = []
     for rank, code in enumerate(codes):
         if rank == fault.victim and own is not None:
@@ -322,7 +322,7 @@ def check_ending(fault: Fault, launch: Launch, codes: Sequence[int | None], comp
 
 
 def names(fault: Fault, message: str) -> bool:
-    """Whether an error says who or what is to blame."""
+    """Whether an error names the worker or the cause."""
     if fault.kind == "folder not writable":
         return "could not be saved to" in message
     if fault.kind == "disk_full" and ("could not be saved to" in message or "File too large" in message):
@@ -330,7 +330,7 @@ def names(fault: Fault, message: str) -> bool:
     if fault.kind == "altered file":
         return "was altered since it was written" in message and f"{fault.victim:05d}" in message
     if re.search(r"^error: (worker \d+: )?(wait timeout|Gloo connectFullMesh)", message):
-        return True  # torch's own words: the workers had not met yet
+        return True  # torch's own error: the workers were not connected yet
     who = rf"workers? (\d+, )*{fault.victim}(, \d+)*(, which do(es)? not answer,)?"
     return bool(re.search(rf"{who} (did not answer|was lost|were lost)", message))
 
@@ -340,7 +340,7 @@ def names(fault: Fault, message: str) -> bool:
 
 @functools.cache
 def reference(setup: Setup, work: Path) -> dict[str, Any]:
-    """What an undisturbed run leaves; made once."""
+    """The results of an undisturbed run, which is made once."""
     output = work / "references" / setup.name
     if not (output / "summary.json").exists():
         prepare(work)
@@ -358,7 +358,7 @@ def reference(setup: Setup, work: Path) -> dict[str, Any]:
 
 
 def run_chain(chain: Chain, plan: Callable[[], Sequence[Fault]]) -> dict[str, Any]:
-    """Start the run with the faults of `plan`, until it is done, and compare with an undisturbed one.
+    """Start the run with the faults of `plan` until it is done, and compare it with an undisturbed one.
 
     A launch without faults runs to the end.
     """

@@ -1,4 +1,4 @@
-"""Injects faults into running tasks and prints what became of them.
+"""Injects faults into running tasks and prints the outcomes.
 
     python -m tests.soak.faults --faults 200 --seed 0 --out faults.json
 
@@ -26,11 +26,11 @@ from tests.soak.runs import SETUPS, Setup
 from tests.soak.sabotage import Fault
 
 MOST_PROBLEMS = 10
-"""After so many faults with an unexpected outcome nothing new is learned."""
+"""The soak ends after this many unexpected outcomes."""
 
 
 class Results:
-    """All faults and chains so far, in a file that is whole after each of them."""
+    """All faults and chains so far, in a file that is complete after each of them."""
 
     def __init__(self, file: Path, seed: int) -> None:
         self.file = file
@@ -44,7 +44,7 @@ class Results:
         self.begun = time.monotonic() - self.seconds
 
     def add(self, fault: dict[str, Any]) -> None:
-        """Note what became of a fault."""
+        """Record the outcome of a fault."""
         self.faults.append(fault)
         self.save()
         bad = f"  UNEXPECTED {fault['problems'][0][:300]}" if fault["problems"] else ""
@@ -56,7 +56,7 @@ class Results:
         )
 
     def save(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         self.seconds = round(time.monotonic() - self.begun, 1)
         content = {
             "seed": self.seed, "seconds": self.seconds, "faults": self.faults,
@@ -72,12 +72,12 @@ class Results:
 
     @property
     def unexpected(self) -> int:
-        """Faults and chains with another outcome than the expected one."""
+        """Number of faults and chains with an unexpected outcome."""
         return sum(bool(fault["problems"]) for fault in self.faults) + sum(not c["bitwise"] for c in self.chains)
 
     @property
     def problems(self) -> list[str]:
-        """Of all faults and chains."""
+        """The problems of all faults and chains."""
         found = [f"{f['chain']} launch {f['launch']}: {problem}" for f in self.faults for problem in f["problems"]]
         return found + [f"{c['chain']} ({c['setup']}): {c['differences']}" for c in self.chains if not c["bitwise"]]
 
@@ -85,7 +85,7 @@ class Results:
 def soak(
     file: Path, work: Path, faults: int, seed: int, setups: Sequence[Setup] = SETUPS, most: int = MOST_PROBLEMS
 ) -> Results:
-    """Inject at least `faults` faults, in runs of `setups` by turns, and compare each run with an undisturbed one.
+    """Inject at least `faults` faults, in runs of `setups` in turn, and compare each run with an undisturbed one.
 
     Args:
         file: results; those that are in it already count.
@@ -161,7 +161,7 @@ OUTCOMES = {
 
 
 def main() -> None:
-    """Inject, print the table, and fail if anything was not as it has to be."""
+    """Inject faults, print the table, and fail if there was a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="how many (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")

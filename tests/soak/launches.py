@@ -1,7 +1,7 @@
-"""Launches that are watched while workers are killed, stopped and delayed, and that nobody else ends.
+"""Launches a task, and watches its workers while they are killed, stopped and delayed.
 
 Like a launcher's agent, the harness keeps the rendezvous store. Unlike an agent, it does not end the other workers when
-one fails: what they do by themselves is what is tested.
+one fails, since what they do by themselves is tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.soak.sabotage import Fault, as_json
 from tests.workers import fork
 
 AFTER = "after a random time"
-"""Moment of the faults that the harness brings about from outside."""
+"""Moment of the faults that the harness causes from outside."""
 
 _TICK = 0.02
 
@@ -79,19 +79,19 @@ class Launch:
         """When each worker ended."""
         self.handled: set[int] = set()
 
-    # ---- what is going on
+    # ---- while the workers run
 
     def running(self) -> list[int]:
         """The workers that have not ended."""
         now = time.monotonic()
         for rank, process in enumerate(self.processes):
-            # `exitcode` alone would be late: children of the worker keep open what it is learnt by.
+            # `exitcode` alone would be late: it is read from a pipe that children of the worker keep open.
             if rank not in self.ended and (process.exitcode is not None or _state(process.pid) in "ZX"):
                 self.ended[rank] = now
         return [rank for rank in range(self.workers) if rank not in self.ended]
 
     def tick(self) -> None:
-        """Wait a little, and bring about what the harness has to do for faults to happen."""
+        """Wait a little, and cause the faults that happen from outside."""
         alive = self.running()
         if alive:
             multiprocessing.connection.wait([self.processes[rank].sentinel for rank in alive], _TICK)
@@ -127,7 +127,7 @@ class Launch:
     # ---- the end
 
     def close(self) -> list[int]:
-        """End what still runs; returns the workers that it had to end, and waits for their children."""
+        """Kill the workers that still run, and return them."""
         left = self.running()
         for rank in left:
             self.send(rank, signal.SIGUSR2)  # they write where they are
@@ -142,7 +142,7 @@ class Launch:
         return left
 
     def children_gone(self, patience: float) -> float | None:
-        """Seconds until the processes that workers had started were gone, too; None if some stayed."""
+        """Seconds until the processes that workers had started were gone too; None if some stayed."""
         begun = time.monotonic()
         sessions = {process.pid for process in self.processes}
         while _alive_in(sessions):
@@ -152,17 +152,17 @@ class Launch:
         return time.monotonic() - begun
 
     def exit_codes(self) -> list[int | None]:
-        """By worker, negative for a signal."""
+        """Exit code of each worker, negative for a signal."""
         return [process.exitcode for process in self.processes]
 
     def text(self, rank: int, stream: str = "err") -> str:
-        """What a worker wrote."""
+        """The output of a worker."""
         file = self.folder / f"{stream}{rank}"
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
 def _state(process: int) -> str:
-    """One letter as the kernel gives it; X for a process that is gone."""
+    """The kernel's letter for the state of a process; X if there is none."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -170,7 +170,7 @@ def _state(process: int) -> str:
 
 
 def _alive_in(sessions: set[int]) -> list[int]:
-    """Processes of these sessions that are no zombies."""
+    """Processes of these sessions, without zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The small runs that faults are injected into, and what of a run must not depend on faults."""
+"""The small runs into which faults are injected, and the parts of a run that must not depend on faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ show_translations: 1
 TIMES = ("seconds", "train_seconds", "data_share")
 LOGGED_TIMES = ("gossip/wait_seconds", "train/tokens_per_second")
 CLOCKS = ("waited", "train_seconds", "seconds", "log_bytes")
-"""Of what a run keeps of itself; the log's length depends on how its times are written."""
+"""Parts of the state that depend on time; the log's length depends on how its times are written."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """For folders and tables."""
+        """Name for folders and tables."""
         return "-".join((self.task, self.algorithm, self.topology, str(self.workers), *self.extra)).replace("--", "")
 
     @property
     def gossips(self) -> bool:
-        """Whether it is none of the synchronous baselines."""
+        """Whether its workers gossip, as opposed to the synchronous baselines."""
         return self.algorithm not in ("sgd", "sam", "adam")
 
     def arguments(self, output: Path, timeout: float) -> list[str]:
-        """For the task's script."""
+        """Arguments of the task's script."""
         start = ["--gossip.start_epoch", "1"] if self.algorithm.endswith("_ac") else []
         return [
             "--config", f"{self.task}.yaml", "--algorithm", self.algorithm, "--gossip.topology", self.topology,
@@ -93,7 +93,7 @@ SETUPS = (
     Setup("cifar", "dadam_ac", 5),
     Setup("wmt14", "dadam", 4, "one_peer_ring"),
     Setup("cifar", "sgd", 2),
-    Setup("wmt14", "adam", 2),  # of three, DDP adds up in another order after resuming
+    Setup("wmt14", "adam", 2),  # with three, DDP sums in another order after resuming
 )
 
 
@@ -108,7 +108,7 @@ def prepare(work: Path) -> None:
 
 
 def left_by(output: Path) -> dict[str, Any]:
-    """Everything that a finished run left and that has to be the same for any number of faults."""
+    """The results of a finished run that must be the same after any number of faults."""
     summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     newest = newest_checkpoint(output / "checkpoints", "step-*")
@@ -129,7 +129,7 @@ def left_by(output: Path) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two trees are not the same, bit by bit."""
+    """Where two trees differ, bit by bit."""
     if type(one) is not type(other):
         return [f"{path}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, dict):

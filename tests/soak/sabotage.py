@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, and when: `python sabotage.py SCRIPT ARGUMENTS...` runs a script in which it does.
+"""Runs a script in which faults happen: `python sabotage.py SCRIPT ARGUMENTS...`.
 
 The environment variable SOAK_FAULTS holds a list of faults as JSON, of all workers; SOAK_DELAYS, if it is given, the
 seed of random delays. Before a fault happens, the worker leaves the file `fault-<number>` in the folder SOAK_MARKS.
@@ -29,9 +29,9 @@ ROOT = str(Path(__file__).resolve().parents[2])
 MOMENTS = {
     "starting up": ("dsgdac_accel.distributed.group", "WorkerGroup.__init__", ""),
     "loading a checkpoint": ("dsgdac_accel.checkpoint.saving", "load_checkpoint", ""),
-    "between steps": ("checkpoints", "Checkpoints.save_if_due", ""),
+    "between steps": ("tasks.common.checkpoints", "Checkpoints.save_if_due", ""),
     "in the exchange": ("dsgdac_accel.core.mixer", "Mixer.finish", ""),
-    "averaging gradients": ("algorithms", "SynchronousAccelerator.backward", ""),
+    "averaging gradients": ("tasks.common.algorithms", "SynchronousAccelerator.backward", ""),
     "copying the state to save": ("dsgdac_accel.checkpoint.writer", "encode", ""),
     "writing its file": ("dsgdac_accel.checkpoint.writer", "safetensors_parts", ""),
     "before its file is renamed": ("dsgdac_accel.checkpoint.serialization", "os.fsync", ""),
@@ -41,11 +41,11 @@ MOMENTS = {
     "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
     "averaging the workers": ("dsgdac_accel.core.mixer", "Mixer.swap_in_average", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
-    "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.gather", "evaluating"),
-    "in decoding": ("translation.decoding", "_translate_batch", ""),
-    "writing the summary": ("run_folder", "RunFolder.write_summary", ""),
+    "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.all_gather_object", "evaluating"),
+    "in decoding": ("tasks.translation.decoding", "_translate_batch", ""),
+    "writing the summary": ("tasks.common.output_dir", "RunFolder.write_summary", ""),
 }
-"""When: the module, the function in it at whose call it happens, and a word that one of the arguments begins with."""
+"""For each moment: a module, the function at whose call the fault happens, and the start of one of its arguments."""
 
 FULL_AT = 8_000  # bytes of a file that still fit
 ENDLESS = 600.0  # seconds; the harness ends the worker long before
@@ -59,10 +59,10 @@ class Fault:
     """kill, kill_all, stop, pause, raise, disk_full, SIGTERM or SIGUSR1; others happen between two launches."""
 
     victim: int
-    """Number of the worker."""
+    """Rank of the worker."""
 
     moment: str
-    """A key of MOMENTS, or other words for faults that do not happen inside a worker."""
+    """A key of MOMENTS, or another name for faults that do not happen inside a worker."""
 
     call: int = 1
     """At which call of the moment's function, counted from 1."""
@@ -71,11 +71,11 @@ class Fault:
     """After how many seconds, where the moment is a time."""
 
     number: int = 0
-    """Tells the faults of a launch apart."""
+    """Identifies the fault within a launch."""
 
 
 class Injected(RuntimeError):
-    """A bug in somebody's training code."""
+    """A bug in a training script."""
 
 
 def as_json(faults: list[Fault]) -> str:
@@ -84,12 +84,12 @@ def as_json(faults: list[Fault]) -> str:
 
 
 def mark(fault: Fault) -> Path:
-    """The file that says that it happened."""
+    """The file that shows that it happened."""
     return Path(os.environ["SOAK_MARKS"]) / f"fault-{fault.number}"
 
 
 def happen(fault: Fault) -> None:
-    """Let it go wrong in this process."""
+    """Cause the fault in this process."""
     mark(fault).touch()
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,7 +106,7 @@ def happen(fault: Fault) -> None:
 
 
 def install(faults: list[Fault]) -> None:
-    """Let every fault happen at its moment."""
+    """Make every fault happen at its moment."""
     for fault in faults:
         if fault.moment in MOMENTS:
             module, name, word = MOMENTS[fault.moment]
@@ -137,7 +137,7 @@ def _at_call(fault: Fault, word: str, function: Any) -> Any:
 
 
 def _half(parts: Any, fault: Fault) -> Any:
-    """The pieces of a file; after two of them it happens."""
+    """The pieces of a file; the fault happens after two of them."""
     for number, part in enumerate(parts):
         if number == 2:
             happen(fault)
@@ -165,7 +165,7 @@ def delay(seed: str) -> None:
 
 
 def main() -> None:
-    """Prepare this worker's faults, then be the script."""
+    """Install this worker's faults, then run the script."""
     sys.path.insert(0, ROOT)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # for the harness to ask where a worker hangs
     rank = os.environ.get("RANK", "0")

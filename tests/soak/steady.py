@@ -1,4 +1,4 @@
-"""Thousands of small steps with random delays, saves and evaluations, and the memory of each worker.
+"""Measures the memory of each worker over thousands of small steps with random delays, saves and evaluations.
 
 python -m tests.soak.steady --steps 6000 --workers 2
 """
@@ -25,13 +25,13 @@ _MB = 2**20
 
 
 def resident() -> float:
-    """MB that this process holds."""
+    """Resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / _MB
 
 
 def train_long(rank: int, folder: Path, steps: int) -> list[float]:
-    """MB at 40 places of the run, evenly spaced."""
+    """Resident memory in MB at 40 evenly spaced steps of the run."""
     accelerator = GossipAccelerator(gossip=GossipConfig(log_every=50, timeout=60))
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -66,7 +66,7 @@ def train_long(rank: int, folder: Path, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Train, and print what each worker held."""
+    """Train, and print the memory of each worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--workers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Faults at random moments, a smaller dose of `python -m tests.soak.faults`, and memory over thousands of steps."""
+"""Faults at random moments, fewer than in `python -m tests.soak.faults`, and memory over thousands of steps."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.task
 SHORT = Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--num_train_epochs", "2", "--model", "cnn", "--dropout", "0"))
 
 
-def test_a_run_that_is_broken_off_again_and_again_ends_like_an_undisturbed_one(tmp_path):
+def test_a_run_that_is_interrupted_again_and_again_ends_like_an_undisturbed_one(tmp_path):
     planned = [
         [Fault("kill", 1, STEP, 5)],
         [Fault("pause", 1, STEP, 1, seconds=0.3), Fault("SIGTERM", 0, STEP, 2, number=1)],
@@ -49,4 +49,4 @@ def test_no_fault_hangs_or_loses_a_checkpoint_or_changes_the_result(tmp_path):
 @pytest.mark.timeout(1200)
 def test_memory_stays_flat_over_thousands_of_steps_with_delays(tmp_path):
     for measured in run_workers(train_long, 2, tmp_path, 4000, timeout=900):
-        assert max(measured[-10:]) - max(measured[:10]) < 8.0  # MB; 200 saves and 40 evaluations lie between
+        assert max(measured[-10:]) - max(measured[:10]) < 8.0  # MB, over 200 saves and 40 evaluations

@@ -1,4 +1,4 @@
-"""A group of one process: the mean over the workers that it holds, against torch's; its use for another training."""
+"""A group of one process: the mean over its workers against torch's, and its reuse for another training."""
 
 import torch
 
@@ -9,14 +9,14 @@ def workers(count, size=25):
     return list(torch.randn(count, size, generator=torch.Generator().manual_seed(count)))
 
 
-def test_equal_workers_have_exactly_themselves_as_their_mean():
+def test_the_mean_of_equal_workers_is_exact():
     group = WorkerGroup(torch.device("cpu"))
     for count in range(2, 12):
         (x,) = workers(1, 1000)
         assert torch.equal(group.all_reduce_mean_(x.clone(), "a test", others=[x.clone() for _ in range(count - 1)]), x)
 
 
-def test_the_mean_is_that_of_all_workers_element_by_element_and_leaves_the_others_as_they_are(monkeypatch):
+def test_the_mean_is_over_all_workers_and_leaves_the_others_unchanged(monkeypatch):
     monkeypatch.setattr(f"{WorkerGroup.__module__}._MEAN_CHUNK", 10)  # the last part is smaller
     for count in (1, 2, 3):
         x, *others = workers(count)

@@ -1,7 +1,6 @@
-"""`dsgdac launch`: real launchers with workers that mostly do without torch, what is lost, and what stays behind."""
+"""`dsgdac launch` with real launchers, and workers that mostly do not import torch."""
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -13,11 +12,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from dsgdac_accel.cli import main
-from dsgdac_accel.distributed.stopping import EXIT_STOPPED
+from dsgdac_accel.distributed.launcher_protocol import CONNECTED, DROPPED, EXIT_STOPPED, WAITING
+from dsgdac_accel.distributed.rendezvous import init_method_after_restart
 from dsgdac_accel.elastic import launch as launcher
-from dsgdac_accel.elastic.launch import DROPPED, MEETING, MET, STOPPED
 from dsgdac_accel.elastic.launch_plan import Launch
-from dsgdac_accel.elastic.rendezvous import meeting_after_restart
+from dsgdac_accel.elastic.worker_process import Worker
 from tests.workers import fork
 
 BEGIN = """
@@ -25,7 +24,7 @@ import glob, os, signal, sys, time
 
 rank = int(os.environ["RANK"])
 
-def say(*words):  # in one piece, where `print` writes word by word
+def say(*words):  # in one piece; `print` writes word by word
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 def sign(number=rank, process=os.getpid()):
@@ -51,17 +50,17 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 class Command:
-    """`dsgdac launch WORDS` in a forked process."""
+    """`dsgdac launch WORDS`, or the launch of a `plan`, in a forked process."""
 
-    def __init__(self, folder, *words, script=None, **variables):
+    def __init__(self, folder, *words, script=None, plan=None, **variables):
         self.output = folder / f"output{time.monotonic_ns()}"
         self.folder = folder
         if script is not None:
             (folder / "script.py").write_text(BEGIN + textwrap.dedent(script))
-        self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables)
+        self.process = fork(_launch, ["launch", *map(str, words)], str(folder), str(self.output), variables, plan)
 
     def end(self, seconds=30):
-        """Its exit status and all that was printed."""
+        """Its exit status and everything that was printed."""
         self.process.join(seconds)
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGKILL)
@@ -76,11 +75,11 @@ class Command:
             time.sleep(0.01)
 
     def await_workers(self, *ranks):
-        """Wait until these have written who they are; their process ids."""
+        """Wait until these workers have signed, and return their process ids."""
         return [int(appeared(self.folder / f"here{rank}")) for rank in ranks]
 
 
-def _launch(words, folder, output, variables):
+def _launch(words, folder, output, variables, plan):
     os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -89,9 +88,10 @@ def _launch(words, folder, output, variables):
         os.environ.pop(name, None)
     launcher.STOP_SECONDS = float(variables.pop("STOP_SECONDS", launcher.STOP_SECONDS))
     launcher._POLL_SECONDS = float(variables.pop("POLL_SECONDS", launcher._POLL_SECONDS))
+    launcher._GRACE_SECONDS = float(variables.pop("GRACE_SECONDS", launcher._GRACE_SECONDS))
     os.environ.update(variables)
     try:
-        status = main(words)
+        status = launcher.launch(Launch(**plan)) if plan else main(words)
     except SystemExit as end:
         status = end.code
     sys.stdout.flush()
@@ -111,7 +111,7 @@ def appeared(file, seconds=20):
 
 
 def is_gone(process, seconds=5):
-    """Whether this process has ended; a zombie that nobody collects has."""
+    """Whether this process has ended; a zombie has."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -130,7 +130,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-# ---- what workers are told
+# ---- the environment of workers
 
 
 NAMES = (
@@ -140,7 +140,7 @@ NAMES = (
 SHOW = f"say(*[os.environ[name] for name in {NAMES}], *sys.argv[1:])"
 
 
-def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
+def test_workers_get_their_ranks_and_the_arguments_after_the_script(tmp_path):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7"}  # of an outer launch
     status, out = run(tmp_path, "-n", 2, "script.py", "--n", "3", "-m", script=SHOW, **stale)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -148,7 +148,7 @@ def test_workers_know_who_they_are_and_get_the_words_after_the_script(tmp_path):
     assert (status, sorted(out.splitlines())) == (0, expected)
 
 
-def test_number_of_threads_is_left_as_it_was_set(tmp_path):
+def test_a_number_of_threads_that_is_set_stays(tmp_path):
     status, out = run(tmp_path, "-n", 1, "script.py", script=SHOW, OMP_NUM_THREADS="3")
     assert (status, out) == (0, "0 0 1 1 127.0.0.1 True 0 3\n")
 
@@ -159,20 +159,10 @@ def test_a_module_is_launched_by_name(tmp_path):
     assert run(tmp_path, "-n", 1, "-m", "package.train", "--epochs", 2) == (0, "package --epochs 2\n")
 
 
-def test_logs_are_added_to_files_and_only_worker_0_is_on_the_console(tmp_path):
-    script = "print('out', rank); print('err', rank, file=sys.stderr)"
-    for launches in (1, 2):
-        status, out = run(tmp_path, "-n", 2, "--log-dir", "logs/run", "script.py", script=script)
-        assert (status, out) == (0, "out 0\nerr 0\n")
-        for rank in (0, 1):
-            text = (tmp_path / "logs" / "run" / f"worker-{rank}.log").read_text()
-            assert text == f"out {rank}\nerr {rank}\n" * launches
-
-
 # ---- failures
 
 
-def test_others_go_on_when_a_worker_is_lost(tmp_path):
+def test_the_others_continue_when_a_worker_is_lost(tmp_path):
     script = f"""
         if rank == 0:
             {KILLED}
@@ -191,7 +181,7 @@ def test_others_go_on_when_a_worker_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "status"), [("sys.exit(5)", 5), (KILLED, 128 + 9), ("sys.exit(75)", 75)])
-def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_path, first, status):
+def test_the_exit_status_is_that_of_the_first_failure_if_the_last_worker_fails_too(tmp_path, first, status):
     script = f"""
         if rank == 1:
             sign()
@@ -203,9 +193,10 @@ def test_exit_status_is_that_of_the_first_failure_where_the_last_fails_too(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "status"), [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", STOPPED, STOPPED)]
+    ("first", "last", "status"),
+    [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", EXIT_STOPPED, EXIT_STOPPED)],
 )
-def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the_best_counts(
+def test_of_workers_found_ended_at_once_a_killed_one_is_the_cause_and_the_best_one_counts(
     tmp_path, first, last, status
 ):
     script = f"""
@@ -218,15 +209,15 @@ def test_of_workers_that_are_found_ended_at_once_the_killed_is_the_cause_and_the
     assert run(tmp_path, "-n", 2, "script.py", script=script, POLL_SECONDS="1")[0] == status
 
 
-def test_exit_status_says_that_survivors_were_stopped_by_a_signal(tmp_path):
+def test_the_exit_status_shows_that_survivors_were_stopped_by_a_signal(tmp_path):
     script = f"""
         if rank == 1:
             sign()
             {KILLED}
         await_end(1)
-        sys.exit({STOPPED})
+        sys.exit({EXIT_STOPPED})
         """
-    assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == STOPPED
+    assert run(tmp_path, "-n", 3, "script.py", script=script)[0] == EXIT_STOPPED
 
 
 def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
@@ -236,19 +227,20 @@ def test_a_worker_that_fails_last_makes_the_run_fail(tmp_path):
     assert "finished without" not in out
 
 
-def test_stop_on_failure_ends_the_others_also_those_that_do_not_listen(tmp_path):
+def test_stop_on_failure_ends_the_others_even_if_they_ignore_sigterm(tmp_path):
     script = f"""
         if rank != 1:
             {HANG}
         {AWAIT_OTHERS.format(2)}
         sys.exit(5)
         """
-    command = Command(tmp_path, "-n", 3, "--on-failure", "stop", "--grace", 0.3, "script.py", script=script)
+    plan = {"command": ["script.py"], "workers": 3, "stop_on_failure": True}
+    command = Command(tmp_path, script=script, plan=plan, GRACE_SECONDS="0.3")
     assert command.end()[0] == 5
     assert all(is_gone(process) for process in command.await_workers(0, 2))
 
 
-def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_restart(tmp_path):
+def test_status_2_of_one_worker_ends_all_with_one_report(tmp_path):
     script = """
         with open("starts", "a") as starts:
             starts.write("x")
@@ -258,12 +250,12 @@ def test_a_mistake_in_what_was_asked_ends_all_with_one_report_and_without_a_rest
             sys.exit(2)
         time.sleep(60)
         """
-    status, out = run(tmp_path, "-n", 2, "--max-restarts", 2, "script.py", script=script)
+    status, out = run(tmp_path, "-n", 2, "script.py", script=script)
     assert (status, out) == (2, "dsgdac launch: worker 1 ended with status 2\n")
     assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
+def test_a_hanging_worker_that_the_others_dropped_is_killed(tmp_path):
     script = f"""
         if rank == 1:
             {HANG}
@@ -281,8 +273,8 @@ def test_a_worker_that_hangs_and_was_dropped_by_the_others_is_ended(tmp_path):
     assert (status, "worker 1 was ended by SIGKILL" in out, "finished without worker 1" in out) == (0, True, True)
 
 
-@pytest.mark.parametrize("met", [False, True])
-def test_a_worker_that_ends_before_all_have_met_ends_those_that_wait_for_it(tmp_path, met):
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it(tmp_path, connected):
     script = """
         if rank == 0:
             open("port", "w").write(os.environ["MASTER_PORT"])
@@ -292,21 +284,21 @@ def test_a_worker_that_ends_before_all_have_met_ends_those_that_wait_for_it(tmp_
             sys.exit(3)
         time.sleep(60 if sys.argv[1] == "False" else 3)
         """
-    command = Command(tmp_path, "-n", 3, "script.py", met, script=script)
+    command = Command(tmp_path, "-n", 3, "script.py", connected, script=script)
     store = TCPStore("127.0.0.1", int(appeared(tmp_path / "port")), is_master=False)
-    store.set(f"{MEETING}/2", "")
-    if met:
-        store.set(MET, "")
+    store.set(f"{WAITING}/2", "")
+    if connected:
+        store.set(CONNECTED, "")
     (tmp_path / "go").write_text("")
     status, out = command.end()
-    assert (status, "ended before all had met" in out, "finished without worker 1" in out) == (
-        0 if met else 3,
-        not met,
-        met,
+    assert (status, "ended before all were connected" in out, "finished without worker 1" in out) == (
+        0 if connected else 3,
+        not connected,
+        connected,
     )
 
 
-def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
+def test_accelerators_do_not_wait_for_a_worker_that_failed_to_start(tmp_path):
     script = """
         if rank == 1:
             sys.exit(3)
@@ -314,30 +306,29 @@ def test_workers_of_ours_do_not_wait_for_one_that_failed_to_start(tmp_path):
         GossipAccelerator()
         """
     status, out = run(tmp_path, "-n", 2, "script.py", script=script)
-    assert (status, "worker 1 ended with status 3" in out, "ended before all had met" in out) == (3, True, True)
+    assert (status, "worker 1 ended with status 3" in out, "ended before all were connected" in out) == (3, True, True)
 
 
-# ---- signals, and what stays behind
+# ---- signals, and processes left behind
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_reaches_all_workers_and_nothing_is_restarted(tmp_path, name):
+def test_a_signal_reaches_all_workers(tmp_path, name):
     script = f"""
-        signal.signal(signal.{name}, lambda *_: sys.exit({STOPPED}))
+        signal.signal(signal.{name}, lambda *_: sys.exit({EXIT_STOPPED}))
         sign()
         time.sleep(60)
         """
-    command = Command(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
+    command = Command(tmp_path, "-n", 2, "script.py", script=script)
     command.await_workers(0, 1)
     os.kill(command.process.pid, signal.Signals[name])
     status, out = command.end()
-    assert status == STOPPED == EXIT_STOPPED
+    assert status == EXIT_STOPPED == 75
     assert f"{name} goes to all workers" in out
     assert out.count("was stopped by a signal and has saved (status 75)") == 2
-    assert "restarting" not in out
 
 
-def test_a_second_interrupt_ends_workers_that_do_not_listen(tmp_path):
+def test_a_second_interrupt_kills_workers_that_ignore_it(tmp_path):
     script = f"signal.signal(signal.SIGINT, signal.SIG_IGN); {HANG}"
     command = Command(tmp_path, "-n", 2, "script.py", script=script)
     processes = command.await_workers(0, 1)
@@ -357,7 +348,7 @@ def test_workers_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
     assert all(is_gone(process) for process in processes)
 
 
-def test_workers_and_their_processes_end_with_a_launcher_that_is_killed(tmp_path):
+def test_workers_and_their_processes_end_when_the_launcher_is_killed(tmp_path):
     script = f"""
         import subprocess
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -381,25 +372,7 @@ def test_processes_that_a_worker_started_end_with_it(tmp_path):
     assert is_gone(*command.await_workers(0))
 
 
-# ---- restarts
-
-
-def test_stopped_and_failed_runs_are_started_anew(tmp_path):
-    script = f"""
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        say("attempt", attempt, "rank", rank)
-        sys.exit([{STOPPED}, 1, 0][attempt])
-        """
-    status, out = run(tmp_path, "-n", 2, "--max-restarts", 3, "script.py", script=script)
-    assert status == 0
-    assert sorted(re.findall(r"attempt (\d) rank (\d)", out)) == [(a, r) for a in "012" for r in "01"]
-    assert out.count("restarting all 2 workers") == 2
-    assert "(2 of 3 restarts)" in out
-
-
-def test_restarts_come_to_an_end(tmp_path):
-    status, out = run(tmp_path, "-n", 1, "--max-restarts", 2, "script.py", script="sys.exit(4)")
-    assert (status, out.count("worker 0 ended with status 4")) == (4, 3)
+# ---- restarts, by other launchers
 
 
 @pytest.mark.parametrize(
@@ -411,11 +384,11 @@ def test_restarts_come_to_an_end(tmp_path):
         ({"GROUP_WORLD_SIZE": "2"}, None),  # machines do not agree on how often they have restarted
     ],
 )
-def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeypatch, changes, expected):
+def test_restarted_workers_of_one_machine_use_a_prefix_of_their_own(monkeypatch, changes, expected):
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
     for name, value in (launched | changes).items():
         monkeypatch.setenv(name, value)
-    assert meeting_after_restart() == expected
+    assert init_method_after_restart() == expected
 
 
 # ---- mistakes
@@ -426,8 +399,6 @@ def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeyp
     [
         (["-n", 0, "script.py"], "workers must be at least 1; got 0"),
         (["-n", 99999999, "script.py"], "workers must be at most 1024"),
-        (["-n", 1, "--max-restarts", -1, "script.py"], "max_restarts must be at least 0; got -1"),
-        (["-n", 1, "--grace", "nan", "script.py"], "grace must be at least 0; got nan"),
         (["-n", 1], "name the script"),
         (["-n", 1, "nothing.py"], "there is no script nothing.py in"),
         (["-n", 1, "."], "there is no script . in"),
@@ -437,10 +408,9 @@ def test_restarted_workers_of_one_machine_meet_under_a_name_of_their_own(monkeyp
         (["-n", 1, "--machines", 2, "--address", "node0:0", "script.py"], "got 'node0:0'"),
         (["-n", 1, "--address", "node0:70000", "script.py"], "got 'node0:70000'"),
         (["-n", 1, "--machine-index", 1, "script.py"], "the machine index must be in 0..0; got 1"),
-        (["-n", 1, "--machines", 2, "--address", "a:1", "--max-restarts", 1, "script.py"], "needs a single machine"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "script.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(["launch", *map(str, words)]) == 2
@@ -462,7 +432,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path, monkeypatch, capsys):
 # ---- with torch
 
 
-def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_path):
+def test_survivors_of_worker_0_still_have_the_store(tmp_path):
     script = f"""
         import torch
         import torch.distributed as dist
@@ -489,7 +459,7 @@ def test_survivors_of_worker_0_still_have_the_store_and_compute_together(tmp_pat
     assert "finished without worker 0" in out
 
 
-MEET = """
+CONNECT = """
     import torch
     import torch.distributed as dist
 
@@ -503,15 +473,15 @@ MEET = """
     """
 
 
-def test_two_machines_meet_at_the_first_one_which_stays_until_the_other_is_done(tmp_path):
+def test_two_machines_connect_and_the_first_one_stays_until_the_other_is_done(tmp_path):
     words = ["-n", 1, "--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
-    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=MEET, GLOO_SOCKET_IFNAME="lo")
+    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=CONNECT, GLOO_SOCKET_IFNAME="lo")
     first = Command(tmp_path, *words, "--machine-index", 0, "script.py", GLOO_SOCKET_IFNAME="lo")
     assert first.end() == (0, "rank 0 local 0 sum 11.0\nlate 0\n")
     assert second.end() == (0, "rank 1 local 0 sum 11.0\nlate 1\n")
 
 
-def test_machines_that_were_told_different_things_are_refused(tmp_path):
+def test_machines_with_different_plans_are_refused(tmp_path):
     words = ["--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
     first = Command(tmp_path, "-n", 1, *words, "script.py", script=HANG)
     first.await_workers(0)
@@ -525,18 +495,17 @@ def test_machines_that_were_told_different_things_are_refused(tmp_path):
     os.kill(first.process.pid, signal.SIGKILL)
 
 
-def test_who_is_told_to_end_while_starting_workers_starts_no_more(tmp_path, monkeypatch):
+def test_a_launcher_that_is_to_end_while_it_starts_workers_starts_no_more(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("import time; time.sleep(60)")
-    run = launcher._Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
-    start, started = launcher.start_worker, []
+    run = launcher.Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
+    started = []
 
-    def start_and_tell(*args):
-        started.append(start(*args))
+    def start_and_interrupt(*args):
+        started.append(Worker(*args))
         if len(started) == 2:
             run.received.append(signal.SIGTERM)
-            run._pending.append(signal.SIGTERM)
         return started[-1]
 
-    monkeypatch.setattr(launcher, "start_worker", start_and_tell)
-    assert run.once(0) == 128 + signal.SIGTERM
-    assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
+    monkeypatch.setattr(launcher, "Worker", start_and_interrupt)
+    assert run.run() == 128 + signal.SIGTERM
+    assert [worker.status for worker in started] == [-signal.SIGTERM] * 2

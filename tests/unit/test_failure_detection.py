@@ -1,0 +1,110 @@
+"""Which errors mean a lost worker, which worker the message names, and what it advises."""
+
+import pytest
+import torch.distributed as dist
+
+from dsgdac_accel.distributed import failure_detection, failure_reports
+from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector, WorkerLostError
+from dsgdac_accel.distributed.members import Members
+
+CLOSED = "[/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically due to a crash"
+TIMED_OUT = "[/gloo/buffer.cc:2] Timed out waiting 3000ms for recv operation to complete"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name in ("_ROLL_CALL_SECONDS", "_CHAIN_SECONDS"):
+        monkeypatch.setattr(failure_reports, name, 0.2)
+
+
+def detector(me=0, launched=4, store=None, dead=()):
+    """Of one worker; all are on other machines, so that nothing is known of their processes, but for the `dead`."""
+    found = FailureDetector(Members(me, launched), 3.0)
+    found.reports.store = dist.HashStore() if store is None else store
+    found.reports.is_alive = lambda worker: False if worker in dead else None
+    return found
+
+
+@pytest.mark.parametrize("text", [CLOSED, TIMED_OUT, "Broken pipe", "NCCL error", "Socket closed"])
+def test_errors_of_the_transport_mean_a_lost_worker(text):
+    assert detector().failure_in(RuntimeError(text), "evaluating", 7) is not None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), WorkerLostError("connection lost")])
+def test_mistakes_and_errors_that_name_the_worker_already_are_left_alone(error):
+    assert detector().failure_in(error, "evaluating", 7) is None
+
+
+@pytest.mark.parametrize(("text", "found"), [("connection refused by a database", False), (CLOSED, True)])
+def test_with_other_libraries_code_only_sure_words_count(text, found):
+    assert (detector().failure_in(RuntimeError(text), "evaluating", 7, strict=True) is not None) == found
+
+
+def test_a_failure_names_what_was_going_on_with_its_step_once():
+    members = detector(launched=3)
+    failure = members.failure_in(RuntimeError(CLOSED), "evaluating", 7, peer=2)
+    assert failure == Failure("evaluating at step 7", "Connection closed by peer [127.0.0.1]:1", 2)
+    assert members.failure_in(RuntimeError(CLOSED), "the exchange of step 6", 7).what == "the exchange of step 6"
+
+
+def test_a_peer_is_called_by_its_rank_before_any_loss():
+    one = detector(me=1)
+    one.members.remain([1, 3])
+    assert one.failure_in(RuntimeError(CLOSED), "evaluating", 7, peer=1).peer == 3
+
+
+def test_the_only_peer_is_named_with_the_step():
+    message = str(detector().worker_lost(Failure("the exchange of step 4", "Connection closed by peer", 2)))
+    assert message.startswith("worker 0: worker 2 was lost in the exchange of step 4 (Connection closed by peer).")
+    assert "Look at that worker's own output" in message
+    assert "raise `timeout`" not in message
+
+
+def test_silence_is_told_from_death_and_has_a_way_out_of_its_own():
+    failure = Failure("the exchange of step 4", "Timed out waiting", 2)
+    message = str(detector().worker_lost(failure))
+    assert "worker 2 did not answer within 3 s" in message
+    assert all(word in message for word in ("raise `timeout`", "`equal_steps`", "`optimizer.step()`"))
+    assert "worker 2 was lost" in str(detector(dead=[2]).worker_lost(failure))
+
+
+def test_a_barrier_names_the_workers_that_did_not_come_by_their_original_ranks():
+    one = detector()
+    one.members.remain([0, 2, 3])
+    failure = Failure("averaging the workers at step 5", "Ranks 1, 2 failed to pass monitoredBarrier in 3000 ms")
+    message = str(one.worker_lost(failure))
+    assert "workers 2, 3 did not answer within 3 s in averaging the workers at step 5" in message
+    assert "enter `deployed_model`, `save_model` and evaluation on all workers" in message
+
+
+def test_without_a_peer_the_roll_call_finds_the_lost_worker():
+    store = dist.HashStore()
+    for other in (1, 3):
+        detector(other, store=store).reports.missing()
+    message = str(detector(store=store).worker_lost(Failure("evaluating at step 7", "Connection reset")))
+    assert "worker 2 was lost in evaluating at step 7" in message
+
+
+def test_a_worker_that_is_alive_but_silent_is_not_called_lost():
+    one = detector(launched=2)
+    one.reports.is_alive = lambda worker: True
+    message = str(one.worker_lost(Failure("evaluating at step 7", "Connection reset")))
+    assert "worker 1, which does not answer, was lost" in message
+
+
+def test_later_errors_quote_the_first_report_and_that_of_the_peer():
+    store = dist.HashStore()
+    first = detector(1, store=store)
+    first.worker_lost(Failure("the exchange of step 4", "Connection closed", 2))
+    message = str(detector(0, store=store).worker_lost(Failure("the exchange of step 5", "Connection closed", 1)))
+    assert "First report of this run: worker 2 was lost in the exchange of step 4, as worker 1 saw it." in message
+    assert "worker 1 was lost in the exchange of step 5" in message
+    store = dist.HashStore()
+    detector(3, store=store).reports.write("a report")
+    detector(1, store=store).reports.write("the reason of worker 1")
+    message = str(detector(0, store=store).worker_lost(Failure("the exchange of step 5", "Connection closed", 1)))
+    assert "First report of this run: a report. Worker 1 reports: the reason of worker 1." in message
+
+
+def test_the_cause_is_the_transports_first_sentence():
+    assert failure_detection.short_cause(RuntimeError(CLOSED)) == "Connection closed by peer [127.0.0.1]:1"
