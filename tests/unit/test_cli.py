@@ -12,7 +12,7 @@ import yaml
 
 from dsgdac_accel import AdaptiveConsensus, build_topology
 from dsgdac_accel.cli import main
-from dsgdac_accel.cli.theory import steps_to_mix
+
 from dsgdac_accel.topology import TOPOLOGIES
 from dsgdac_accel.version import __version__
 
