@@ -1,4 +1,4 @@
-"""The common look of all plots: colors, figures and axes. Runs and studies are plotted by `tasks/common/plotting.py`."""
+"""The common look of all plots: colors, figures and axes."""
 
 from __future__ import annotations
 

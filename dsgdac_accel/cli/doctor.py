@@ -207,9 +207,7 @@ def join_workers(rank: int, size: int, timeout: float) -> Any:
             raise WorkerLostError(f"{named_workers(missing)} did not answer within {timeout:g} s at the start")
         time.sleep(0.02)
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience
-    )
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience)
     return store
 
 

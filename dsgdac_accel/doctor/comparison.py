@@ -221,9 +221,7 @@ def quick_check(
     if group.size == 1:
         return []
     facts = collect_facts(group.rank, group.device, settings=settings)
-    found = group.all_gather_object(
-        (facts, stream_fingerprints(model) if streams else {}), "checking the workers"
-    )
+    found = group.all_gather_object((facts, stream_fingerprints(model) if streams else {}), "checking the workers")
     everyone = [facts for facts, _ in found]
     findings = [*check_versions(everyone), *check_settings(everyone), *check_streams([own for _, own in found])]
     errors = [finding for finding in findings if finding.level == "error"]

@@ -19,9 +19,9 @@ from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.doctor import Finding, Report, examine
 from dsgdac_accel.doctor.comparison import check_settings, check_versions, collect_facts
 from tasks.common.checkpoints import checkpoint_to_resume
-from tasks.studies.plan import base_values
+from tasks.common.known_tasks import config_class_of, script_for
 
-_TASKS = {"cifar": ("ImageRun", "CifarConfig"), "wmt14": ("TranslationRun", "TranslationConfig")}
+_RUN_CLASSES = {"cifar": "ImageRun", "wmt14": "TranslationRun"}
 
 
 def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable[[], Report]:
@@ -35,10 +35,10 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
     Raises:
         ConfigError: the settings are invalid.
     """
-    # Only the translation task counts its batches in tokens.
-    task = importlib.import_module("tasks.wmt14" if "batch_tokens" in base_values(file) else "tasks.cifar")
-    run_class, config_class = (getattr(task, name) for name in _TASKS[task.TASK])
-    config = parse_config(config_class, words, prog="dsgdac doctor")
+    script = script_for(file)
+    task = importlib.import_module(f"tasks.{script.stem}")
+    config = parse_config(config_class_of(script), words, prog="dsgdac doctor")
+    run_class = getattr(task, _RUN_CLASSES[task.TASK])
     return lambda: _examine_run(task, run_class, config, timeout)
 
 

@@ -207,7 +207,7 @@ def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes
         thread.join()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted: the runs under way were ended; the same command goes on" in capsys.readouterr().err
+    assert "interrupted: the runs under way were stopped; the same command continues" in capsys.readouterr().err
     wait_until(lambda: not is_running(int(note.read_text())))
     assert statuses(file) == ["unfinished", "missing", "missing"]
     assert main(["sweep", str(file), "--only", "dsgd"]) == 0
