@@ -62,11 +62,21 @@ def finish_axes(axes: Any, xlabel: str, ylabel: str, title: str = "", *, integer
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], columns: int = 4) -> None:
-    """Add one legend below all axes, where it cannot cover data."""
+def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], caption: str = "") -> None:
+    """Add one legend below all axes, where it cannot cover data, with a caption above it.
+
+    It has as many columns as fit into the width of the figure, at most five.
+    """
     handles, labels = list(handles), list(labels)
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), columns), frameon=False)
+        width = 0.7 + 0.09 * max(map(len, labels))  # inches of an entry
+        columns = max(1, min(5, len(handles), int(figure.get_figwidth() / width)))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False,
+            title=caption or None, title_fontsize="small",
+        )  # fmt: skip
+    elif caption:
+        figure.supxlabel(caption, fontsize="small")
 
 
 def set_logarithmic(axes: Any) -> None:

@@ -123,7 +123,7 @@ def _plot(cluster: Cluster, largest: int, file: Path) -> None:
     for panel, label in ((time, "seconds per step"), (traffic, "MB sent per worker and step")):
         panel.set_xscale("log")
         finish_axes(panel, "workers", label)
-    add_legend(figure, *time.get_legend_handles_labels(), columns=5)
+    add_legend(figure, *time.get_legend_handles_labels())
     figure.suptitle(_described(cluster), fontsize="medium")
     figure.savefig(file, dpi=DPI)
 

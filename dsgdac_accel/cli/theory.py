@@ -187,7 +187,7 @@ def _plot_schedule(file: Path, lrs: list[float], gammas: dict[float, list[float]
 
     figure, (axes,) = new_figure()
     epochs = [step / STEPS_PER_EPOCH for step in range(len(lrs))]
-    axes.plot(epochs, lrs, "--", color="0.5", label="lr / peak")
+    axes.plot(epochs, lrs, "--", color="0.5", label="lr / peak", zorder=3)  # p = 1 may coincide with it
     for color, (power, values) in zip(line_colors(len(gammas)), gammas.items(), strict=True):
         axes.plot(epochs, values, color=color, label=f"gamma, p = {power:g}")
     finish_axes(axes, "epoch", "lr / peak, gamma", "gamma = (lr / max_lr)^p", integer_ticks=True)

@@ -107,8 +107,7 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
 def note_missing(axes: Any, labels: Sequence[str]) -> None:
     """Say below the title which runs the axes do not show."""
     shown = ", ".join(labels[:4]) + (f", .. ({len(labels)} in all)" if len(labels) > 4 else "")
-    title = axes.get_title()
-    axes.set_title(f"{title}\nnot logged, or not positive: {shown}".strip(), fontsize="small" if title else "x-small")
+    axes.set_title(f"{axes.get_title()}\nnot logged, or not positive: {shown}".strip(), fontsize="small")
 
 
 def _shown_colors(figure: Any, axes: Any) -> set[str]:
@@ -291,7 +290,7 @@ def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
         # Each logged training loss is a mean over the steps since the one before.
         _line(axes, train, "train (workers, mean since the last point)", run.color, dashed=not alone, faint=not alone)
         _line(axes, evaluated, f"{split} (deployed model)", VERMILION if alone else run.color)
-    _finish(axes, "loss (nats)", "loss" if alone else f"loss: {' or '.join(splits)} (solid), train (dashed)")
+    _finish(axes, "loss (nats)", "loss" if alone else f"loss: {' or '.join(splits)} (solid), smoothed train (dashed)")
 
 
 def _draw_accuracy(axes: Any, runs: Sequence[Run]) -> None:

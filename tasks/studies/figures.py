@@ -52,7 +52,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     "accuracy": (Panel(("test/accuracy",), "test accuracy (%)", scale=100),),
     "bleu": (Panel(("validation/bleu", "test/bleu"), "BLEU"),),
     "loss": (
-        Panel(("train/loss",), "workers' training loss"),
+        Panel(("train/loss",), "workers' training loss (smoothed)"),
         Panel(("test/loss", "validation/loss"), "held-out loss of the deployed model"),
     ),
     "q": (Panel(("curvature/Q",), "curvature exposure Q", logarithmic=True),),
@@ -205,7 +205,6 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
 
 def _finish_figure(figure: Any, handles: dict[str, Any], title: str, caption: str) -> None:
     figure.suptitle(title, fontsize="medium")
-    if caption:
-        figure.supxlabel(caption, fontsize="small", color="0.35")
-    if list(handles) != ["base"]:
-        add_legend(figure, handles.values(), handles.keys())
+    if list(handles) == ["base"]:
+        handles = {}
+    add_legend(figure, handles.values(), handles.keys(), caption=caption)

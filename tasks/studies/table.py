@@ -183,7 +183,7 @@ def write_csv(file: Path, rows: Sequence[Row], columns: Sequence[Column]) -> Non
         statuses = [state.status for state in row.states]
         runs.append(_lines(row, labels, values.astype(object), "run", list(values.index), statuses))
         spreads.append(_lines(row, labels, spread, list(spread.index), "", ""))
-    pd.concat([*runs, *spreads]).to_csv(file, index=False, encoding="utf-8")
+    pd.concat([*runs, *spreads]).to_csv(file, index=False, encoding="utf-8", lineterminator="\r\n")
 
 
 def _lines(

@@ -8,7 +8,7 @@ import sys
 import pytest
 from PIL import Image
 
-from dsgdac_accel.plotting import new_figure, set_logarithmic
+from dsgdac_accel.plotting import add_legend, new_figure, set_logarithmic
 from tasks.common import plotting
 from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
 
@@ -248,4 +248,34 @@ def test_tasks_with_scores_of_their_own_are_all_shown(tmp_path, drawn):
     titles = [axes.get_title() for axes in drawn[-1].axes if axes.get_visible()]
     assert "accuracy of the deployed model\nnot logged, or not positive: b" in titles
     assert "BLEU of the deployed model\nnot logged, or not positive: a" in titles
-    assert "loss: test or validation (solid), train (dashed)" in titles
+    assert "loss: test or validation (solid), smoothed train (dashed)" in titles
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_legend_of_long_names_stays_inside_the_figure(columns):
+    figure, axes = new_figure(1, columns)
+    lines = [axes[0].plot([0, 1], [0, number])[0] for number in range(7)]
+    add_legend(figure, lines, [f"a setting with a long name, power={number}" for number in range(7)], "a caption")
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y1 < min(panel.get_tightbbox().y0 for panel in axes)
+    assert legend.get_title().get_text() == "a caption"
+
+
+def test_the_title_says_which_run_it_is(tmp_path, drawn):
+    run = write_run(tmp_path / "ours")
+    (run / "summary.json").write_text('{"algorithm": "dsgd_ac", "workers": 8, "topology": "ring", "seed": 3}')
+    plot_run(run)
+    assert {figure.get_suptitle() for figure in drawn} == {"ours, dsgd_ac, 8 workers, ring, seed 3"}
+
+
+def test_a_run_that_a_panel_cannot_show_is_named(tmp_path, drawn):
+    zero = [{"step": step, "gossip/radius": 0.0, "train/loss": 1.0} for step in (1, 2)]
+    positive = [{"step": step, "gossip/radius": 0.5, "train/loss": 1.0} for step in (1, 2)]
+    runs = [write_run(tmp_path / "a", zero, "sgd"), write_run(tmp_path / "b", positive, "dsgd")]
+    compare_runs(runs, tmp_path / "c.png")
+    titles = [axes.get_title() for axes in drawn[0].axes]
+    assert [title for title in titles if "not positive: sgd" in title and title.startswith("consensus radius")]
+    assert not [title for title in titles if "dsgd" in title or (title.startswith("loss") and "sgd" in title)]

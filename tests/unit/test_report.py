@@ -237,6 +237,8 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert radius.get_yscale() == "log"
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
+    assert drawn[0].legends[0].get_title().get_text() == "mean over seeds; band: smallest to largest"
+    assert all(tick == int(tick) for tick in radius.get_xticks())
 
 
 def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
@@ -257,6 +259,7 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
     _, radius = drawn[0].axes
     (line,) = radius.lines
     assert np.isnan(line.get_ydata()).tolist() == [True, False, False]
+    assert radius.get_title() == "\nnot logged, or not positive: slow".strip()
 
 
 def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):

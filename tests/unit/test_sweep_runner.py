@@ -15,7 +15,7 @@ from dsgdac_accel.cli import main
 from tasks.studies.plan import planned_runs
 from tasks.studies.runner import duration
 from tasks.studies.state import LOG, RECORD, state_of, write_record
-from tests.unit.test_sweep import load_sweep, plan, write_sweep
+from tests.unit.test_sweep import load_sweep, plan, real_sweep, write_sweep
 
 VARIANTS = {"dsgd": {"gossip.power": 0}, "ours": {}}
 
@@ -79,6 +79,20 @@ def test_a_run_that_finished_with_other_settings_is_refused_by_name(tmp_path, ca
     assert "seed_0" in error
     assert message in error
     assert "--rerun-changed" in error
+
+
+def test_a_misspelt_setting_is_refused_before_anything_starts_and_finished_runs_stay(tmp_path, capsys):
+    finished = plan(real_sweep(tmp_path))[0]
+    write_record(finished, status=0, seconds=1.0)
+    (finished.folder / "summary.json").write_text('{"test_loss": 1.0}')
+    file = real_sweep(tmp_path, settings={"learning_rat": 0.1}, seeds=[0, 1])
+    for options in ([], ["--rerun-changed"], ["--print-commands"]):
+        assert main(["sweep", str(file), *options]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "learning_rat" in captured.err
+        assert "--rerun-changed" not in captured.err
+    assert [folder.name for folder in finished.folder.parent.iterdir()] == ["seed_0"]
 
 
 def test_a_key_that_the_base_no_longer_sets_is_a_change(tmp_path):
