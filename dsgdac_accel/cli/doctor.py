@@ -90,8 +90,9 @@ def _examination(options: argparse.Namespace) -> Callable[[], Report]:
     from dsgdac_accel.topology import build_topology
 
     per_process = 1 if options.workers_per_process is None else options.workers_per_process
-    config = GossipConfig(topology=options.topology or "one_peer_ring", workers_per_process=per_process)
-    build_topology(config.topology, launched_processes()[1] * per_process)  # raises if they do not fit together
+    name = options.topology or "one_peer_ring"
+    config = GossipConfig(topology=name, workers_per_process=per_process)
+    build_topology(name, launched_processes()[1] * per_process)  # raises if they do not fit together
     parameters = DEFAULT_PARAMETERS if options.parameters is None else round(options.parameters)
     if parameters < 1:
         raise ValueError(f"--parameters must be a number >= 1; got {options.parameters:g}.")

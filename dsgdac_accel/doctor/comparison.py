@@ -11,7 +11,7 @@ import platform
 import random
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.doctor.report import Finding, named_workers
+from dsgdac_accel.doctor.report import Finding, Level, named_workers
 from dsgdac_accel.version import __version__
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
@@ -265,8 +265,8 @@ def check_versions(facts: Sequence[Facts]) -> list[Finding]:
     """Find different package versions."""
     findings = []
     for package, first in facts[0].versions.items():
-        for version, ranks in _others(facts, lambda fact, name=package: fact.versions.get(name)):
-            level = "error" if package in _MUST_AGREE else "warning"
+        for version, ranks in _others([fact.versions.get(package) for fact in facts]):
+            level: Level = "error" if package in _MUST_AGREE else "warning"
             message = f"{named_workers(ranks)}: {package} {version}, but worker 0: {package} {first}"
             findings.append(Finding(level, "versions", message, "Install the same versions for all workers", ranks))
     shown = ", ".join(f"{name} {version}" for name, version in facts[0].versions.items() if version != "not installed")
@@ -279,7 +279,7 @@ def check_settings(facts: Sequence[Facts]) -> list[Finding]:
     keys = list(dict.fromkeys(key for fact in facts for key in fact.settings))
     for key in keys:
         first = facts[0].settings.get(key, _ABSENT)
-        for value, ranks in _others(facts, lambda fact, name=key: fact.settings.get(name, _ABSENT)):
+        for value, ranks in _others([fact.settings.get(key, _ABSENT) for fact in facts]):
             message = f"{named_workers(ranks)}: {key} = {value}, but worker 0: {key} = {first}"
             advice = "Start all workers with the same file and arguments"
             findings.append(Finding("error", "configuration", message, advice, ranks))
@@ -294,13 +294,13 @@ def check_settings(facts: Sequence[Facts]) -> list[Finding]:
 def check_models(facts: Sequence[Facts]) -> list[Finding]:
     """Find models that differ in parameters or buffers or, at the start, in their values."""
     findings = []
-    for model, ranks in _others(facts, lambda fact: fact.model):
+    for model, ranks in _others([fact.model for fact in facts]):
         message = f"{named_workers(ranks)} and worker 0 have different models: "
         message += _first_difference(model, facts[0].model)
         findings.append(Finding("error", "model", message, "Build the same model on all workers", ranks))
     if findings or not facts[0].model:
         return findings
-    for _, ranks in _others(facts, lambda fact: fact.start):
+    for _, ranks in _others([fact.start for fact in facts]):
         message = f"{named_workers(ranks)} and worker 0 start from different values"
         advice = "Pass the model through `prepare`, and do not change it afterwards on some workers only"
         findings.append(Finding("error", "model", message, advice, ranks))
@@ -352,12 +352,12 @@ def check_devices(facts: Sequence[Facts]) -> list[Finding]:
     for fact in facts:
         if fact.gpu is not None:
             users[fact.gpu].append(fact.rank)
-    for gpu, ranks in users.items():
-        if len(ranks) > 1:
-            message = f"{named_workers(ranks)} share one GPU ({gpu}), which NCCL refuses"
+    for gpu, sharing in users.items():
+        if len(sharing) > 1:
+            message = f"{named_workers(sharing)} share one GPU ({gpu}), which NCCL refuses"
             advice = "Launch one process per GPU, and set workers_per_process for several workers on it"
-            findings.append(Finding("error", "device", message, advice, tuple(ranks)))
-    for kind, ranks in _others(facts, lambda fact: fact.device.split(":")[0]):
+            findings.append(Finding("error", "device", message, advice, tuple(sharing)))
+    for kind, ranks in _others([fact.device.split(":")[0] for fact in facts]):
         message = f"{named_workers(ranks)}: {kind}, but worker 0: {facts[0].device}"
         findings.append(Finding("error", "device", message, "Train on the same kind of device everywhere", ranks))
     return findings
@@ -386,17 +386,17 @@ def check_threads(facts: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def _others(facts: Sequence[Facts], value_of: Callable[[Facts], Any]) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the values that differ from worker 0's, each with the ranks that have it."""
-    groups: list[tuple[Any, list[int]]] = []
-    for fact in facts:
-        value = value_of(fact)
-        same = next((ranks for known, ranks in groups if known == value), None)
-        if same is None:
-            groups.append((value, [fact.rank]))
-        else:
-            same.append(fact.rank)
-    return [(value, tuple(ranks)) for value, ranks in groups[1:]]
+def _others(values: Sequence[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the values that differ from worker 0's, each with the ranks that have it.
+
+    >>> _others(["a", "b", "a", "b", "c"])
+    [('b', (1, 3)), ('c', (4,))]
+    """
+    different: list[Any] = []
+    for value in values:
+        if value != values[0] and value not in different:
+            different.append(value)
+    return [(value, tuple(rank for rank, own in enumerate(values) if own == value)) for value in different]
 
 
 def _everywhere(facts: Sequence[Facts]) -> str:

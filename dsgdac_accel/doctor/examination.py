@@ -123,8 +123,10 @@ def _workers(accelerator: Any, group: WorkerGroup, facts: list[Facts]) -> Findin
 def _topology(accelerator: Any) -> Topology | None:
     """Return the topology of all workers; None without gossip."""
     config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
-    if config is None or isinstance(config.topology, Topology):
-        return None if config is None else config.topology
+    if config is None:
+        return None
+    if isinstance(config.topology, Topology):
+        return config.topology
     return build_topology(config.topology, accelerator.num_processes * accelerator.workers_per_process)
 
 

@@ -37,7 +37,8 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
     """
     script = script_for(file)
     task = importlib.import_module(f"tasks.{script.stem}")
-    config = parse_config(config_class_of(script), words, prog="dsgdac doctor")
+    config_class: Any = config_class_of(script)
+    config = parse_config(config_class, words, prog="dsgdac doctor")
     run_class = getattr(task, _RUN_CLASSES[task.TASK])
     return lambda: _examine_run(task, run_class, config, timeout)
 
