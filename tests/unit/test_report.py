@@ -146,7 +146,7 @@ def test_a_place_that_is_none_is_refused(column):
 
 
 def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, capsys):
-    file = study(tmp_path, baselines=["power=0"], columns=["test_loss", "bleu"])
+    file = study(tmp_path, baselines=["power=0"], columns=["test_loss", "test_accuracy", "bleu"])
     runs = plan(file)
     (runs[0].folder / "summary.json").unlink()
     summary = json.loads((runs[1].folder / "summary.json").read_text())
@@ -167,8 +167,9 @@ def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, c
     by_run = {(line["setting"], line["seed"]): line for line in lines if line["kind"] == "run"}
     assert len(by_run) == len(runs)
     for run in runs[3:]:
-        value = json.loads((run.folder / "summary.json").read_text())["test_loss"]
-        assert float(by_run[run.setting.name, str(run.seed)]["test_loss"]) == value
+        values = json.loads((run.folder / "summary.json").read_text())
+        for key in ("test_loss", "test_accuracy"):  # as the run wrote it, not in percent
+            assert float(by_run[run.setting.name, str(run.seed)][key]) == values[key]
     changed = by_run[runs[1].setting.name, str(runs[1].seed)]
     assert (changed["status"], changed["test_loss"]) == ("changed", "")
     assert summary["test_loss"] is not None
