@@ -199,18 +199,15 @@ def _core_limit() -> float:
 # ---- findings: functions of the facts of all processes in order of rank, without communication
 
 
-def quick_check(
-    group: WorkerGroup, settings: Any = None, model: nn.Module | None = None, *, streams: bool = True
-) -> list[Finding]:
+def quick_check(group: WorkerGroup, settings: Any = None) -> list[Finding]:
     """Check that versions and settings are equal and random streams differ, by one small message. Collective.
 
-    Takes milliseconds; runs at the first `prepare` of every training. Worker 0 logs the warnings.
+    Takes milliseconds; runs at the first `prepare` of every training, after the random streams were set. Worker 0 logs
+    the warnings.
 
     Args:
         group: all workers.
         settings: settings that all workers must share.
-        model: `VirtualWorkers`, to compare their random streams as well.
-        streams: whether random streams should differ by now.
 
     Returns:
         The warnings.
@@ -220,10 +217,9 @@ def quick_check(
     """
     if group.size == 1:
         return []
-    facts = collect_facts(group.rank, group.device, settings=settings)
-    found = group.all_gather_object((facts, stream_fingerprints(model) if streams else {}), "checking the workers")
-    everyone = [facts for facts, _ in found]
-    findings = [*check_versions(everyone), *check_settings(everyone), *check_streams([own for _, own in found])]
+    own = collect_facts(group.rank, group.device, settings=settings, streams=True)
+    facts = group.all_gather_object(own, "checking the workers")
+    findings = [*check_versions(facts), *check_settings(facts), *check_streams([fact.streams for fact in facts])]
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
         raise ValueError(" ".join(finding.sentence() for finding in errors))

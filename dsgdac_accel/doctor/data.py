@@ -25,7 +25,7 @@ MOST_SAMPLES = 200_000
 
 @dataclass(frozen=True)
 class Share:
-    """What one process is given in the next pass."""
+    """The data that one process reads in the next pass."""
 
     steps: int | None
     """Number of batches; None if unknown."""

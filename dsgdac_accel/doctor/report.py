@@ -24,11 +24,11 @@ class Finding:
     level: Level
     """ok; warning: the run is slower than it could be or loses something; error: the run would fail or be wrong."""
     subject: str
-    """What was checked, in a word or two."""
+    """The thing checked, in a word or two."""
     message: str
     """The result, with its values."""
     advice: str = ""
-    """What to do about it."""
+    """The way out."""
     workers: tuple[int, ...] = ()
     """Ranks of the processes concerned, if not all are."""
 

@@ -56,7 +56,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What the report shows."""
+    """Columns, comparisons and figures of the report."""
 
     columns: list[str] | dict[str, str] = field(
         default_factory=lambda: ["test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius"]

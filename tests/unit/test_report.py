@@ -19,7 +19,7 @@ from tests.unit import fake_task
 from tests.unit.test_sweep import BASE, plan, write_sweep
 
 SEEDS = [0, 1, 5]
-VARIANTS = {"slow": {"rate": 0.1}, "fast": {"rate": 0.3}}
+VARIANTS = {"slow": {"learning_rate": 0.1}, "fast": {"learning_rate": 0.3}}
 POWERS = [0, 1, 4]
 
 
@@ -40,18 +40,19 @@ def rows(file):
     return rows_of([state_of(run) for run in plan(file)])
 
 
-def losses(rate, power):
-    return np.array([fake_task.loss(rate, power, seed) for seed in SEEDS])
+def losses(learning_rate, power):
+    return np.array([fake_task.loss(learning_rate, power, seed) for seed in SEEDS])
 
 
 def test_means_and_spreads_are_those_of_numpy(tmp_path):
     found = rows(study(tmp_path))
     column, accuracy = columns_of(["test_loss", "test_accuracy"])
     assert [row.setting.labels for row in found] == [(name, f"power={p}") for name in VARIANTS for p in POWERS]
-    for row, (rate, power) in zip(found, [(r["rate"], p) for r in VARIANTS.values() for p in POWERS], strict=True):
+    expected_of = [(variant["learning_rate"], power) for variant in VARIANTS.values() for power in POWERS]
+    for row, (lr, power) in zip(found, expected_of, strict=True):
         spread = Spread.of(row.values(column))
-        assert spread.mean == pytest.approx(losses(rate, power).mean())
-        assert spread.std == pytest.approx(losses(rate, power).std(ddof=1))
+        assert spread.mean == pytest.approx(losses(lr, power).mean())
+        assert spread.std == pytest.approx(losses(lr, power).std(ddof=1))
         expected = [100 * fake_task.accuracy(power, seed) for seed in SEEDS]
         assert list(row.values(accuracy)) == pytest.approx(expected)
 
@@ -114,7 +115,7 @@ def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
     (row,) = rows(file)
     values = [row.values(column)[2] for column in columns_of(keys)]
     radii = [fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS)]
-    assert values[:2] == [2.0 * BASE["rate"], 1.5]
+    assert values[:2] == [2.0 * BASE["learning_rate"], 1.5]
     assert math.isnan(values[2])
     assert values[3:] == [max(radii), radii[1], radii[-1]]
 
@@ -150,7 +151,7 @@ def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, c
     runs = plan(file)
     (runs[0].folder / "summary.json").unlink()
     summary = json.loads((runs[1].folder / "summary.json").read_text())
-    (runs[1].folder / "config.yaml").write_text("rate: 7\n")
+    (runs[1].folder / "config.yaml").write_text("learning_rate: 7\n")
     for part in sorted(runs[2].folder.iterdir()):
         part.unlink()
     assert main(["report", str(file), "--no-figures"]) == 0
@@ -161,7 +162,7 @@ def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, c
     assert f"- 1 begun, but not finished: {runs[0].name}" in out
     assert f"- 1 not there: {runs[2].name}" in out
     assert f"left out: {runs[1].name} (" in out
-    assert "rate: 7 -> 0.1" in out
+    assert "learning_rate: 7 -> 0.1" in out
     with open(tmp_path / "runs" / "report.csv", newline="") as stream:
         lines = list(csv.DictReader(stream))
     by_run = {(line["setting"], line["seed"]): line for line in lines if line["kind"] == "run"}
@@ -264,9 +265,9 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
 
 
 def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):
-    grid = {"rate": [1, 2], "momentum": [0.9], "gossip.power": [1, "none"], "nesterov": [True, False]}
+    grid = {"learning_rate": [1, 2], "momentum": [0.9], "gossip.power": [1, "none"], "nesterov": [True, False]}
     sweep = load_sweep(write_sweep(tmp_path, grid=grid))
-    assert drawing.swept_numbers(sweep) == {"rate": [1.0, 2.0]}
+    assert drawing.swept_numbers(sweep) == {"learning_rate": [1.0, 2.0]}
 
 
 def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alone(tmp_path):
@@ -297,17 +298,19 @@ def test_sensitivity_shows_mean_and_spread_at_every_value(tmp_path, drawn):
     for container, variant in zip(axes.containers, VARIANTS.values(), strict=True):
         line, _, (bars,) = container
         assert list(line.get_xdata()) == POWERS
-        assert list(line.get_ydata()) == pytest.approx([losses(variant["rate"], power).mean() for power in POWERS])
+        assert list(line.get_ydata()) == pytest.approx(
+            [losses(variant["learning_rate"], power).mean() for power in POWERS]
+        )
         spans = [segment[1][1] - segment[0][1] for segment in bars.get_segments()]
-        assert spans == pytest.approx([2 * losses(variant["rate"], power).std(ddof=1) for power in POWERS])
+        assert spans == pytest.approx([2 * losses(variant["learning_rate"], power).std(ddof=1) for power in POWERS])
 
 
 def test_many_settings_are_spread_over_figures(tmp_path):
-    grid = {"gossip.power": [1, 2], "rate": [1, 2, 3]}
+    grid = {"gossip.power": [1, 2], "learning_rate": [1, 2, 3]}
     file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["accuracy"]}))
     written = drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     assert [path.name for path in written] == [
-        f"accuracy_power={power},rate={rate}.png" for power in (1, 2) for rate in (1, 2, 3)
+        f"accuracy_power={power},learning_rate={learning_rate}.png" for power in (1, 2) for learning_rate in (1, 2, 3)
     ]
 
 

@@ -13,7 +13,7 @@ from tasks.studies.plan import planned_runs, require_valid, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = Path(__file__).with_name("fake_task.py")
-BASE = {"algorithm": "dsgd_ac", "rate": 0.5, "gossip": {"power": 3}, "output_dir": "../elsewhere"}
+BASE = {"algorithm": "dsgd_ac", "learning_rate": 0.5, "gossip": {"power": 3}, "output_dir": "../elsewhere"}
 
 
 def write_sweep(folder, **keys):
@@ -64,16 +64,16 @@ def test_without_variants_and_grid_the_base_runs_with_every_seed(tmp_path):
 def test_the_grid_wins_over_variants_and_they_over_settings(tmp_path):
     file = write_sweep(
         tmp_path,
-        settings={"rate": 1, "gossip": {"power": 1, "floor": 0.1}, "momentum": 0},
-        variants={"v": {"gossip.power": 2, "rate": 2}},
-        grid={"rate": [3]},
+        settings={"learning_rate": 1, "gossip": {"power": 1, "floor": 0.1}, "momentum": 0},
+        variants={"v": {"gossip.power": 2, "learning_rate": 2}},
+        grid={"learning_rate": [3]},
     )
     (run,) = plan(file)
-    assert {key: arguments(run)[key] for key in ("rate", "gossip.power", "gossip.floor", "momentum")} == {
-        "rate": "3", "gossip.power": "2", "gossip.floor": "0.1", "momentum": "0",
+    assert {key: arguments(run)[key] for key in ("learning_rate", "gossip.power", "gossip.floor", "momentum")} == {
+        "learning_rate": "3", "gossip.power": "2", "gossip.floor": "0.1", "momentum": "0",
     }  # fmt: skip
     assert run.expected == {"algorithm": "dsgd_ac"} | {
-        "rate": 3, "gossip.power": 2, "gossip.floor": 0.1, "momentum": 0, "seed": 0,
+        "learning_rate": 3, "gossip.power": 2, "gossip.floor": 0.1, "momentum": 0, "seed": 0,
     }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
         ({"settings": {"betas": [[0.9], 0.99]}}, r"betas: a list .* holds plain values; got \[0\.9\] in"),
         ({"settings": {"curvature": {}}}, "curvature: a section cannot be one value"),
         ({"grid": {"data": [{"name": "digits"}]}}, "a section cannot be one value .* Name the keys in it"),
-        ({"grid": {"rate": []}}, "grid.rate: must list at least one value"),
+        ({"grid": {"learning_rate": []}}, "grid.learning_rate: must list at least one value"),
         ({"variants": {"a b": {}, "a_b": {}}}, "two settings would share the folder"),
         ({"variants": {"dsgd": {}}, "report": {"baselines": ["sgdd"]}}, r"called 'sgdd'\. Did you mean 'dsgd'\?"),
         ({"report": {"figures": ["raduis"]}}, "figures must be one of lr_radius"),

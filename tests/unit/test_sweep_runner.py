@@ -65,7 +65,7 @@ def test_a_run_that_ends_well_without_a_summary_has_failed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"variants": {"ours": {"rate": 0.25}}}, "rate: 0.5 -> 0.25"),
+        ({"variants": {"ours": {"learning_rate": 0.25}}}, "learning_rate: 0.5 -> 0.25"),
         ({"variants": {"ours": {"momentum": 0.9}}}, "momentum: not set -> 0.9"),
         ({"launch": {"kind": "torchrun", "processes": 2}}, "launch.processes: None -> 2"),
     ],
@@ -153,7 +153,7 @@ def test_what_changes_no_result_is_no_change(tmp_path):
 def test_rerun_changed_keeps_the_earlier_folder(tmp_path, capsys):
     file = write_sweep(tmp_path, variants=VARIANTS)
     assert main(["sweep", str(file)]) == 0
-    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"rate": 0.25}})
+    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"learning_rate": 0.25}})
     assert main(["sweep", str(file), "--rerun-changed"]) == 0
     assert statuses(file) == ["finished", "finished"]
     before, after = (
@@ -186,12 +186,12 @@ def test_several_jobs_run_at_the_same_time(tmp_path):
 
 
 def test_settings_given_on_the_command_line_win_and_belong_to_the_run(tmp_path, capsys):
-    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"rate": 0.25}})
-    assert main(["sweep", str(file), "--set", "rate=0.125", "--only", "ours"]) == 0
+    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"learning_rate": 0.25}})
+    assert main(["sweep", str(file), "--set", "learning_rate=0.125", "--only", "ours"]) == 0
     ours = next(run for run in plan(file) if run.setting.labels == ("ours",))
     assert json.loads((ours.folder / "summary.json").read_text())["test_loss"] == 0.125 * 3
-    assert state_of(ours).changes == ("rate: 0.125 -> 0.25",)
-    again = planned_runs(load_sweep(file), tmp_path, {"rate": 0.125})
+    assert state_of(ours).changes == ("learning_rate: 0.125 -> 0.25",)
+    again = planned_runs(load_sweep(file), tmp_path, {"learning_rate": 0.125})
     assert state_of(next(run for run in again if run.setting.labels == ("ours",))).status == "finished"
 
 
@@ -275,7 +275,7 @@ def test_a_pattern_that_selects_nothing_is_an_error(tmp_path, capsys):
     assert "--only ours selects no run. Runs are called base/seed_0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["rate", "=1", "seed=3"])
+@pytest.mark.parametrize("word", ["learning_rate", "=1", "seed=3"])
 def test_a_setting_that_is_none_is_an_error(tmp_path, capsys, word):
     assert main(["sweep", str(write_sweep(tmp_path)), "--set", word]) == 2
     assert "error: " in capsys.readouterr().err
