@@ -1,34 +1,32 @@
-"""What a step costs with n workers: bytes, messages and seconds of synchronous and decentralized training.
+"""Cost of a training step with n workers: bytes, messages and seconds of synchronous and decentralized training.
 
-Every worker has one full-duplex line of `bandwidth` B bytes per second to a network without other bottlenecks, and a
-message takes `latency` L seconds besides its bytes: S bytes arrive after L + S / B (Hockney's model). That favours the
-all-reduce, whose rings cross every slow link of a real network; a model that only uses pairs can avoid them.
+Every worker has one full-duplex line of bandwidth B (bytes per second) to a network without other bottlenecks. A
+message of S bytes arrives after L + S / B, where L is the latency in seconds (Hockney's model). The model favors the
+all-reduce: in a real network its ring crosses every slow link, which gossip in pairs can avoid. Noise and stragglers
+are not modeled; they cost synchronous training more, see `synchronous_stall`.
 
-All figures are per worker and step. Ring all-reduce: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms.
-Trees: Sanders, Speck and Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan. The formulas
-know neither noise nor stragglers, which cost synchronous training more; see `synchronous_stall`.
+All numbers are per worker and step. Ring all-reduce: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms.
+Trees: Sanders, Speck and Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from dsgdac_accel.checks import check_integer, check_number, check_writable
+from dsgdac_accel.checks import check_integer, check_number
 
 MOST_WORKERS = 10_000_000
 MOST_PARAMETERS = 1e13
 FEWEST_BITS, MOST_BITS = 0.001, 10_000
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes; torch's DistributedDataParallel
-_MESSAGE = 64 * 2**20  # bytes; `exchange.CHUNK_BYTES`
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes; the buckets of torch's DistributedDataParallel
+_MESSAGE = 64 * 2**20  # bytes; CHUNK_BYTES of the library's exchange
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker sends in one step, and how long that takes if nothing else does."""
+    """Data that one worker sends in one step, and the seconds this takes by itself."""
 
     bytes_sent: float
     messages: int
@@ -37,19 +35,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one worker."""
+    """One training step of one worker."""
 
     bytes_sent: float
     messages: int
     exchange_seconds: float
-    """Of the exchange by itself."""
+    """Duration of the exchange by itself."""
     seconds: float
-    """Of the step, with what of the exchange is not hidden behind computation."""
+    """Duration of the step, including the part of the exchange that computation does not hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Workers, their computation and their network.
+    """Workers with their computation and their network.
 
     >>> slow = Cluster(parameters=1_000_000, compute_seconds=0.18, bandwidth=12.5e6, latency=0.01)
     >>> one_peer_gossip(slow, 4).seconds, one_peer_gossip(slow, 10_000).seconds
@@ -57,27 +55,28 @@ class Cluster:
     >>> round(ring_ddp(slow, 4).seconds, 3), round(ring_ddp(slow, 10_000).seconds, 1)
     (0.691, 400.7)
 
-    Raises ValueError for values out of range.
+    Raises:
+        ValueError: a value is out of range.
     """
 
     parameters: float
-    """Numbers that are exchanged."""
+    """Number of parameters to exchange."""
     compute_seconds: float
-    """Of forward, backward and update."""
+    """Duration of forward, backward and update."""
     bandwidth: float
     """Bytes per second in each direction."""
     latency: float = 0.0
-    """Seconds of a message besides its bytes, one way."""
+    """Seconds per message, one way, on top of the time for its bytes."""
     bits: float = 32.0
-    """Of a number as gossip sends it; 8-bit blocks of 256 with one 32-bit scale have 8.125."""
+    """Bits per parameter in gossip; 8-bit blocks of 256 with one 32-bit scale take 8.125."""
     gradient_bits: float = 32.0
-    """Of a number as the all-reduce sends it."""
+    """Bits per gradient entry in the all-reduce."""
     forward_share: float = 1 / 3
-    """Of the computation: that much is over before the first gradient is there."""
+    """Share of the computation that is over before the first gradient is ready."""
     buckets: int | None = None
-    """Parts in which gradients are reduced as they become ready; None is DDP's: 1 MiB, then 25 MiB each."""
+    """Number of equal buckets for the gradients; None takes DDP's: the first has 1 MiB, the others 25 MiB."""
     overlap: bool = True
-    """Whether gossip is hidden behind the next forward and backward."""
+    """Whether gossip runs behind the next forward and backward."""
 
     def __post_init__(self) -> None:
         check_number("parameters", self.parameters, minimum=1, maximum=MOST_PARAMETERS)
@@ -92,16 +91,16 @@ class Cluster:
 
     @property
     def parameter_bytes(self) -> float:
-        """Of one exchange by gossip."""
+        """Bytes of the parameters as gossip sends them."""
         return self.parameters * self.bits / 8
 
     @property
     def gradient_bytes(self) -> float:
-        """Of one gradient."""
+        """Bytes of one gradient as the all-reduce sends it."""
         return self.parameters * self.gradient_bits / 8
 
     def gradient_buckets(self) -> tuple[tuple[int, float], ...]:
-        """The parts that gradients are reduced in, in order of becoming ready: how many of how many bytes each."""
+        """Return (count, bytes of each) for the runs of equal buckets, in the order in which they become ready."""
         size = self.gradient_bytes
         if self.buckets is not None:
             return ((self.buckets, size / self.buckets),)
@@ -111,15 +110,15 @@ class Cluster:
         return (1, float(_FIRST_BUCKET)), (others, (size - _FIRST_BUCKET) / others)
 
 
-# ---- traffic
+# ---- traffic of one collective or exchange
 
 
 def ring_all_reduce(workers: int, size: float, bandwidth: float = math.inf, latency: float = 0.0) -> Traffic:
-    """Sum of `size` bytes over all workers by a ring: 2 (n - 1) rounds of messages of S / n to the right neighbour.
+    """Sum `size` bytes over all workers by a ring.
 
-    In n - 1 rounds every worker adds its own part to what comes from the left and hands it on; then each holds one n-th
-    of the sum, which goes round in n - 1 more. Bytes 2 (n - 1) S / n, which no all-reduce can undercut; seconds
-    2 (n - 1) (L + S / (n B)).
+    Each of 2 (n - 1) rounds sends S / n bytes to the right neighbor. In the first n - 1 rounds every worker adds its
+    part to the data from its left neighbor and passes it on; then each worker holds one n-th of the sum, which
+    circulates in n - 1 more rounds. Bytes: 2 (n - 1) S / n, the least possible. Seconds: 2 (n - 1) (L + S / (n B)).
 
     >>> ring_all_reduce(4, 4e6, bandwidth=12.5e6, latency=0.01)
     Traffic(bytes_sent=6000000.0, messages=6, seconds=0.54)
@@ -129,11 +128,12 @@ def ring_all_reduce(workers: int, size: float, bandwidth: float = math.inf, late
 
 
 def tree_all_reduce(workers: int, size: float, bandwidth: float = math.inf, latency: float = 0.0) -> Traffic:
-    """The same by two binary trees with pipelining, the best known for many workers: up the trees, then down.
+    """Sum `size` bytes over all workers by two pipelined binary trees, the best known method for many workers.
 
-    Each tree sums one half of the numbers. A worker is inside one tree and a leaf of the other, so it sends its half up
-    in both and, down, two halves in one: about 2 S bytes. Pieces follow each other without gaps, so that seconds are
-    2 ceil(log2 n) L + 2 S / B, in the limit of small pieces; messages are counted as one piece for each half and way.
+    Each tree sums one half of the data, up the tree and down again. A worker is an inner node of one tree and a leaf of
+    the other: it sends its half up in both trees and two halves down in one, about 2 S bytes. Pieces follow each other
+    without gaps, so in the limit of small pieces the seconds are 2 ceil(log2 n) L + 2 S / B. The messages count one
+    piece per half and direction.
 
     >>> tree_all_reduce(1024, 1e6, bandwidth=1e6, latency=0.01)
     Traffic(bytes_sent=2000000.0, messages=4, seconds=2.2)
@@ -145,7 +145,7 @@ def tree_all_reduce(workers: int, size: float, bandwidth: float = math.inf, late
 
 
 def one_peer_exchange(workers: int, size: float, bandwidth: float = math.inf, latency: float = 0.0) -> Traffic:
-    """`size` bytes to one neighbour and as many from it at the same time: seconds L + S / B, whatever n.
+    """Send `size` bytes to one neighbor and receive as many at the same time: L + S / B seconds for any n.
 
     >>> one_peer_exchange(10_000, 4e6, bandwidth=12.5e6, latency=0.01)
     Traffic(bytes_sent=4000000.0, messages=1, seconds=0.33)
@@ -155,38 +155,37 @@ def one_peer_exchange(workers: int, size: float, bandwidth: float = math.inf, la
     return Traffic(size, math.ceil(size / _MESSAGE), latency + size / bandwidth)
 
 
-# ---- steps
+# ---- training steps
 
 
 def ring_ddp(cluster: Cluster, workers: int) -> Step:
-    """Synchronous training: gradients averaged by ring all-reduces, in buckets, while backward goes on.
+    """Synchronous training that averages gradients by ring all-reduces, in buckets, during backward.
 
-    Bucket k of sizes s_1 .. s_m is ready when backward has come to its last layer, at
-    c_k = F + (C - F) (s_1 + .. + s_k) / S, where F is the time of forward and C that of all computation. Buckets are
-    reduced one after the other, T_k seconds each, so that the last ends at max over k of c_k + T_k + .. + T_m (what is
-    not waiting for c_k is waiting for the line): then the optimizer steps. At best, with one endless stream of tiny
-    buckets, that is max(C, F + T); with one bucket C + T.
+    Bucket k of sizes s_1 .. s_m is ready at c_k = F + (C - F) (s_1 + .. + s_k) / S, where F is the time of forward and
+    C that of the whole computation. Buckets are reduced one after the other in T_k seconds each, so the last one ends
+    at max over k of c_k + T_k + .. + T_m; then the optimizer steps. The bounds are max(C, F + T) for many tiny buckets
+    and C + T for a single one.
     """
     return _ddp(cluster, workers, ring_all_reduce)
 
 
 def tree_ddp(cluster: Cluster, workers: int) -> Step:
-    """`ring_ddp` with `tree_all_reduce`: its latency grows with the logarithm of n."""
+    """Synchronous training with `tree_all_reduce`, whose latency grows with the logarithm of n."""
     return _ddp(cluster, workers, tree_all_reduce)
 
 
 def one_peer_gossip(cluster: Cluster, workers: int) -> Step:
-    """One-peer gossip, as by the ring, the exponential and the base graph: max(C, L + S / B), whatever n.
+    """Gossip with one peer per step (one-peer ring, exponential, base graph): max(C, L + S / B) for any n.
 
-    Parameters are sent as soon as they are final, and needed when the next step's computation is over.
+    Parameters are sent as soon as they are final and are needed when the computation of the next step ends.
     """
     return _gossip(cluster, one_peer_exchange(workers, cluster.parameter_bytes, cluster.bandwidth, cluster.latency))
 
 
 def complete_gossip(cluster: Cluster, workers: int) -> Step:
-    """Gossip with everybody, an all-reduce of the parameters by a ring, hidden like any gossip: max(C, T).
+    """Gossip with all workers: a ring all-reduce of the parameters behind the next step, max(C, T).
 
-    It has all computation to hide behind, where DDP has only backward, and still its latency grows with n.
+    The exchange has the whole computation to hide behind, where DDP has backward only. Its latency still grows with n.
     """
     return _gossip(cluster, ring_all_reduce(workers, cluster.parameter_bytes, cluster.bandwidth, cluster.latency))
 
@@ -197,7 +196,7 @@ SCHEMES: dict[str, Callable[[Cluster, int], Step]] = {
     "one-peer gossip": one_peer_gossip,
     "complete gossip": complete_gossip,
 }
-"""By the name that tables and plots have for them."""
+"""The schemes by their names in tables and plots."""
 
 
 def _ddp(cluster: Cluster, workers: int, all_reduce: Callable[[int, float, float, float], Traffic]) -> Step:
@@ -206,7 +205,7 @@ def _ddp(cluster: Cluster, workers: int, all_reduce: Callable[[int, float, float
     bytes_sent, messages, exchange, ready, ended = 0.0, 0, 0.0, 0.0, 0.0
     for count, size in cluster.gradient_buckets():
         part = all_reduce(workers, size, cluster.bandwidth, cluster.latency)
-        # Among equal buckets c_k + T_k + .. is linear in k: the first or the last one decides.
+        # Among equal buckets c_k + T_k + .. is linear in k, so the first or the last one decides.
         first, last = (
             forward + backward * min(1.0, done / cluster.gradient_bytes)
             for done in (ready + size, ready + count * size)
@@ -226,10 +225,11 @@ def _gossip(cluster: Cluster, traffic: Traffic) -> Step:
 
 
 def synchronous_stall(workers: int, probability: float, seconds: float) -> float:
-    """Seconds by which a synchronous step is longer on average when each worker, by itself, stalls in some steps.
+    """Return the mean seconds that random stalls add to a synchronous step: (1 - (1 - p)^n) s.
 
-    All wait for whoever stalls: (1 - (1 - p)^n) s. A worker alone loses p s, and gossip comes near that where the stall
-    is shorter than what the exchange has to spare, since neighbours then have not come to need it.
+    Every worker stalls independently with `probability` p for `seconds` s, and all wait for the slowest. A single
+    worker loses p s. Gossip stays close to that as long as the stall is shorter than the slack of the exchange, because
+    the neighbors do not need the data yet.
 
     >>> round(synchronous_stall(8, 0.1, 0.05), 4), round(synchronous_stall(1, 0.1, 0.05), 4)
     (0.0285, 0.005)
@@ -240,7 +240,7 @@ def synchronous_stall(workers: int, probability: float, seconds: float) -> float
 
 
 def check_workers(workers: int) -> int:
-    """Raises ValueError for anything but a number of workers."""
+    """Return `workers` if it is an integer from 1 to MOST_WORKERS; raise ValueError otherwise."""
     check_integer("workers", workers, minimum=1)
     if workers > MOST_WORKERS:
         raise ValueError(f"workers must be at most {MOST_WORKERS:,}; got {workers:,}.")
@@ -248,89 +248,10 @@ def check_workers(workers: int) -> int:
 
 
 def worker_counts(largest: int) -> list[int]:
-    """1, 2, 4, .. up to `largest`, which is the last whether or not it is a power of two.
+    """Return the powers of two up to `largest`, and `largest` itself.
 
     >>> worker_counts(10)
     [1, 2, 4, 8, 10]
     """
     counts = [2**power for power in range(check_workers(largest).bit_length())]
     return counts if counts[-1] == largest else [*counts, largest]
-
-
-# ---- table and plot
-
-
-def table_lines(cluster: Cluster, counts: Sequence[int]) -> list[str]:
-    """Bytes, messages and milliseconds of each scheme for each number of workers, as text."""
-    lines = [f"{'':>9}  " + "  ".join(f"{name:^27}" for name in SCHEMES)]
-    lines.append(f"{'workers':>9}  " + "  ".join(f"{'MB':>8} {'messages':>8} {'ms':>9}" for _ in SCHEMES))
-    for workers in counts:
-        steps = [scheme(cluster, workers) for scheme in SCHEMES.values()]
-        cells = [f"{step.bytes_sent / 1e6:8.4g} {step.messages:8d} {1e3 * step.seconds:9.5g}" for step in steps]
-        lines.append(f"{workers:9d}  " + "  ".join(cells))
-    return lines
-
-
-def plot(cluster: Cluster, largest: int, path: Path | str) -> Path:
-    """Seconds per step, and bytes per step, against the number of workers up to `largest`, as a PNG file.
-
-    Raises the errors of `check_plot`.
-    """
-    from dsgdac_accel.plotting import BLUE, DPI, GREEN, ORANGE, VERMILION, set_logarithmic
-
-    path = check_plot(Path(path))
-    from matplotlib.figure import Figure
-
-    counts = _spread(largest)
-    figure = Figure(figsize=(11.0, 4.2), layout="constrained")
-    panels: Sequence[Any] = figure.subplots(1, 2)
-    styles = zip(SCHEMES.items(), (VERMILION, ORANGE, BLUE, GREEN), ("-", "--", "-", "--"), strict=True)
-    for (name, scheme), colour, dashes in styles:
-        steps = [scheme(cluster, workers) for workers in counts]
-        panels[0].plot(counts, [step.seconds for step in steps], dashes, color=colour, label=name)
-        panels[1].plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, color=colour, label=name)
-    panels[0].axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
-    set_logarithmic(panels[0])
-    panels[1].set_ylim(bottom=0)
-    for panel, label in zip(panels, ("seconds per step", "MB sent per worker and step"), strict=True):
-        panel.set_xscale("log")
-        panel.set_xlabel("workers")
-        panel.set_ylabel(label)
-        panel.grid(True, color="0.9")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize="small")
-    figure.suptitle(described(cluster), fontsize="medium")
-    figure.savefig(path, dpi=DPI)
-    return path
-
-
-def check_plot(path: Path, name: str = "path") -> Path:
-    """Raises ValueError, which calls it by `name`, where no PNG file can be written, ImportError without matplotlib."""
-    if path.suffix != ".png":
-        raise ValueError(f"{name} must be a file that ends in .png; got {path}.")
-    check_writable(name, path)
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
-    return path
-
-
-def described(cluster: Cluster) -> str:
-    """The cluster in a line."""
-    bits = (
-        f"{cluster.bits:g} bits"
-        if cluster.bits == cluster.gradient_bits
-        else (f"{cluster.bits:g} bits (gradients {cluster.gradient_bits:g})")
-    )
-    return (
-        f"{cluster.parameters / 1e6:g} M parameters of {bits}, {8 * cluster.bandwidth / 1e6:g} Mb/s, "
-        f"{1e3 * cluster.latency:g} ms, {1e3 * cluster.compute_seconds:g} ms of computation"
-    )
-
-
-def _spread(largest: int) -> list[int]:
-    """About twenty counts a decade, evenly on a logarithmic axis."""
-    points = max(1, math.ceil(20 * math.log10(check_workers(largest))))
-    return sorted({round(largest ** (point / points)) for point in range(points + 1)})

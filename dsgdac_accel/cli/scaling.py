@@ -1,44 +1,48 @@
-"""`dsgdac scaling`: what a step costs with more and more workers, by formulas."""
+"""`dsgdac scaling`: cost of a training step against the number of workers, by formulas."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+from dsgdac_accel.cli.parsing import amount
+
+if TYPE_CHECKING:
+    from dsgdac_accel.scaling import Cluster
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parser of the command."""
+    """Add the parser of `dsgdac scaling`."""
     scaling = commands.add_parser(
         "scaling",
         help="bytes, messages and time of a step with n workers, for DDP and gossip",
-        description="Print what a worker sends and how long a step takes with 1, 2, 4, .. workers, for DDP (ring and "
-        "tree all-reduce), one-peer gossip and complete gossip, by the formulas of dsgdac_accel.scaling. Every worker "
-        "has one full-duplex line to a network without other bottlenecks.",
+        description="Print the data that a worker sends and the time of a step with 1, 2, 4, .. workers, for DDP (ring "
+        "and tree all-reduce), one-peer gossip and complete gossip, by the formulas of dsgdac_accel.scaling. Every "
+        "worker has one full-duplex line to a network without other bottlenecks.",
         epilog="examples:\n  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180\n"
         "  dsgdac scaling --parameters 25M --bandwidth 10G --latency 0.05 --compute 100 --plot scaling.png\n"
         "  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180 --bits 8.125 --workers 64",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    scaling.add_argument("--parameters", metavar="N", type=_amount, default=25e6, help="of the model (default: 25M)")
-    scaling.add_argument(
-        "--bandwidth", metavar="BITS", type=_amount, default=1e9, help="bits per second of a line (default: 1G)"
-    )
-    scaling.add_argument("--latency", metavar="MS", type=float, default=1.0, help="one way (default: 1)")
-    scaling.add_argument("--compute", metavar="MS", type=float, default=100.0, help="of a step (default: 100)")
-    scaling.add_argument("--bits", metavar="B", type=float, default=32.0, help="of a number in gossip (default: 32)")
-    scaling.add_argument("--gradient-bits", metavar="B", type=float, default=32.0, help="the same in DDP (default: 32)")
-    scaling.add_argument("--no-overlap", action="store_true", help="gossip that is not hidden behind computation")
-    scaling.add_argument("--workers", metavar="N", type=int, default=10_000, help="the most (default: 10000)")
-    scaling.add_argument("--plot", metavar="FILE", type=Path, help="draw a PNG file (.png) as well")
+    add = scaling.add_argument
+    add("--parameters", metavar="N", type=amount, default=25e6, help="parameters of the model (default: 25M)")
+    add("--bandwidth", metavar="BITS", type=amount, default=1e9, help="bits per second of a line (default: 1G)")
+    add("--latency", metavar="MS", type=float, default=1.0, help="one way, in milliseconds (default: 1)")
+    add("--compute", metavar="MS", type=float, default=100.0, help="milliseconds of computation (default: 100)")
+    add("--bits", metavar="B", type=float, default=32.0, help="bits per parameter in gossip (default: 32)")
+    add("--gradient-bits", metavar="B", type=float, default=32.0, help="bits per gradient entry in DDP (default: 32)")
+    add("--no-overlap", action="store_true", help="do not hide gossip behind computation")
+    add("--workers", metavar="N", type=int, default=10_000, help="largest number of workers (default: 10000)")
+    add("--plot", metavar="FILE", type=Path, help="also draw the table as a PNG file")
     scaling.set_defaults(run=_scaling)
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    from dsgdac_accel.scaling import Cluster, check_plot, described, plot, table_lines, worker_counts
+    from dsgdac_accel.plotting import check_plot_file
+    from dsgdac_accel.scaling import Cluster, worker_counts
 
     _check(options)
     cluster = Cluster(
@@ -52,16 +56,17 @@ def _scaling(options: argparse.Namespace) -> int:
     )
     counts = worker_counts(options.workers)
     if options.plot is not None:
-        check_plot(options.plot, "--plot")
-    print(described(cluster))
+        check_plot_file("--plot", options.plot)
+    print(_described(cluster))
     print("\n".join(table_lines(cluster, counts)))
     if options.plot is not None:
-        print(plot(cluster, options.workers, options.plot))
+        _plot(cluster, options.workers, options.plot)
+        print(options.plot)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError by the names and in the units of the command line; the library has others."""
+    """Raise ValueError with the names and units of the command line, which differ from the library's."""
     from dsgdac_accel.checks import check_integer, check_number
     from dsgdac_accel.scaling import FEWEST_BITS, MOST_BITS, MOST_PARAMETERS, MOST_WORKERS
 
@@ -76,13 +81,58 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--workers must be at most {MOST_WORKERS:,}; got {options.workers:,}.")
 
 
-def _amount(text: str) -> float:
-    """A number such as 25M, in powers of ten.
+def table_lines(cluster: Cluster, counts: Sequence[int]) -> list[str]:
+    """Format bytes, messages and milliseconds of each scheme as text, one line per number of workers."""
+    from dsgdac_accel.scaling import SCHEMES
 
-    >>> _amount("25M"), _amount("1.5g"), _amount("1e6"), _amount("0.5T")
-    (25000000.0, 1500000000.0, 1000000.0, 500000000000.0)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgt]?)", text.strip().lower())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be a number such as 25M or 1e6; got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
+    lines = [f"{'':>9}  " + "  ".join(f"{name:^27}" for name in SCHEMES)]
+    lines.append(f"{'workers':>9}  " + "  ".join(f"{'MB':>8} {'messages':>8} {'ms':>9}" for _ in SCHEMES))
+    for workers in counts:
+        steps = [scheme(cluster, workers) for scheme in SCHEMES.values()]
+        cells = [f"{step.bytes_sent / 1e6:8.4g} {step.messages:8d} {1e3 * step.seconds:9.5g}" for step in steps]
+        lines.append(f"{workers:9d}  " + "  ".join(cells))
+    return lines
+
+
+def _plot(cluster: Cluster, largest: int, file: Path) -> None:
+    from dsgdac_accel.plotting import (
+        BLUE,
+        DPI,
+        GREEN,
+        ORANGE,
+        VERMILION,
+        add_legend,
+        finish_axes,
+        new_figure,
+        set_logarithmic,
+    )
+    from dsgdac_accel.scaling import SCHEMES
+
+    # About twenty counts a decade, evenly spaced on a logarithmic axis.
+    points = max(1, math.ceil(20 * math.log10(largest)))
+    counts = sorted({round(largest ** (point / points)) for point in range(points + 1)})
+    figure, (time, traffic) = new_figure(1, 2, size=(11.0, 4.6))
+    styles = zip(SCHEMES.items(), (VERMILION, ORANGE, BLUE, GREEN), ("-", "--", "-", "--"), strict=True)
+    for (name, scheme), color, dashes in styles:
+        steps = [scheme(cluster, workers) for workers in counts]
+        time.plot(counts, [step.seconds for step in steps], dashes, color=color, label=name)
+        traffic.plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, color=color)
+    time.axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
+    set_logarithmic(time)
+    traffic.set_ylim(bottom=0)
+    for panel, label in ((time, "seconds per step"), (traffic, "MB sent per worker and step")):
+        panel.set_xscale("log")
+        finish_axes(panel, "workers", label)
+    add_legend(figure, *time.get_legend_handles_labels())
+    figure.suptitle(_described(cluster), fontsize="medium")
+    figure.savefig(file, dpi=DPI)
+
+
+def _described(cluster: Cluster) -> str:
+    bits = f"{cluster.bits:g} bits"
+    if cluster.bits != cluster.gradient_bits:
+        bits += f" (gradients {cluster.gradient_bits:g})"
+    return (
+        f"{cluster.parameters / 1e6:g} M parameters of {bits}, {8 * cluster.bandwidth / 1e6:g} Mb/s, "
+        f"{1e3 * cluster.latency:g} ms, {1e3 * cluster.compute_seconds:g} ms of computation"
+    )

@@ -1,10 +1,11 @@
-"""Before a run: what would make it fail, wrong or slow, found with its own workers.
+"""Checks of a launch before it trains, made with its own workers.
 
-`examine` is for a script of one's own, after `prepare`; `dsgdac doctor` calls it; `quick_check` is for the start of
-every run.
+`examine` is for your own script, after `prepare`; the command `dsgdac doctor` calls it. `quick_check` runs at the first
+`prepare` of every training.
 """
 
-from dsgdac_accel.doctor.examination import examine, quick_check
+from dsgdac_accel.doctor.comparison import quick_check
+from dsgdac_accel.doctor.examination import examine
 from dsgdac_accel.doctor.report import Finding, Report
 
 __all__ = ["Finding", "Report", "examine", "quick_check"]

@@ -1,38 +1,27 @@
-"""`examine`: everything that can be known about a run before it trains; `quick_check`: what costs nothing."""
+"""`examine`: compare the workers of a run, its data and its links before the first step."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.doctor.checks import check_facts, check_room, wrong_run
-from dsgdac_accel.doctor.data import check_shares, share_of
-from dsgdac_accel.doctor.facts import Facts, collect_facts, flat_settings, parameter_bytes, stream_fingerprints
+from dsgdac_accel.doctor.comparison import Facts, collect_facts, compare, flat_settings, parameter_bytes
+from dsgdac_accel.doctor.data import Share, check_shards, check_steps, share_of
 from dsgdac_accel.doctor.links import check_links, measure_links
-from dsgdac_accel.doctor.meeting import SilentWorkersError, default_store, lost, roll_call
 from dsgdac_accel.doctor.report import Finding, Report, named_workers, size_text
-from dsgdac_accel.doctor.settings import check_gossip, check_topology
-from dsgdac_accel.topology import Topology, build_topology
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+from dsgdac_accel.topology import TOLERANCE, Topology, build_topology, steps_to_mix
 
 HOW_TO_LAUNCH = (
-    "Start several with torchrun --nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (which starts "
-    "CPU workers, too), or set workers_per_process"
+    "Start several with torchrun --nproc_per_node N or accelerate launch --multi_gpu --num_processes N (which starts "
+    "CPU workers as well), or set workers_per_process. accelerate launch --cpu starts one process only"
 )
-_STOPPERS = ("configuration", "device", "GPU", "launch")
-"""Errors after which an exchange would fail or hang."""
+_BLOCKING = ("configuration", "device", "launch")
+"""Subjects of errors after which a pass or an exchange might hang."""
 
 
 def examine(
@@ -42,27 +31,23 @@ def examine(
     *,
     settings: Any = None,
     parameters: int | None = None,
-    output_dir: Path | str | None = None,
     timeout: float = 30.0,
-    report: Report | None = None,
 ) -> Report:
     """Examine a run after `prepare` and before its first step. Collective; changes nothing.
 
     Args:
-        accelerator: a `GossipAccelerator`; of any other `accelerate.Accelerator` what it knows.
-        model: prepared; its parameters and buffers are compared, and its size is that of an exchange.
-        loader: prepared; a pass over the numbers of its samples tells shards and steps, without reading the data.
-        settings: further settings that all workers must share: a mapping or a configuration dataclass.
-        parameters: numbers (float32) in an exchange, in place of those of `model`.
-        output_dir: where the run is going to write; nothing is written there now.
-        timeout: seconds after which a worker that does not answer is named.
-        report: filled in place of a new one.
+        accelerator: a `GossipAccelerator`, or any other `accelerate.Accelerator`.
+        model: the prepared model. Its parameters and buffers are compared, and its size is that of an exchange.
+        loader: the prepared loader. Steps and shards are found by a pass over sample indices, without reading data.
+        settings: further settings that all workers must share, as a mapping or a configuration dataclass.
+        parameters: number of float32 parameters in an exchange, in place of those of `model`.
+        timeout: seconds after which a worker that does not answer is reported as lost.
 
     Returns:
-        The report, the same on all workers. A worker that is missing or was lost is an error in it, not an exception.
+        The report, the same on all workers. A lost worker is an error in the report, not an exception.
 
     Raises:
-        ValueError: `parameters` or `timeout` is not above 0.
+        ValueError: `parameters` or `timeout` is not positive.
 
     >>> from accelerate import Accelerator
     >>> [finding.level for finding in examine(Accelerator(cpu=True)).findings if finding.subject == "workers"]
@@ -72,207 +57,138 @@ def examine(
         raise ValueError(f"parameters must be a number >= 1; got {parameters}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds > 0; got {timeout}.")
-    report = Report() if report is None else report
-    started = time.monotonic()
-    examination = _Examination(accelerator, model, timeout, report)
+    report = Report()
     try:
-        examination.meet()
-        examination.compare(settings, None if output_dir is None else Path(output_dir))
-        examination.look_at_settings()
-        examination.look_at_data(loader)
-        examination.measure(parameters)
-    except (SilentWorkersError, WorkerLostError) as error:
-        report.add([lost(error)])
-    report.values["seconds"] = round(time.monotonic() - started, 3)
+        group = _group(accelerator, timeout)
+        facts = _all_facts(accelerator, group, model, settings)
+        report.add([_workers(accelerator, group, facts), *compare(facts)])
+        report.values["workers"] = group.size * getattr(accelerator, "workers_per_process", 1)
+        topology = _topology(accelerator)
+        if topology is not None:
+            report.values |= {"topology": topology.name, "spectral_gap": topology.spectral_gap()}
+            report.add(check_topology(topology))
+        if any(finding.level == "error" and finding.subject in _BLOCKING for finding in report.findings):
+            report.add([Finding("ok", "links", "not measured until the errors above are fixed")])
+            return report
+        if loader is not None:
+            report.add(_check_data(group, loader, report))
+        _measure(accelerator, group, model, parameters, topology, report)
+    except WorkerLostError as error:
+        report.add([lost_worker(error)])
     return report
 
 
-def quick_check(
-    group: WorkerGroup, settings: Any = None, model: nn.Module | None = None, *, streams: bool = True
-) -> list[Finding]:
-    """Equal versions and settings and differing random streams, by one small message. Collective.
+def lost_worker(error: WorkerLostError) -> Finding:
+    """Return the finding for a worker that does not answer."""
+    return Finding("error", "lost worker", str(error))
 
-    For the start of every run: it takes milliseconds. Warnings are logged by worker 0.
 
-    Args:
-        group: the workers.
-        settings: that all must share.
-        model: `VirtualWorkers` whose random streams are compared, too.
-        streams: whether random streams should differ by now.
+def _group(accelerator: Any, timeout: float) -> WorkerGroup:
+    """Return the accelerator's own group if its timeout is short enough and a loss ends it, otherwise a new one."""
+    own = getattr(accelerator, "group", None)
+    if isinstance(own, WorkerGroup) and own.timeout <= timeout and own.on_loss == "stop":
+        return own
+    return WorkerGroup(accelerator.device, timeout)
 
-    Returns:
-        The warnings.
 
-    Raises:
-        ValueError: on all workers: a run would fail or be wrong; the message names worker, key and values.
-    """
-    if group.size == 1:
+def _all_facts(accelerator: Any, group: WorkerGroup, model: nn.Module | None, settings: Any) -> list[Facts]:
+    config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
+    steps = getattr(accelerator, "gossip_steps", ())
+    own = {} if config is None else {f"gossip.{key}": value for key, value in flat_settings(config).items()}
+    if config is not None and isinstance(config.topology, Topology):
+        own["gossip.topology (rounds)"] = config.topology.fingerprint
+    facts = collect_facts(
+        group.rank,
+        accelerator.device,
+        settings=own | flat_settings(settings),
+        model=model,
+        # `prepare` gives each worker its own random streams.
+        streams=group.size > 1 and (bool(steps) if config is not None else model is not None),
+        fresh=bool(steps) and all(step.mixer.step == 0 for step in steps),
+    )
+    return group.all_gather_object(facts, "comparing the workers")
+
+
+def _workers(accelerator: Any, group: WorkerGroup, facts: list[Facts]) -> Finding:
+    per_process = getattr(accelerator, "workers_per_process", 1)
+    count, machines = group.size * per_process, len({fact.machine for fact in facts})
+    if count == 1:
+        return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
+    processes = f"{group.size} process{'es' * (group.size > 1)} x {per_process}"
+    backend = f"{group.backend}, " if group.size > 1 else ""
+    where = f"{machines} machine{'s' * (machines > 1)}, {backend}{facts[0].device.split(':')[0]}"
+    return Finding("ok", "workers", f"{count} ({processes}), {where}")
+
+
+def _topology(accelerator: Any) -> Topology | None:
+    """Return the topology of all workers; None without gossip."""
+    config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
+    if config is None:
+        return None
+    if isinstance(config.topology, Topology):
+        return config.topology
+    return build_topology(config.topology, accelerator.num_processes * accelerator.workers_per_process)
+
+
+def check_topology(topology: Topology) -> list[Finding]:
+    """Say how fast the topology mixes."""
+    if topology.num_workers == 1:
         return []
-    fact = collect_facts(group.rank, group.device, settings=settings, streams=streams, model=None)
-    if streams and model is not None:
-        fact = replace(fact, streams=stream_fingerprints(model))
-    findings = wrong_run(group.all_gather_object(fact, "checking the workers"))
-    errors = [finding for finding in findings if finding.level == "error"]
-    if errors:
-        raise ValueError(" ".join(f"{finding.message}. {finding.advice}." for finding in errors))
-    for finding in findings:
-        if group.rank == 0:
-            logger.warning("%s: %s. %s.", finding.subject, finding.message, finding.advice)
-    return findings
+    gap = topology.spectral_gap()
+    message = f"{topology.name} of {topology.num_workers} workers, period {topology.period}, spectral gap {gap:.3g}"
+    if gap < TOLERANCE:
+        advice = "Let each worker keep some of its own weight, or use base_graph"
+        return [Finding("error", "topology", f"{message}: the workers never agree, even at gamma 1", advice)]
+    return [Finding("ok", "topology", f"{message}, {steps_to_mix(topology, 1e-3)} steps at gamma 1 mix to 1e-3")]
 
 
-class _Examination:
-    """One examination, stage by stage; every stage is collective."""
+def _check_data(group: WorkerGroup, loader: Any, report: Report) -> list[Finding]:
+    """Compare the shares of all processes. An error in the user's loader is a finding that names the worker."""
+    share: Share | None = None
+    problem: str | None = None
+    try:
+        share = share_of(loader)
+    except WorkerLostError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    answers = group.all_gather_object((share, problem), "looking at the data")
+    failed = tuple(rank for rank, (_, problem) in enumerate(answers) if problem is not None)
+    if failed:
+        message = f"the loader failed on {named_workers(failed)}; worker {failed[0]}: {answers[failed[0]][1]}"
+        return [Finding("error", "data", message, "Fix the loader", failed)]
+    shares = [share for share, _ in answers if share is not None]
+    report.values["steps_per_pass"] = [share.steps for share in shares]
+    return [*check_steps(shares), *check_shards(shares)]
 
-    def __init__(self, accelerator: Any, model: nn.Module | None, timeout: float, report: Report) -> None:
-        self.accelerator = accelerator
-        self.model = model
-        self.timeout = timeout
-        self.report = report
-        self.config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
-        self.per_process: int = getattr(accelerator, "workers_per_process", 1)
-        self.steps: Sequence[Any] = getattr(accelerator, "gossip_steps", ())
-        self.rank, self.size = accelerator.process_index, accelerator.num_processes
-        self.facts: list[Facts] = []
 
-    @property
-    def num_workers(self) -> int:
-        return self.size * self.per_process
-
-    def meet(self) -> None:
-        """Find out who is there, before anything that would wait for all."""
-        if self.size > 1:
-            roll_call(default_store(), self.rank, self.size, "the examination", self.timeout)
-        own = getattr(self.accelerator, "group", None)
-        # A run may give its workers more time than an examination has, and go on without one that is lost.
-        if isinstance(own, WorkerGroup) and own.timeout <= self.timeout and own.on_loss == "stop":
-            self.group = own
-        else:
-            self.group = WorkerGroup(self.accelerator.device, self.timeout)
-
-    def compare(self, settings: Any, output_dir: Path | None) -> None:
-        """Everything that follows from what each process knows of itself."""
-        seeded = getattr(self.accelerator, "_seeded", self.model is not None) and self.size > 1
-        fresh = bool(self.steps) and all(step.mixer.step == 0 for step in self.steps)
-        fact = collect_facts(
-            self.rank,
-            self.accelerator.device,
-            settings=self._all_settings(settings),
-            model=self.model,
-            streams=seeded,
-            fresh=fresh,
-            output_dir=output_dir,
-        )
-        self.facts = self.group.all_gather_object(fact, "comparing the workers")
-        machines = len({fact.machine for fact in self.facts})
-        self.report.values |= {
-            "workers": self.num_workers,
-            "processes": self.size,
-            "workers_per_process": self.per_process,
-            "machines": machines,
-            "backend": self.group.backend if self.size > 1 else None,
-            "device": str(self.accelerator.device),
-        }
-        self.report.add([self._workers(machines), *check_facts(self.facts)])
-
-    def _all_settings(self, settings: Any) -> dict[str, Any]:
-        own = {} if self.config is None else {f"gossip.{k}": v for k, v in flat_settings(self.config).items()}
-        if self.config is not None and isinstance(self.config.topology, Topology):
-            own["gossip.topology (rounds)"] = self.config.topology.fingerprint
-        return own | flat_settings(settings)
-
-    def _workers(self, machines: int) -> Finding:
-        if self.num_workers == 1:
-            advice = HOW_TO_LAUNCH
-            if self.facts[0].environment.get("ACCELERATE_USE_CPU", "").lower() == "true":
-                advice += ". accelerate launch --cpu starts one process, whatever --num_processes says"
-            return Finding("warning", "workers", f"1, on {self.facts[0].device}: nobody to gossip with", advice)
-        processes = f"{self.size} process{'es' if self.size > 1 else ''} x {self.per_process}"
-        where = f"{machines} machine{'s' if machines > 1 else ''}"
-        backend = f"{self.group.backend}, " if self.size > 1 else ""
-        device = self.facts[0].device.split(":")[0]
-        return Finding("ok", "workers", f"{self.num_workers} ({processes}), {where}, {backend}{device}")
-
-    @property
-    def stopped(self) -> bool:
-        """Whether workers are too different to go on together."""
-        return any(finding.level == "error" and finding.subject in _STOPPERS for finding in self.report.findings)
-
-    def look_at_settings(self) -> None:
-        """Topology and gamma."""
-        self.topology: Topology | None = None
-        if self.config is None:
-            self.report.add([Finding("ok", "gossip", "none: the workers average gradients (DDP)")])
-            return
-        named = self.config.topology
-        topology = named if isinstance(named, Topology) else build_topology(named, self.num_workers)
-        planned = self.steps[0].schedule.planned_lrs if self.steps else None
-        findings, values = check_topology(topology, self.config.total_steps)
-        self.topology = topology
-        self.report.values |= {"topology": topology.name, **values}
-        self.report.add([*findings, *check_gossip(self.config, self.config.total_steps, planned)])
-
-    def look_at_data(self, loader: Any) -> None:
-        """Shards and steps."""
-        if loader is None or self.stopped:
-            return
-        shares = self._from_all(lambda: share_of(loader), "looking at the data")
-        if shares is not None:
-            self.report.add(check_shares(shares, self.facts))
-            self.report.values["steps_per_pass"] = [share.steps for share in shares]
-
-    def measure(self, parameters: int | None) -> None:
-        """The links, by exchanges of the model's size."""
-        here = 4 * parameters if parameters is not None else None
-        if here is None and self.model is not None:
-            here = parameter_bytes(self.model)
-        size = self.group.all_gather_object(here, "agreeing on a size")[0]
-        if not size:
-            return
-        self.report.values["parameter_bytes"] = size
-        self.report.add(check_room(self.facts, size * self.num_workers * (1 + self._optimizer_copies())))
-        if self.stopped:
-            self.report.add([Finding("ok", "links", "not measured before the errors above are mended")])
-            return
-        if self.size == 1:
-            if self.num_workers > 1:
-                text = f"none: all {self.num_workers} workers exchange {size_text(size)} in the memory of this process"
-                self.report.add([Finding("ok", "links", text)])
-            return
-        topology = self.topology or build_topology("complete", self.size)
-        measured = measure_links(self.group, topology, size, self.per_process if self.topology else 1)
-        self.report.add(check_links(measured, topology, self.config))
-        self.report.values |= {
-            "measured_bytes": measured.measured_size,
-            "exchange_seconds": measured.exchange_seconds,
-            "round_seconds": list(measured.rounds),
-            "bytes_sent": measured.bytes_sent,
-            "radius_seconds": measured.radius_seconds,
-            "links": [asdict(link) | {"bytes_per_second": link.bandwidth} for link in measured.links],
-        }
-
-    def _optimizer_copies(self) -> int:
-        """Copies of the parameters that the optimizer keeps, for the size of a checkpoint."""
-        copies = 0
-        for optimizer in getattr(self.accelerator, "_optimizers", ()):
-            defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
-            copies = max(copies, 2 if "betas" in defaults else int(bool(defaults.get("momentum"))))
-        return copies
-
-    def _from_all(self, find: Callable[[], T], what: str) -> list[T] | None:
-        """What every process finds; an error of one of them is a finding that names it."""
-        found: T | None = None
-        problem: str | None = None
-        try:
-            found = find()
-        except WorkerLostError:
-            raise
-        except Exception as error:  # the loader is the user's code
-            problem = f"{type(error).__name__}: {error}"
-        answers = self.group.all_gather_object((found, problem), what)
-        problems = [(rank, said) for rank, (_, said) in enumerate(answers) if said is not None]
-        for rank, said in problems[:1]:
-            ranks = tuple(rank for rank, _ in problems)
-            text = f"{what} failed on {named_workers(ranks)}; worker {rank}: {said}"
-            self.report.add([Finding("error", "data", text, "Mend the loader", ranks)])
-        return None if problems else [answer for answer, _ in answers]  # type: ignore[misc]
+def _measure(
+    accelerator: Any,
+    group: WorkerGroup,
+    model: nn.Module | None,
+    parameters: int | None,
+    topology: Topology | None,
+    report: Report,
+) -> None:
+    """Measure exchanges of the model's size."""
+    own = 4 * parameters if parameters is not None else None if model is None else parameter_bytes(model)
+    size = group.all_gather_object(own, "agreeing on a size")[0]
+    if not size:
+        return
+    report.values["parameter_bytes"] = size
+    if group.size == 1:
+        count = getattr(accelerator, "workers_per_process", 1)
+        message = f"none: the {count} workers exchange {size_text(size)} in the memory of this process"
+        report.add([Finding("ok", "links", message)] if count > 1 else [])
+        return
+    # Without gossip the links of an all-reduce are measured, each process as one worker.
+    per_process = accelerator.workers_per_process if topology is not None else 1
+    topology = topology or build_topology("complete", group.size)
+    measured = measure_links(group, topology, size, per_process)
+    report.add(check_links(measured, topology))
+    report.values |= {
+        "measured_bytes": measured.measured_size,
+        "exchange_seconds": measured.exchange_seconds,
+        "round_seconds": list(measured.rounds),
+        "links": [asdict(link) | {"bytes_per_second": link.bandwidth} for link in measured.links],
+    }

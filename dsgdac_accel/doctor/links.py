@@ -1,4 +1,4 @@
-"""How long one exchange takes, over each link and in each round, measured with the library's own `Exchange`."""
+"""Duration of an exchange over each link and in each round, measured with the library's own `Exchange`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor.report import Finding, size_text, time_text
@@ -18,62 +16,54 @@ from dsgdac_accel.topology import Topology
 
 PROBE_BYTES = 2**20
 MOST_BYTES = 2**30
-"""A larger exchange is measured with so much and scaled up: it takes memory twice."""
+"""Largest exchange to measure; a larger one is scaled up from it. It needs twice its size in memory."""
 MOST_ROUNDS = 16
-"""Of a longer period only so many rounds are measured."""
+"""Number of rounds to measure of a longer period."""
 _REPEATS = 3
 _SLOW_FACTOR, _SLOW_SECONDS = 4.0, 0.02
-"""A link is slow that takes so many times, and so much longer, than the link in the middle."""
-_OFTEN = 10
+"""A link is slow if it takes this many times, and this many seconds longer than, the median link."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What two processes need to send each other the parameters of one model at the same time."""
+    """Two processes that exchange the parameters of one model at the same time."""
 
     processes: tuple[int, int]
-    latency: float
-    """Seconds for a message of one number."""
     seconds: float
-    """Seconds for the parameters."""
     size: int
-    """Their bytes."""
+    """Bytes in each direction."""
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second in each direction."""
         return self.size / self.seconds
 
-    def between(self) -> str:
-        """The pair in words."""
-        return f"workers {self.processes[0]} and {self.processes[1]}"
+    def __str__(self) -> str:
+        one, other = self.processes
+        return f"workers {one} and {other}: {time_text(self.seconds)} ({size_text(self.bandwidth)}/s each way)"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of exchanges, the same on all processes."""
+    """Durations of exchanges, the same on all processes."""
 
     size: int
     """Bytes of the parameters of one worker."""
     measured_size: int
-    """Bytes that were sent to find out; less where all of them would take too long or too much memory."""
+    """Bytes that were sent to measure; less than `size` if that would take too long or too much memory."""
     links: tuple[Link, ...]
-    """Every pair of processes that the topology joins."""
+    """Every pair of processes that exchange in some round."""
     rounds: tuple[float, ...]
-    """Seconds of the whole exchange in each round, by the slowest worker."""
-    bytes_sent: int
-    """By this process in the first round."""
-    radius_seconds: float
-    """Of one measurement of the consensus radius, or one average of the workers."""
+    """Seconds of the whole exchange in each round, on the slowest worker."""
 
     @property
     def exchange_seconds(self) -> float:
-        """Of one exchange, the mean over the rounds."""
+        """Mean seconds of an exchange."""
         return sum(self.rounds) / len(self.rounds)
 
 
 def matchings(topology: Topology, per_process: int = 1) -> list[list[tuple[int, int]]]:
-    """All pairs of processes that exchange in some round, in sets of pairs that can be measured at the same time.
+    """Return all pairs of processes that exchange in some round, in sets of disjoint pairs.
 
     >>> from dsgdac_accel.topology import build_topology
     >>> matchings(build_topology("one_peer_ring", 4))
@@ -85,180 +75,105 @@ def matchings(topology: Topology, per_process: int = 1) -> list[list[tuple[int, 
         for one, other in sorted({(int(i) // per_process, int(j) // per_process) for i, j in workers}):
             if one != other:
                 pairs[min(one, other), max(one, other)] = None
-    found: list[list[tuple[int, int]]] = []
+    sets: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = next((group for group in found if not {*pair} & {end for other in group for end in other}), None)
-        if free is None:
-            found.append([pair])
+        for disjoint in sets:
+            if not any({*pair} & {*other} for other in disjoint):
+                disjoint.append(pair)
+                break
         else:
-            free.append(pair)
-    return found
+            sets.append([pair])
+    return sets
 
 
 def measure_links(
     group: WorkerGroup, topology: Topology, size: int, per_process: int = 1, budget: float = 6.0
 ) -> Measured:
-    """Exchange `size` bytes along every link and in every round. Collective.
+    """Exchange `size` bytes over every link and in every round. Collective.
 
     Args:
         group: the processes.
-        topology: of all workers.
+        topology: topology of all workers.
         size: bytes of the parameters of one worker, float32.
-        per_process: workers of each process.
+        per_process: number of workers in each process.
         budget: seconds that this may take, roughly; a slow network is measured with smaller messages.
 
-    Raises WorkerLostError where a process does not answer.
+    Raises:
+        WorkerLostError: a process does not answer.
     """
     pairs = matchings(topology, per_process)
-    of_pairs = _pairwise(pairs, group.size)
+    pairwise = _pairwise(pairs, group.size)
     rounds = min(topology.period, MOST_ROUNDS)
-    small = _times(group, of_pairs, _buffer(group, 4), range(len(pairs)))
     probe = min(size, PROBE_BYTES)
-    tried = _times(group, of_pairs, _buffer(group, probe), range(len(pairs)))
-    probed = [max(times) for times in zip(*tried, strict=True)]
-    # The plan is the same on all processes, since the times are.
-    expected = _REPEATS * (sum(probed) + (rounds + 2) * per_process * max(probed)) / max(probe, 4)
-    affordable = int(budget / expected)
-    measured = max(min(size, MOST_BYTES // per_process, affordable), probe)
+    probed = [max(times) for times in _times(group, pairwise, probe, 1, len(pairs))]
+    # All processes know the same times, so they choose the same size.
+    expected = _REPEATS * (sum(probed) + rounds * per_process * max(probed)) / max(probe, 4)
+    measured = max(min(size, MOST_BYTES // per_process, int(budget / expected)), probe)
     scale = size / measured if measured else 1.0
-    buffer = _buffer(group, measured)
-    took = _times(group, of_pairs, buffer, range(len(pairs)))
+    times = _times(group, pairwise, measured, 1, len(pairs))
     links = [
-        Link(pair, max(small[end][number] for end in pair), max(took[end][number] for end in pair) * scale, size)
-        for number, joined in enumerate(pairs)
-        for pair in joined
+        Link(pair, max(own[end] for end in pair) * scale, size)
+        for disjoint, own in zip(pairs, times, strict=True)
+        for pair in disjoint
     ]
-    whole, sent = _measure_rounds(group, topology, [buffer] * per_process, range(rounds))
-    return Measured(
-        size=size,
-        measured_size=measured,
-        links=tuple(sorted(links, key=lambda link: link.processes)),
-        rounds=tuple(seconds * scale for seconds in whole),
-        bytes_sent=round(sent * scale),
-        radius_seconds=_radius_seconds(group, buffer) * scale,
-    )
-
-
-def _buffer(group: WorkerGroup, size: int) -> Tensor:
-    return torch.zeros(max(1, size // 4), device=group.device)
+    whole = [max(own) * scale for own in _times(group, topology, measured, per_process, rounds)]
+    return Measured(size, measured, tuple(sorted(links, key=lambda link: link.processes)), tuple(whole))
 
 
 def _pairwise(pairs: Sequence[Sequence[tuple[int, int]]], processes: int) -> Topology:
+    """Return a topology with one round per set of pairs."""
     rounds = []
-    for joined in pairs:
+    for disjoint in pairs:
         matrix = np.eye(processes)
-        for one, other in joined:
+        for one, other in disjoint:
             matrix[[one, one, other, other], [one, other, one, other]] = 0.5
         rounds.append(matrix)
     return Topology.from_matrices(rounds, name="links")
 
 
-def _times(group: WorkerGroup, topology: Topology, sent: Tensor, rounds: Sequence[int]) -> list[list[float]]:
-    """Seconds of each round, for each process."""
-    exchange = Exchange(group, topology, [[sent]])
-    mine = [min(_seconds(group, exchange, step) for _ in range(_REPEATS)) for step in rounds]
+def _times(group: WorkerGroup, topology: Topology, size: int, per_process: int, rounds: int) -> list[list[float]]:
+    """Return the seconds of an exchange of `size` bytes, by round and process."""
+    sent = torch.zeros(max(1, size // 4), device=group.device)
+    exchange = Exchange(group, topology, [[sent]] * per_process)
+    mine = [min(_seconds(group, exchange, step) for _ in range(_REPEATS)) for step in range(rounds)]
     exchange.release()
-    return group.all_gather_object(mine, "measuring the links")
-
-
-def _measure_rounds(
-    group: WorkerGroup, topology: Topology, sent: Sequence[Tensor], rounds: Sequence[int]
-) -> tuple[list[float], int]:
-    exchange = Exchange(group, topology, [[tensor] for tensor in sent])
-    mine = [min(_seconds(group, exchange, step) for _ in range(_REPEATS)) for step in rounds]
-    exchange.post(0)
-    exchange.wait()
-    bytes_sent = exchange.bytes_sent
-    exchange.release()
-    shares = group.all_gather_object(mine, "measuring an exchange")
-    return [max(times) for times in zip(*shares, strict=True)], bytes_sent
+    by_process = group.all_gather_object(mine, "measuring the links")
+    return [list(times) for times in zip(*by_process, strict=True)]
 
 
 def _seconds(group: WorkerGroup, exchange: Exchange, step: int) -> float:
-    """One exchange, begun by all processes at the same time."""
+    """Return the seconds of one exchange that all processes start together."""
     group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring the links")
-    _synchronise(group)
+    _synchronize(group.device)
     started = time.perf_counter()
     exchange.post(step)
     exchange.wait()
-    _synchronise(group)
+    _synchronize(group.device)
     return time.perf_counter() - started
 
 
-def _radius_seconds(group: WorkerGroup, buffer: Tensor) -> float:
-    group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring an average")
-    _synchronise(group)
-    started = time.perf_counter()
-    group.all_reduce_mean_(buffer, "measuring an average")
-    _synchronise(group)
-    return max(group.all_gather_object(time.perf_counter() - started, "measuring an average"))
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def _synchronise(group: WorkerGroup) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
-
-
-# ---- findings
-
-
-def check_links(measured: Measured, topology: Topology, config: GossipConfig | None) -> list[Finding]:
-    """What the times mean for a run; without a configuration, for one that averages gradients over all workers."""
-    if config is None:
-        text = f"an all-reduce of {size_text(measured.size)} takes {time_text(measured.exchange_seconds)}"
-        return [*_link_findings(measured), Finding("ok", "exchange", f"{text}, which DDP hides behind backward")]
-    return [*_link_findings(measured), *_exchange_findings(measured, topology, config), *_radius(measured, config)]
-
-
-def _link_findings(measured: Measured) -> list[Finding]:
+def check_links(measured: Measured, topology: Topology) -> list[Finding]:
+    """Name the slowest link, and say how long an exchange takes."""
     by_time = sorted(measured.links, key=lambda link: link.seconds)
-    middle, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
-    shown = {"slowest": slowest, "fastest": by_time[0]} if len(by_time) > 1 else {"only": slowest}
-    text = "; ".join(f"{which}, {_described(link)}" for which, link in shown.items())
-    text = f"{len(by_time)} link{'s' if len(by_time) > 1 else ''}: {text}"
-    if slowest.seconds > _SLOW_FACTOR * middle.seconds and slowest.seconds - middle.seconds > _SLOW_SECONDS:
-        factor = slowest.seconds / middle.seconds
-        advice = "Look at the network between these two, or number the workers so that they are not neighbours"
-        slow = f"{slowest.between()} have the slowest link, {factor:.2g} times the time of the middle one"
-        return [Finding("warning", "links", f"{slow}. {text}", advice, slowest.processes)]
-    return [Finding("ok", "links", text)]
-
-
-def _described(link: Link) -> str:
-    return (
-        f"{link.between()}: {time_text(link.seconds)} for {size_text(link.size)} each way "
-        f"({size_text(link.bandwidth)}/s), {time_text(link.latency)} for a small message"
-    )
-
-
-def _exchange_findings(measured: Measured, topology: Topology, config: GossipConfig) -> list[Finding]:
-    seconds = measured.exchange_seconds
-    text = f"an exchange of {size_text(measured.size)} takes {time_text(seconds)}"
+    median, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
+    message = f"{len(by_time)} link{'s' * (len(by_time) > 1)}, {size_text(measured.size)} each; slowest, {slowest}"
+    if len(by_time) > 1:
+        message += f"; fastest, {by_time[0]}"
+    link = Finding("ok", "links", message)
+    if slowest.seconds > _SLOW_FACTOR * median.seconds and slowest.seconds - median.seconds > _SLOW_SECONDS:
+        message += f". The slowest takes {slowest.seconds / median.seconds:.2g} times as long as the median"
+        advice = "Check the network between these two, or number the workers so that they are not neighbors"
+        link = Finding("warning", "links", message, advice, slowest.processes)
+    message = f"an exchange of {size_text(measured.size)} takes {time_text(measured.exchange_seconds)}"
     if len(measured.rounds) > 1:
-        slowest = max(range(len(measured.rounds)), key=measured.rounds.__getitem__)
-        text += f" (round {slowest} of {topology.period} {time_text(measured.rounds[slowest])})"
+        number = max(range(len(measured.rounds)), key=measured.rounds.__getitem__)
+        message += f", {time_text(measured.rounds[number])} in the slowest round ({number} of {topology.period})"
     if measured.measured_size < measured.size:
-        text += f", reckoned from {size_text(measured.measured_size)}"
-    if not config.overlap:
-        advice = f"Set overlap = true to hide it: every step now takes {time_text(seconds)} longer"
-        return [Finding("warning", "exchange", text, advice)]
-    text += ": hidden behind the step if forward and backward take longer"
-    if topology.name == "complete" and topology.num_workers >= 8 and seconds > 0.05:
-        one_peer = max(link.seconds for link in measured.links)
-        advice = (
-            f"complete averages all {topology.num_workers} workers at every step; one_peer_exponential or base_graph "
-            f"reach the same average in a few steps of some {time_text(one_peer)} each"
-        )
-        return [Finding("warning", "exchange", text, advice)]
-    return [Finding("ok", "exchange", text)]
-
-
-def _radius(measured: Measured, config: GossipConfig) -> list[Finding]:
-    each = measured.radius_seconds
-    if not config.log_every:
-        return [Finding("ok", "radius", f"{time_text(each)} a measurement, at evaluations only")]
-    text = f"a measurement of the consensus radius takes {time_text(each)}, every {config.log_every} steps"
-    if config.log_every < _OFTEN and each / config.log_every > 0.005:
-        advice = f"Set log_every = 50: nothing hides it, and it now adds {time_text(each / config.log_every)} to a step"
-        return [Finding("warning", "radius", text, advice)]
-    return [Finding("ok", "radius", text)]
+        message += f", estimated from {size_text(measured.measured_size)}"
+    message += "; it is hidden if forward and backward take longer"
+    return [link, Finding("ok", "exchange", message)]

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
 from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
-from dsgdac_accel.plotting import PANELS, plot_run
 from tasks.common.algorithms import SynchronousAccelerator
+from tasks.common.plotting import PANELS, plot_run
 
 TRACKER = "tracker"
 """Folder of the tracker files, where the tracker writes any."""

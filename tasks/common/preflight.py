@@ -1,4 +1,4 @@
-"""A task's run as `dsgdac doctor --config FILE` examines it: built as in training, and not trained."""
+"""Examination of a task's run for `dsgdac doctor --config FILE`: built as in training, but not trained."""
 
 from __future__ import annotations
 
@@ -17,75 +17,67 @@ from dsgdac_accel import GossipAccelerator, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, read_manifest
 from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.doctor import Finding, Report, examine
-from dsgdac_accel.doctor.checks import wrong_run
-from dsgdac_accel.doctor.facts import collect_facts
-from dsgdac_accel.doctor.launched import at_end
+from dsgdac_accel.doctor.comparison import check_settings, check_versions, collect_facts
 from tasks.common.checkpoints import checkpoint_to_resume
-from tasks.studies.plan import base_values
+from tasks.common.known_tasks import config_class_of, script_for
 
-_TASKS = {"cifar": ("ImageRun", "CifarConfig"), "wmt14": ("TranslationRun", "TranslationConfig")}
+_RUN_CLASSES = {"cifar": "ImageRun", "wmt14": "TranslationRun"}
 
 
-def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable[[Report], None]:
-    """What examines the run that `words` describe. Nothing is communicated before it is called.
+def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable[[], Report]:
+    """Return the function that examines a run. Nothing is communicated before it is called.
 
     Args:
-        file: its configuration, which tells the task.
-        words: the command line of the task.
-        timeout: seconds after which a worker that does not answer is named.
+        file: configuration of the run, which tells the task.
+        words: command line of the task.
+        timeout: seconds after which a worker that does not answer is reported as lost.
 
-    Raises ConfigError for settings that cannot be.
+    Raises:
+        ConfigError: the settings are invalid.
     """
-    # Only the translation task counts its batches in tokens.
-    task = importlib.import_module("tasks.wmt14" if "batch_tokens" in base_values(file) else "tasks.cifar")
-    run_class, config_class = (getattr(task, name) for name in _TASKS[task.TASK])
+    script = script_for(file)
+    task = importlib.import_module(f"tasks.{script.stem}")
+    config_class: Any = config_class_of(script)
     config = parse_config(config_class, words, prog="dsgdac doctor")
-    return lambda report: _examine_run(task, run_class, config, timeout, report)
+    run_class = getattr(task, _RUN_CLASSES[task.TASK])
+    return lambda: _examine_run(task, run_class, config, timeout)
 
 
-def _examine_run(task: Any, run_class: Any, config: Any, timeout: float, report: Report) -> None:
-    # Workers that were given other settings would fail, or wait for each other, while they build the run.
+def _examine_run(task: Any, run_class: Any, config: Any, timeout: float) -> Report:
     group = WorkerGroup(torch.device("cpu"), timeout)
+    # Workers with different settings would fail, or wait for each other, while they build the run.
     facts = group.all_gather_object(collect_facts(group.rank, group.device, settings=config), "comparing the settings")
-    wrong = [finding for finding in wrong_run(facts) if finding.level == "error"]
+    wrong = [finding for finding in [*check_versions(facts), *check_settings(facts)] if finding.level == "error"]
     if wrong:
-        report.add([*wrong, Finding("ok", "run", "not built before the errors above are mended")])
-        return
-    # The run's own folder is left alone: a run that begins there deletes the logs of the one before.
-    own = tempfile.mkdtemp(prefix="dsgdac-doctor-") if group.rank == 0 else None
-    if own is not None:
-        at_end.append(lambda: shutil.rmtree(own, ignore_errors=True))
-    stand_in = group.all_gather_object(own, "making a folder")[0]
-    assert stand_in is not None
-    quiet = {
-        "report_to": (),
-        "resume_from_checkpoint": "never",
-        "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
-    }  # fmt: skip
-    run = run_class(replace(config, output_dir=Path(stand_in), **quiet))
-    if isinstance(run.accelerator, GossipAccelerator):  # the run's own patience is what is judged
-        policies = {"timeout": config.gossip.timeout, "on_worker_loss": config.gossip.on_worker_loss}
-        run.accelerator.gossip_config = replace(run.accelerator.gossip_config, **policies)
-    report.add([Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)])
-    examine(
-        run.accelerator,
-        run.model,
-        run.loader,
-        settings=config,
-        output_dir=config.output_dir,
-        timeout=timeout,
-        report=report,
-    )
+        return Report([*wrong, Finding("ok", "run", "not built until the errors above are fixed")])
+    # Not in the run's own folder: a run that starts there deletes the logs of the one before.
+    folder = tempfile.mkdtemp(prefix="dsgdac-doctor-") if group.rank == 0 else ""
+    try:
+        stand_in = Path(group.all_gather_object(folder, "creating a folder")[0])
+        quiet = {
+            "output_dir": stand_in,
+            "report_to": (),
+            "resume_from_checkpoint": "never",
+            "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
+        }
+        run = run_class(replace(config, **quiet))
+        if isinstance(run.accelerator, GossipAccelerator):  # compare the settings of the run, not the changed ones
+            policies = {"timeout": config.gossip.timeout, "on_worker_loss": config.gossip.on_worker_loss}
+            run.accelerator.gossip_config = replace(run.accelerator.gossip_config, **policies)
+        report = examine(run.accelerator, run.model, run.loader, settings=config, timeout=timeout)
+        report.findings[:0] = [Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)]
+        return report
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_folder(task: Any, config: Any, run: Any, group: WorkerGroup) -> list[Finding]:
-    """Whether the run may write into its folder, and what it would go on from. Collective; changes nothing there."""
-    busy = group.all_gather_object(
-        _is_locked(config.output_dir) if group.rank == 0 else False, "looking at the folder"
-    )[0]
-    if busy:
-        text = f"another run is writing into {config.output_dir}"
-        return [Finding("error", "output folder", text, "Wait for its end, or choose another output_dir")]
+    """Check whether the run may write into its folder, and where it would resume. Collective; changes nothing there."""
+    locked = group.rank == 0 and _is_locked(config.output_dir)
+    if group.all_gather_object(locked, "looking at the folder")[0]:
+        message = f"another run is writing into {config.output_dir}"
+        return [Finding("error", "output folder", message, "Wait until it ends, or choose another output_dir")]
     try:
         found = checkpoint_to_resume(
             config, run.accelerator, task.TASK, task.MAY_CHANGE, any_count=task.TASK == "cifar"
@@ -93,10 +85,10 @@ def _check_folder(task: Any, config: Any, run: Any, group: WorkerGroup) -> list[
     except (ConfigError, CheckpointError) as error:
         return [Finding("error", "resume", str(error))]
     if found is not None:
-        return [Finding("ok", "resume", f"the run would go on from step {read_manifest(found).step}, {found}")]
+        return [Finding("ok", "resume", f"the run would resume at step {read_manifest(found).step}, {found}")]
     if group.all_gather_object((config.output_dir / "metrics.jsonl").exists(), "looking at the folder")[0]:
-        text = f"{config.output_dir} holds another run, whose logs and models this one replaces"
-        return [Finding("warning", "output folder", text, "Choose another output_dir to keep them")]
+        message = f"{config.output_dir} holds another run, whose logs and models this run would replace"
+        return [Finding("warning", "output folder", message, "Choose another output_dir to keep them")]
     return []
 
 
@@ -108,6 +100,6 @@ def _is_locked(folder: Path) -> bool:
         FileLock(file, blocking=False).acquire().lock.release()
     except Timeout:
         return True
-    except OSError:  # of another user: whether it can be written is said elsewhere
+    except OSError:  # no permission; the run itself reports a folder that it cannot write
         return False
     return False

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# What needs torch is imported where it is used, so that --help is quick.
+# The other modules import torch and pandas. They are imported where they are used, so that `dsgdac --help` is fast.
 if TYPE_CHECKING:
-    from tasks.studies import PlannedRun, SweepConfig
+    from tasks.studies.config import SweepConfig
+    from tasks.studies.plan import PlannedRun
 
 
 def add_commands(commands: Any) -> None:
@@ -20,8 +21,8 @@ def add_commands(commands: Any) -> None:
     sweep = commands.add_parser(
         "sweep",
         help="launch the runs of a sweep",
-        description="Launch the runs of a sweep file that are not finished, each with its output in log.txt of its own "
-        "folder. Started again, it goes on where it stopped.",
+        description="Launch the unfinished runs of a sweep file, each with its output in log.txt of its own folder. "
+        "Started again, it continues where it stopped.",
         epilog="examples:\n  dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2\n"
         "  dsgdac sweep configs/sweeps/digits_study.yaml --only 'dsgd_ac/*' --only sgd/seed_0\n"
         '  dsgdac sweep configs/sweeps/cifar100_main.yaml --print-commands | sed -n "${SLURM_ARRAY_TASK_ID}p" | sh',
@@ -30,22 +31,22 @@ def add_commands(commands: Any) -> None:
     sweep.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
     sweep.add_argument("--jobs", metavar="K", type=_positive, default=1, help="runs at a time (default: 1)")
     sweep.add_argument(
-        "--only", metavar="PATTERN", action="append", help="only runs so called, * for any text; may be repeated"
+        "--only", metavar="PATTERN", action="append", help="only runs with this name, * for any text; may be repeated"
     )
     sweep.add_argument("--print-commands", action="store_true", help="print a shell line per run, and start nothing")
     sweep.add_argument("--list", action="store_true", help="print each run and its state, and start nothing")
     sweep.add_argument(
         "--rerun-changed",
         action="store_true",
-        help="run again what finished with other settings, and keep its folder under another name; refused otherwise",
+        help="run again what finished with other settings, and keep its folder under another name",
     )
     _add_settings(sweep)
     sweep.set_defaults(run=_sweep)
     report = commands.add_parser(
         "report",
         help="tables and figures of a sweep",
-        description="Print the tables of a sweep, and write report.md, report.csv and the figures into its folder. "
-        "A sweep that is not finished gives the part that is.",
+        description="Print the tables of a sweep, and write report.md, report.csv and the figures into its folder. An "
+        "unfinished sweep is reported as far as it is finished.",
         epilog="example:\n  dsgdac report configs/sweeps/digits_study.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,25 +63,27 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="a key of the task for all runs, such as data.path=FOLDER; may be repeated. A report needs the same ones, "
-        "places apart",
+        help="a key of the task for all runs, such as data.path=FOLDER; may be repeated. Give a report the same ones, "
+        "except for paths",
     )
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from tasks.studies.plan import require_valid
     from tasks.studies.runner import failure_report, run_sweep
 
-    _, runs = _planned(options)
+    sweep, runs = _planned(options)
     runs = _selected(runs, options.only)
+    if options.list:
+        return _list(runs)
+    _naming(options.sweep, lambda: require_valid(sweep, runs))
     if options.print_commands:
         print("\n".join(run.shell_line() for run in runs))
         return 0
-    if options.list:
-        return _list(runs)
     try:
         result = run_sweep(runs, options.jobs, options.rerun_changed, say=lambda line: print(line, flush=True))
     except KeyboardInterrupt:
-        print("interrupted: the runs under way were ended; the same command goes on", file=sys.stderr)
+        print("interrupted: the runs under way were stopped; the same command continues", file=sys.stderr)
         return 130
     if result.failed:
         print(f"\n{failure_report(result)}", file=sys.stderr)
@@ -112,18 +115,26 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
-    from dsgdac_accel.config import ConfigError
-    from tasks.studies import load_sweep, planned_runs
+    from tasks.studies.config import load_sweep
+    from tasks.studies.plan import planned_runs
 
     sweep = load_sweep(options.sweep)
+    folder = options.sweep.absolute().parent
+    return sweep, _naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set)))
+
+
+def _naming(file: Path, action: Any) -> Any:
+    """Return the result of `action`; name the sweep file in its configuration errors."""
+    from dsgdac_accel.config import ConfigError
+
     try:
-        return sweep, planned_runs(sweep, options.sweep.absolute().parent, _extra(options.set))
+        return action()
     except ConfigError as error:
-        raise ConfigError(f"{options.sweep}: {error}") from None
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:
-    """The keys of --set; a path that begins with ./ or ../ starts where the command is given, as for the task."""
+    """Return the keys of --set. Paths with ./ or ../ start from the working directory, as on a task's command line."""
     from dsgdac_accel.config.strict_yaml import plain_value
     from tasks.studies.plan import flat_overrides
 
@@ -146,7 +157,7 @@ def _selected(runs: list[PlannedRun], patterns: Sequence[str] | None) -> list[Pl
 
 
 def _matches(run: PlannedRun, pattern: str) -> bool:
-    """By the whole name, the setting's or one of its labels."""
+    """Match the name of the run or its setting, or one of the labels."""
     names = (run.name, run.setting.name, run.setting.folder, *run.setting.labels)
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 

@@ -1,26 +1,29 @@
-"""The sweep file: which runs, how they are launched, and what the report shows."""
+"""The sweep file: which runs there are, how they are launched, and what the report shows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
 from dsgdac_accel.config import ConfigError, load_config
 from dsgdac_accel.config.strict_yaml import read_yaml
+from tasks.studies.columns import columns_of
 
-FIGURES = ("rate_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")
+FIGURES = ("lr_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")
 """Figures of a report, in the order in which it shows them."""
 
 RESERVED = {
     "config": "Name the file as base.",
     "seed": "List the seeds as seeds.",
-    "output_dir": "Every run has a folder of its own below the sweep's output_dir.",
-    "resume": "Runs that are not finished go on from their newest checkpoint by themselves.",
+    "output_dir": "Every run has its own folder below the sweep's output_dir.",
+    "resume_from_checkpoint": "Unfinished runs resume from their newest checkpoint by themselves.",
 }
-"""Keys of a task that the sweep sets by itself, each with what to write instead."""
+"""Keys of a task that the sweep sets itself, each with what to write instead."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What the report shows."""
+    """Columns, comparisons and figures of the report."""
 
     columns: list[str] | dict[str, str] = field(
         default_factory=lambda: ["test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius"]
@@ -62,14 +65,14 @@ class ReportConfig:
     metrics.jsonl with the place to read it at: gossip/radius@max, @min, @last, or @48 for the end of the 48th epoch."""
 
     baselines: list[str] | dict[str, str] = field(default_factory=list)
-    """Labels of variants or grid values to compare with, seed by seed: all others with each of a list, or, as
-    label: baseline, only those named."""
+    """Labels of variants or grid values to compare with, seed by seed. A list compares all others with each label in
+    it; a mapping `label: baseline` compares only those labels."""
 
     compare: list[str] | None = None
     """Columns of the comparison; null compares in all of them."""
 
     figures: list[str] | None = None
-    """rate_radius, lambda_1, accuracy, bleu, loss, q, alignment, sensitivity; null draws those with data."""
+    """lr_radius, lambda_1, accuracy, bleu, loss, q, alignment, sensitivity; null draws those with data."""
 
     def __post_init__(self) -> None:
         for figure in self.figures or ():
@@ -78,11 +81,12 @@ class ReportConfig:
             check_choice("compare", column, list(self.columns))
         if not self.columns:
             raise ValueError("columns must name at least one column; got none. Leave it out for the usual ones.")
+        columns_of(self.columns)  # raises for an invalid place
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """A sweep: every variant, times every value of the grid, times every seed, is a run."""
+    """A sweep. Every variant, with every value of the grid and every seed, is a run."""
 
     title: str = ""
     """Heading of the report."""
@@ -97,7 +101,7 @@ class SweepConfig:
     """Folder for the runs, each in VARIANT/seed_SEED, and for report.md, report.csv and the figures."""
 
     seeds: list[int] = field(default_factory=lambda: [0])
-    """Every setting runs once with each."""
+    """Every setting runs once with each seed."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     """How a run is started."""
@@ -110,8 +114,8 @@ class SweepConfig:
     """Label: {keys of the task}; {} is base as it is."""
 
     grid: dict[str, list[Any] | dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """All combinations of these: `key: [values]`, or `name: {label: {keys of the task}}`. Later ones win over earlier
-    ones, the grid over variants, variants over settings."""
+    """All combinations of these: `key: [values]`, or `name: {label: {keys of the task}}`. Later entries win over
+    earlier ones, the grid over variants, variants over settings."""
 
     report: ReportConfig = field(default_factory=ReportConfig)
     """Columns, comparisons and figures."""
@@ -128,50 +132,40 @@ class SweepConfig:
                 refuse_reserved([name], "grid")
         if not self.task.is_file():
             raise ValueError(f"task: {self.task} does not exist. Name the task's script, such as tasks/cifar.py.")
-        for label in self._unknown_labels():
-            known = self.labels()
-            raise ValueError(
-                f"report.baselines: no variant or grid value is called {label!r}.{did_you_mean(label, known)} "
-                f"There are {', '.join(known) or 'none'}."
-            )
+        known = self.labels()
+        baselines = self.report.baselines
+        named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
+        for label in named:
+            if label not in known:
+                raise ValueError(
+                    f"report.baselines: no variant or grid value is called {label!r}.{did_you_mean(label, known)} "
+                    f"There are {', '.join(known) or 'none'}."
+                )
 
     def labels(self) -> list[str]:
-        """What variants and grid values are called, in order: variant names, `key=value`, names of a grid's bundles."""
+        """Return all labels in order: variants, then `key=value` or the labels of a mapping for each grid entry."""
         labels = list(self.variants)
         for key, values in self.grid.items():
             labels += [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
         return labels
 
-    def _unknown_labels(self) -> list[str]:
-        baselines = self.report.baselines
-        named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
-        known = self.labels()
-        return [label for label in named if label not in known]
-
 
 def load_sweep(file: Path | str) -> SweepConfig:
     """Read a sweep file.
 
-    Raises ConfigError, in one line that names the file, for whatever cannot be used; a base or task that is missing
-    included.
+    Raises ConfigError, in one line that names the file, if it or its base cannot be used.
     """
     file = Path(file)
-    from tasks.studies.columns import columns_of
-
-    sweep = _named(file, lambda: load_config(SweepConfig, file))
-    try:
-        columns_of(sweep.report)
-    except ValueError as error:
-        raise ConfigError(f"{file}: report.{error}") from None
+    sweep = _naming(file, lambda: load_config(SweepConfig, file))
     if not sweep.base.is_file():
         problem = "is a folder" if sweep.base.is_dir() else "does not exist"
         raise ConfigError(f"{file}: base: {sweep.base} {problem}. Name the configuration that the runs share.")
-    _named(file, lambda: read_yaml(sweep.base))
+    _naming(file, lambda: read_yaml(sweep.base))
     return sweep
 
 
-def _named(file: Path, read: Any) -> Any:
-    """The result of `read`, with the sweep's file named in errors that do not name any."""
+def _naming(file: Path, read: Callable[[], T]) -> T:
+    """Return the result of `read`; name the sweep file in errors that do not name any."""
     try:
         return read()
     except ConfigError as error:
@@ -180,7 +174,7 @@ def _named(file: Path, read: Any) -> Any:
 
 
 def value_label(key: str, value: Any) -> str:
-    """What one value of a grid is called: the key's last part, and the value as the command line spells it.
+    """Return the label of a grid value: the last part of its key, and the value as on the command line.
 
     >>> value_label("gossip.power", 3)
     'power=3'
@@ -189,7 +183,7 @@ def value_label(key: str, value: Any) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A value as the command line of a task takes it.
+    """Spell a value for the command line of a task.
 
     >>> [spelled(value) for value in (None, True, 0.5, [0.9, 0.98], "ring", [])]
     ['null', 'true', '0.5', '0.9,0.98', 'ring', '[]']
@@ -209,7 +203,7 @@ def spelled(value: Any) -> str:
 
 
 def refuse_reserved(keys: Collection[str], where: str) -> None:
-    """Raise ValueError for a key that the sweep sets by itself."""
+    """Raise ValueError for a key that the sweep sets itself."""
     for key in keys:
         if key in RESERVED:
             raise ValueError(f"{where}: {key} is set by the sweep. {RESERVED[key]}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsgdac_accel.plotting import Records, series
+import pandas as pd
+
+from tasks.common.plotting import Records, series
 from tasks.studies.table import Row
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Epochs (1.0 is the end of the first), and mean, smallest and largest value over seeds at each."""
+    """Mean, smallest and largest value over seeds at each epoch; 1.0 is the end of the first epoch."""
 
     epochs: list[float]
     mean: list[float]
@@ -22,25 +23,28 @@ class Curve:
 
 
 def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
-    """One metric of a setting over epochs, the first of `keys` that its runs have logged; None without any.
+    """Average one metric of a setting over its seeds: the first of `keys` that was logged. None if none was.
 
-    Of finished runs where there are any, as a shorter one would bend the mean; else of those under way. An epoch that
-    not all of them have measured is left out, and so is a value that is not finite.
+    Uses the finished runs, because a shorter run would bend the mean; if there are none, those under way. Leaves out
+    values that are not finite, and epochs that some run did not measure.
     """
     states = [state for state in row.states if state.status == "finished"] or list(row.states)
     runs = [state.records for state in states if state.records]
     key = next((key for key in keys if any(key in record for records in runs for record in records)), None)
     if key is None:
         return None
-    by_run = [_by_epoch(records, key) for records in runs]
-    by_run = [values for values in by_run if values]
-    shared = sorted(set.intersection(*(set(values) for values in by_run))) if by_run else []
-    columns = [[scale * values[epoch] for values in by_run] for epoch in shared]
-    return Curve(shared, list(map(statistics.fmean, columns)), list(map(min, columns)), list(map(max, columns)))
+    by_run = [values for records in runs if len(values := _by_epoch(records, key))]
+    shared = scale * pd.concat(by_run, axis=1).sort_index().dropna() if by_run else pd.DataFrame()
+    return Curve(
+        shared.index.tolist(),
+        shared.mean(axis=1).tolist(),
+        shared.min(axis=1).tolist(),
+        shared.max(axis=1).tolist(),
+    )
 
 
 def steps_per_epoch(records: Records) -> float:
-    """Optimizer steps in an epoch, from the records: exact once an epoch's last step was logged; NaN without epochs.
+    """Return the optimizer steps in an epoch: exact once the last step of an epoch was logged; NaN without epochs.
 
     >>> steps_per_epoch([{"step": 5, "epoch": 0}, {"step": 10, "epoch": 0}, {"step": 15, "epoch": 1}])
     10.0
@@ -53,10 +57,11 @@ def steps_per_epoch(records: Records) -> float:
     return max(ratios, default=math.nan)
 
 
-def _by_epoch(records: Records, key: str) -> dict[float, float]:
+def _by_epoch(records: Records, key: str) -> pd.Series:
+    """Return the finite values by epoch, which may be a fraction."""
     per_epoch = steps_per_epoch(records)
     if not math.isfinite(per_epoch):
-        return {}
+        return pd.Series(dtype=float)
     steps, values = series(records, key)
-    points = zip(steps, values, strict=True)
-    return {round(step / per_epoch, 6): value for step, value in points if math.isfinite(value)}
+    points = {round(step / per_epoch, 6): value for step, value in zip(steps, values, strict=True)}
+    return pd.Series({epoch: value for epoch, value in points.items() if math.isfinite(value)}, dtype=float)

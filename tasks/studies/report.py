@@ -1,37 +1,36 @@
-"""report.md, report.csv and the figures of a sweep, from whatever runs are finished."""
+"""report.md, report.csv and the figures of a sweep, from the runs that are finished."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.studies.columns import Column, Spread, columns_of
-from tasks.studies.config import ReportConfig, SweepConfig
+from tasks.studies.columns import Column, columns_of
+from tasks.studies.config import SweepConfig
 from tasks.studies.figures import draw_figures
 from tasks.studies.plan import PlannedRun
 from tasks.studies.state import RunState, state_of
-from tasks.studies.table import Row, markdown_table, paired, pairs_of, rows_of, write_csv
+from tasks.studies.table import Row, Spread, markdown_table, paired, pairs_of, rows_of, write_csv
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and the text of report.md."""
+    """The written files, and the text of report.md."""
 
     text: str
     files: tuple[Path, ...]
     missing: int
-    """Runs that are not finished."""
+    """Number of runs that are not finished."""
 
 
 def write_report(sweep: SweepConfig, runs: Sequence[PlannedRun], folder: Path, figures: bool = True) -> Report:
-    """Write report.md, report.csv and the figures into `folder`, which is made if need be.
+    """Write report.md, report.csv and the figures into `folder`, which is created if needed.
 
-    Raises ValueError for a column that cannot be read, and ImportError for figures without matplotlib.
+    Raises ImportError for figures without matplotlib.
     """
-    columns = columns_of(sweep.report)
+    columns = columns_of(sweep.report.columns)
     states = [state_of(run) for run in runs]
     rows = rows_of(states)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,7 @@ def write_report(sweep: SweepConfig, runs: Sequence[PlannedRun], folder: Path, f
 
 
 def report_text(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The tables in Markdown: means over seeds, differences from the baselines, and the runs that are not there."""
+    """Return the tables in Markdown: means over seeds, differences from the baselines, and the missing runs."""
     shown = [column for column in columns if any(Spread.of(row.values(column)).count for row in rows)]
     without = [column.heading for column in columns if column not in shown]
     parts = [f"# {sweep.title or 'Sweep'}", _intro(sweep, rows), _means(sweep, rows, shown or columns)]
@@ -61,13 +60,14 @@ def _intro(sweep: SweepConfig, rows: Sequence[Row]) -> str:
     total = sum(len(row.states) for row in rows)
     seeds = ", ".join(map(str, sweep.seeds))
     return (
-        f"{finished} of {total} runs finished. Mean ± sample standard deviation over seeds ({seeds}); of a setting "
-        f"with one finished run, its value. Task {sweep.task.name}, base {sweep.base.name}."
+        f"{finished} of {total} runs finished. Mean ± sample standard deviation over seeds ({seeds}), or the value "
+        f"itself for a single finished run. Task {sweep.task.name}, base {sweep.base.name}."
     )
 
 
 def _means(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    header = [*_axis_names(sweep), "runs", *(column.heading for column in columns)]
+    axes = [*(["variant"] if sweep.variants else []), *(key.rpartition(".")[2] for key in sweep.grid)]
+    header = [*(axes or ["setting"]), "runs", *(column.heading for column in columns)]
     body = []
     for row in rows:
         runs = f"{row.finished}" if row.finished == len(row.states) else f"{row.finished} of {len(row.states)}"
@@ -76,16 +76,11 @@ def _means(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -
     return markdown_table(header, body)
 
 
-def _axis_names(sweep: SweepConfig) -> list[str]:
-    names = [*(["variant"] if sweep.variants else []), *(key.rpartition(".")[2] for key in sweep.grid)]
-    return names or ["setting"]
-
-
 def _comparisons(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:
     pairs = pairs_of(rows, sweep.report)
     if sweep.report.compare is not None:
-        wanted = {(column.key, column.place) for column in columns_of(ReportConfig(columns=sweep.report.compare))}
-        columns = [column for column in columns if (column.key, column.place) in wanted]
+        wanted = {column.name for column in columns_of(sweep.report.compare)}
+        columns = [column for column in columns if column.name in wanted]
     if not pairs or not columns:
         return []
     body = [
@@ -93,18 +88,15 @@ def _comparisons(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colu
         for pair in pairs
     ]
     explained = (
-        "Setting minus baseline within each seed: mean ± standard deviation, × ratio of the means, and in how many of "
-        "the seeds that both have finished the setting is lower or higher."
+        "Setting minus baseline within each seed: mean ± standard deviation, × ratio of the means, and the number of "
+        "seeds finished by both in which the setting is lower or higher."
     )
-    return [
-        "## Paired differences",
-        explained,
-        markdown_table(["setting", "baseline", *(c.heading for c in columns)], body),
-    ]
+    table = markdown_table(["setting", "baseline", *(column.heading for column in columns)], body)
+    return ["## Paired differences", explained, table]
 
 
 _WORDS = {
-    "changed": "finished, but with other settings than the sweep's, and left out",
+    "changed": "finished with other settings than the sweep's, and left out",
     "failed": "failed",
     "unfinished": "begun, but not finished",
     "missing": "not there",
@@ -112,17 +104,14 @@ _WORDS = {
 
 
 def _problems(states: Sequence[RunState]) -> list[str]:
-    """What is missing from the tables, by kind; [] where nothing is."""
-    counts = Counter(state.status for state in states if state.status != "finished")
-    if not counts:
-        return []
+    """List the runs that are missing from the tables, by kind; [] if there are none."""
     lines = []
     for status, words in _WORDS.items():
         names = [state.run.name + _detail(state) for state in states if state.status == status]
         if names:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             lines.append(f"- {len(names)} {words}: {', '.join(names[:10])}{more}")
-    return ["## Missing runs", "\n".join(lines)]
+    return ["## Missing runs", "\n".join(lines)] if lines else []
 
 
 def _detail(state: RunState) -> str:

@@ -1,4 +1,4 @@
-"""`dsgdac show`, `dsgdac plot` and `dsgdac curvature`: what a run left behind."""
+"""`dsgdac show`, `dsgdac plot` and `dsgdac curvature`: look at finished runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FIRST_KEYS = ("algorithm", "workers", "topology", "model", "epochs", "steps", "seed")
-"""What a summary begins with, where it has them."""
+"""Keys that a summary begins with, if it has them."""
 
 
 def add_commands(commands: Any) -> None:
@@ -27,37 +27,38 @@ def add_commands(commands: Any) -> None:
     plot = commands.add_parser(
         "plot",
         help="plot one run, or several side by side",
-        description="Plot a run's metrics as PNG files into its folder, or compare several runs in one file.",
+        description="Plot the metrics of a run as PNG files into its folder, or compare several runs in one file.",
         epilog="examples:\n  dsgdac plot runs/digits\n  dsgdac plot runs/dsgd runs/dsgd_ac --output compare.png",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_runs(plot)
-    plot.add_argument("--output", metavar="FILE", type=Path, help="of a comparison (default: comparison.png)")
+    plot.add_argument("--output", metavar="FILE", type=Path, help="file of the comparison (default: comparison.png)")
     plot.set_defaults(run=_plot)
     curvature = commands.add_parser(
         "curvature",
         help="curvature of a run's checkpoint or model",
-        description="Measure eigenvalues, Q, A and B of a run, by the task that wrote it. Arguments after RUN go to "
+        description="Measure eigenvalues, Q, A and B of a run with the task that wrote it. Arguments after RUN go to "
         "the task; `-- --help` shows its own.",
         epilog="example:\n  dsgdac curvature runs/digits",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     curvature.add_argument("run_folder", metavar="RUN", type=Path, help="output folder of a run")
-    curvature.add_argument("--task", metavar="PATH", type=Path, help="the task's script, where it is not found")
+    curvature.add_argument("--task", metavar="PATH", type=Path, help="script of the task, if it is not cifar or wmt14")
     curvature.set_defaults(run=_curvature, takes_rest=True)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a finished run.
+    """Read the summary of a finished run.
 
-    Raises FileNotFoundError, which says whether the run is unfinished or the folder is no run's, and ValueError for a
-    file that is damaged.
+    Raises:
+        FileNotFoundError: the run is not finished, or the folder is not that of a run; the message says which.
+        ValueError: the file is damaged.
     """
     file = folder / "summary.json"
     if not file.is_file():
         begun = (folder / "config.yaml").is_file()
-        what = "the run is not finished" if begun else "it is not the output folder of a run"
-        raise FileNotFoundError(f"{folder} has no summary.json: {what}.")
+        problem = "the run is not finished" if begun else "it is not the output folder of a run"
+        raise FileNotFoundError(f"{folder} has no summary.json: {problem}.")
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -68,27 +69,16 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def find_task(folder: Path) -> Path:
-    """The script of the task that wrote a run: as a sweep noted it, or by the run's configuration.
+    """Return the script of the task that wrote a run.
 
-    Looked for in the repository that the installed package lies in, then below the working directory.
-
-    Raises FileNotFoundError where the run or the script is not there.
+    Raises FileNotFoundError if the folder is not that of a run.
     """
+    from tasks.common.known_tasks import script_for
+
     config = folder / "config.yaml"
     if not config.is_file():
         raise FileNotFoundError(f"{folder} has no config.yaml: it is not the output folder of a run.")
-    from tasks.studies.plan import base_values
-
-    # Only the translation task counts its batches in tokens.
-    name = "wmt14.py" if "batch_tokens" in base_values(config) else "cifar.py"
-    places = [Path(__file__).resolve().parents[2] / "tasks", Path.cwd() / "tasks"]
-    for place in places:
-        if (place / name).is_file():
-            return place / name
-    raise FileNotFoundError(
-        f"the task script {name} is in neither {places[0]} nor {places[1]}: the tasks are in the repository, not in "
-        "the installed package. Give it with --task PATH."
-    )
+    return script_for(config)
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
@@ -122,12 +112,12 @@ def _shown(value: Any) -> str:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from dsgdac_accel.plotting import compare_runs, plot_run
+    from tasks.common.plotting import compare_runs, plot_run
 
     if len(options.runs) == 1 and options.output is None:
         written = plot_run(options.runs[0])
         if not written:
-            raise ValueError(f"{options.runs[0]} has logged nothing that can be plotted yet.")
+            raise ValueError(f"{options.runs[0]} has not logged anything to plot yet.")
     else:
         written = [compare_runs(options.runs, options.output or Path("comparison.png"))]
     for file in written:

@@ -1,4 +1,4 @@
-"""Launch the runs of a sweep, one after another or a few at a time, and say how they went."""
+"""Launches the runs of a sweep, a few at a time, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tasks.studies.plan import PlannedRun
 from tasks.studies.state import LOG, RunState, read_record, state_of, write_record
 
 GRACE_SECONDS = 40.0
-"""How long an interrupted run may take to end by itself: torchrun gives its workers, which are out of our reach, 30."""
+"""Time for an interrupted run to end by itself; torchrun gives its own workers 30 seconds."""
 
 TAIL_LINES = 15
-"""Of a failed run's log, so many last lines are shown."""
+"""Number of lines shown from the end of a failed run's log."""
 
-# A sweep started from inside a launched process must not make its runs believe that they are that process.
+# A sweep may itself run in a launched process, whose rank and rendezvous are not those of its runs.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Say = Callable[[str], None]
@@ -32,33 +32,34 @@ Say = Callable[[str], None]
 
 @dataclass
 class SweepResult:
-    """How the runs of a sweep went."""
+    """How the runs of a sweep ended."""
 
     finished: list[PlannedRun] = field(default_factory=list)
     skipped: list[PlannedRun] = field(default_factory=list)
-    """Finished before."""
+    """Runs that were finished before."""
     failed: list[tuple[PlannedRun, int]] = field(default_factory=list)
-    """Each with its exit status; a signal's is negative."""
+    """Failed runs with their exit status; that of a signal is negative."""
 
 
 def run_sweep(runs: Sequence[PlannedRun], jobs: int = 1, rerun_changed: bool = False, say: Say = print) -> SweepResult:
-    """Launch every run that is not finished; a failed one does not stop the others.
+    """Launch every run that is not finished. A failed run does not stop the others.
 
     Args:
-        runs: in order.
-        jobs: how many at a time.
-        rerun_changed: run again what finished with other settings; its folder is kept under another name.
-        say: where progress goes, a line at a time.
+        runs: the runs in order.
+        jobs: number of runs at a time.
+        rerun_changed: run again what finished with other settings, and keep its folder under another name.
+        say: receives the progress, one line at a time.
 
-    Raises ConfigError, before anything starts, where a finished run has other settings than the sweep asks for now.
-    KeyboardInterrupt ends the runs under way, with the processes that they started, and is raised again.
+    Raises:
+        ConfigError: before anything starts, if a finished run has other settings than the sweep asks for now.
+        KeyboardInterrupt: after the runs under way and all processes that they started have ended.
     """
     states = [state_of(run) for run in runs]
     changed = [state for state in states if state.status == "changed"]
     if changed and not rerun_changed:
         raise ConfigError(_changed_message(changed))
     for state in changed:
-        say(f"{state.run.name}: settings changed; the earlier run is kept in {_move_aside(state.run.folder).name}")
+        say(f"{state.run.name}: settings changed; the earlier run is now in {_move_aside(state.run.folder).name}")
     result = SweepResult(skipped=[state.run for state in states if state.status == "finished"])
     pending = [state.run for state in states if state.status != "finished"]
     if result.skipped:
@@ -68,7 +69,7 @@ def run_sweep(runs: Sequence[PlannedRun], jobs: int = 1, rerun_changed: bool = F
 
 
 def failure_report(result: SweepResult) -> str:
-    """The failed runs by name, each with the tail of its log; "" without any."""
+    """Return the failed runs by name, each with the end of its log; "" if there are none."""
     blocks = [
         f"{run.name} failed ({_status_in_words(status)}); the end of {run.folder / LOG}:\n{_tail(run.folder / LOG)}"
         for run, status in result.failed
@@ -77,7 +78,7 @@ def failure_report(result: SweepResult) -> str:
 
 
 class _Launches:
-    """The runs of one call, the children under way, and the clock."""
+    """The runs of one call, their child processes, and the clock."""
 
     def __init__(self, runs: Sequence[PlannedRun], jobs: int, say: Say) -> None:
         self._runs, self._jobs, self._say = list(runs), jobs, say
@@ -104,7 +105,7 @@ class _Launches:
                 raise
 
     def _launch(self, run: PlannedRun) -> int:
-        """Start a run and wait for it; its exit status."""
+        """Start a run, wait for it, and return its exit status."""
         write_record(run)
         began = time.monotonic()
         variables = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
@@ -114,7 +115,7 @@ class _Launches:
             with self._lock:
                 if self._stopping:
                     return -signal.SIGINT
-                # A session of its own: it can be ended with all that it started, and Ctrl-C reaches it through us only.
+                # In its own session: it can be ended with all its children, and Ctrl-C does not reach it directly.
                 child = subprocess.Popen(
                     run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables,
                     start_new_session=True,
@@ -152,7 +153,7 @@ class _Launches:
         return f"; about {duration((time.monotonic() - self._begin) / self._done * left)} left"
 
     def _stop(self) -> None:
-        """End the children, politely first, with all processes that they started."""
+        """End the runs under way and all processes that they started: SIGINT first, SIGKILL after the grace time."""
         with self._lock:
             self._stopping = True
             children = list(self._children)
@@ -163,14 +164,14 @@ class _Launches:
             for child in children:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # also when interrupted again, and where a launcher has ended before its workers
+        finally:  # also when interrupted again, or when a launcher has ended before its workers
             for child in children:
                 _signal_session(child, signal.SIGKILL)
 
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM (a cluster's end of time) raises KeyboardInterrupt, as Ctrl-C does."""
+    """Let SIGTERM, which a cluster sends at the time limit, raise KeyboardInterrupt like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -189,16 +190,17 @@ def _signal_session(child: subprocess.Popen[bytes], number: signal.Signals) -> N
     try:
         os.killpg(child.pid, number)
     except (ProcessLookupError, PermissionError):
-        return  # all of it has ended
+        return  # it has ended
 
 
 def _changed_message(changed: Sequence[RunState]) -> str:
     first = changed[0]
-    some = f"{first.changes[0]}{f' and {len(first.changes) - 1} more' if len(first.changes) > 1 else ''}"
+    more = f" and {len(first.changes) - 1} more" if len(first.changes) > 1 else ""
     others = f" (and {len(changed) - 1} other runs)" if len(changed) > 1 else ""
     return (
-        f"{first.run.name}{others} finished with other settings than the sweep asks for now: {some}. Use another "
-        "output_dir, or --rerun-changed, which keeps the earlier folder beside the new one."
+        f"{first.run.name}{others} finished with other settings than the sweep asks for now: {first.changes[0]}{more}. "
+        "Undo the change, use another output_dir, or pass --rerun-changed, which keeps the earlier folder beside the "
+        "new one."
     )
 
 
@@ -224,13 +226,13 @@ def _tail(log: Path) -> str:
         text = log.read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return "  (no log)"
-    # Progress bars overwrite their line: of each, what stands there last counts.
+    # Progress bars overwrite their line: keep the last text of each.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join(f"  {line}" for line in [line for line in lines if line.strip()][-TAIL_LINES:]) or "  (empty)"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would take.
+    """Format seconds in a suitable unit.
 
     >>> [duration(seconds) for seconds in (3.21, 75, 4000, 200000)]
     ['3.2 s', '75 s', '67 min', '2.3 days']

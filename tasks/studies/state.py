@@ -1,4 +1,4 @@
-"""What became of a run: read from its folder, so that it does not matter who started it."""
+"""The state of a run, read from its folder, so that it does not matter who started it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from dsgdac_accel.plotting import Records, read_metrics
-from tasks.studies.plan import PlannedRun, base_values
+from tasks.common.known_tasks import base_values
+from tasks.common.plotting import Records, read_metrics
+from tasks.studies.plan import PlannedRun
 
 RECORD = "sweep.json"
-"""What the sweep itself notes in a run's folder: how the run was started, and how it ended."""
+"""The sweep's own record in a run's folder: how the run was started, and how it ended."""
 
 LOG = "log.txt"
-"""What the run printed."""
+"""Output of the run."""
 
 Status = Literal["finished", "changed", "failed", "unfinished", "missing"]
 
@@ -28,10 +29,10 @@ _NOT_SET = "not set"
 class RunState:
     """A run as its folder shows it.
 
-    finished: it has a summary, of the settings that the sweep asks for.
-    changed: it has a summary, but of other settings; `changes` lists them.
+    finished: it has a summary, and the settings that the sweep asks for.
+    changed: it has a summary, but other settings; `changes` lists them.
     failed: the sweep saw it end with an error.
-    unfinished: it has begun, and is under way or was interrupted.
+    unfinished: it is under way or was interrupted.
     missing: nothing is there.
     """
 
@@ -39,20 +40,20 @@ class RunState:
     status: Status
     changes: tuple[str, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
-    """Of a finished run."""
+    """Summary of a finished run."""
 
     @cached_property
     def records(self) -> Records:
-        """What the run logged; [] where it has nothing, or belongs to other settings."""
+        """The logged records; [] if there are none or they belong to other settings."""
         if self.status in ("changed", "missing") or not (self.run.folder / "metrics.jsonl").is_file():
             return []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the last line of a run under way may be cut short
+            warnings.simplefilter("ignore")  # the last line of a run under way may be truncated
             return read_metrics(self.run.folder / "metrics.jsonl")
 
 
 def state_of(run: PlannedRun) -> RunState:
-    """Look at the folder of a run."""
+    """Read the state of a run from its folder."""
     record = read_record(run.folder)
     summary = _read_json(run.folder / "summary.json")
     changes = tuple(_changes(run, record))
@@ -62,17 +63,17 @@ def state_of(run: PlannedRun) -> RunState:
         return RunState(run, "failed", changes)
     begun = bool(record) or (run.folder / "config.yaml").is_file()
     if begun and changes:
-        return RunState(run, "missing", changes)  # what is there belongs to other settings
+        return RunState(run, "missing", changes)  # the files belong to other settings
     return RunState(run, "unfinished" if begun else "missing")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The sweep's note in the folder of a run; {} without."""
+    """Return the sweep's record in the folder of a run; {} if there is none."""
     return _read_json(folder / RECORD)
 
 
 def write_record(run: PlannedRun, status: int | None = None, seconds: float | None = None) -> None:
-    """Note how a run is started and, once it has ended, its exit status and duration."""
+    """Record how a run is started and, once it has ended, its exit status and duration."""
     values = {
         "settings": run.expected,
         "launch": run.launch,
@@ -87,7 +88,7 @@ def write_record(run: PlannedRun, status: int | None = None, seconds: float | No
 
 
 def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
-    """The settings that a run was started with and the sweep no longer asks for, as `key: old -> new`."""
+    """Return the settings in which a run and the sweep differ, as `key: old -> new`."""
     if record:
         old, new = record.get("settings", {}), run.expected
         keys = [key for key in (new | old) if not _is_place(key)]
@@ -96,10 +97,10 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
             for key in keys
             if _differ(old.get(key), new.get(key))
         ]
-        # Threads change nothing but the speed.
+        # The number of threads changes the speed only.
         before, now = record.get("launch", {}).get("processes"), run.launch["processes"]
         return changes if before == now else [*changes, _change("launch.processes", before, now)]
-    # Started by hand or by a job array: the run's own configuration says what it was.
+    # Started by hand or by a job array: the run's own configuration has its settings.
     resolved = run.folder / "config.yaml"
     if not resolved.is_file():
         return []
@@ -112,13 +113,13 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
 
 
 def _same_path(resolved: Any, written: Any) -> bool:
-    """Whether an absolute path may be what a relative one was resolved to; names decide, folders are not known here."""
+    """Return whether an absolute path may be the resolved form of a relative one. Only the file names are compared."""
     both_text = isinstance(resolved, str) and isinstance(written, str)
     return both_text and os.path.isabs(resolved) and os.path.basename(resolved) == os.path.basename(written)
 
 
 def _is_place(key: str) -> bool:
-    """Whether a key says where something lies, which may differ between machines."""
+    """Return whether a key is a location, which may differ between machines."""
     return key.rpartition(".")[2] in ("path", "cache_dir")
 
 
@@ -137,6 +138,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError:
-        return {}  # cut short: as if it were not there
+    except ValueError:  # truncated
+        return {}
     return values if isinstance(values, dict) else {}

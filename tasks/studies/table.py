@@ -1,42 +1,102 @@
-"""The numbers of a sweep: a row per setting, mean and spread over its seeds, and differences seed by seed.
+"""The numbers of a sweep: a row per setting with mean and spread over seeds, and differences within a seed.
 
-The spread between seeds is often several times that of the difference between two algorithms with one seed, as a seed
-fixes initialisation, data and order for both. So differences are taken within a seed, and then averaged.
+A seed fixes initialization, data and order for all settings. The spread between seeds is often several times the
+difference between two algorithms with one seed, so differences are taken within a seed and then averaged.
 """
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.studies.columns import Column, Spread
+import pandas as pd
+
+from tasks.studies.columns import Column
 from tasks.studies.config import ReportConfig
 from tasks.studies.plan import Setting
 from tasks.studies.state import RunState
 
+NO_VALUE = "–"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds; NaN if there are too few values."""
+
+    mean: float
+    std: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of the finite values.
+
+        >>> Spread.of([1.0, 3.0, math.nan])
+        Spread(mean=2.0, std=1.4142135623730951, count=2)
+        """
+        finite = pd.Series(values, dtype=float)
+        finite = finite[finite.abs() < math.inf]
+        return cls(float(finite.mean()), float(finite.std(ddof=1)), len(finite))
+
+    def __str__(self) -> str:
+        """Show two significant digits of the deviation, or four of the mean if there is none.
+
+        >>> print(Spread(0.25137, 0.0333, 5), Spread(82.1234, math.nan, 1), Spread(5.51e-7, 1.2e-7, 3))
+        0.251 ± 0.033 82.12 5.51e-07 ± 1.2e-07
+        """
+        if not self.count:
+            return NO_VALUE
+        if not math.isfinite(self.std):
+            return f"{self.mean:.4g}"
+        if self.std == 0:
+            return f"{self.mean:.4g} ± 0"
+        if self.std < 1e-5 or abs(self.mean) >= 1e5:
+            return f"{self.mean:.3g} ± {self.std:.2g}"
+        decimals = max(0, 1 - math.floor(math.log10(self.std)))
+        return f"{self.mean:.{decimals}f} ± {self.std:.{decimals}f}"
+
 
 @dataclass(frozen=True)
 class Row:
-    """A setting and its runs, by seed."""
+    """A setting and its runs, one per seed."""
 
     setting: Setting
     states: tuple[RunState, ...]
 
-    def values(self, column: Column) -> list[float]:
-        """One per seed; NaN for a run that is not finished."""
-        return [column.value(state) for state in self.states]
+    def raw_values(self, column: Column) -> pd.Series:
+        """Return the numbers as the runs wrote them, by seed; NaN for a run that is not finished."""
+        values = {
+            state.run.seed: column.raw(state.summary, state.records) if state.status == "finished" else math.nan
+            for state in self.states
+        }
+        return pd.Series(values, dtype=float)
+
+    def values(self, column: Column) -> pd.Series:
+        """Return the numbers in the unit of the heading, by seed; NaN for a run that is not finished."""
+        return self.raw_values(column) * column.scale
 
     @property
     def finished(self) -> int:
+        """Number of finished runs."""
         return sum(state.status == "finished" for state in self.states)
+
+
+def rows_of(states: Sequence[RunState]) -> list[Row]:
+    """Return one row per setting, in the order of the sweep, with its runs in the order of the seeds."""
+    by_setting: dict[tuple[str, ...], list[RunState]] = {}
+    for state in states:
+        by_setting.setdefault(state.run.setting.labels, []).append(state)
+    return [Row(runs[0].run.setting, tuple(runs)) for runs in by_setting.values()]
+
+
+# ---- differences within a seed
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A setting and the one that it is compared with."""
+    """A setting and the baseline that it is compared with."""
 
     row: Row
     baseline: Row
@@ -48,13 +108,13 @@ class Paired:
 
     difference: Spread
     ratio: float
-    """Of the means over those seeds; NaN where the baseline's is 0."""
+    """Ratio of the means over those seeds; NaN if the baseline's is 0."""
     lower: int
     higher: int
-    """In how many seeds the setting's value is below or above the baseline's."""
+    """Number of seeds in which the setting is below or above the baseline."""
 
     def __str__(self) -> str:
-        """The difference, the ratio, and in how many of the seeds it has the sign that most of them have."""
+        """Show the difference, the ratio, and the number of seeds in which the difference has its usual sign."""
         if not self.difference.count:
             return str(self.difference)
         count, word = (self.lower, "lower") if self.lower >= self.higher else (self.higher, "higher")
@@ -64,16 +124,8 @@ class Paired:
         return f"{sign}{self.difference}{ratio}, {word} in {count} of {self.difference.count}"
 
 
-def rows_of(states: Sequence[RunState]) -> list[Row]:
-    """One row per setting, in the order of the sweep, its runs in the order of the seeds."""
-    by_setting: dict[tuple[str, ...], list[RunState]] = {}
-    for state in states:
-        by_setting.setdefault(state.run.setting.labels, []).append(state)
-    return [Row(runs[0].run.setting, tuple(runs)) for runs in by_setting.values()]
-
-
 def pairs_of(rows: Sequence[Row], report: ReportConfig) -> list[Pair]:
-    """Who is compared with whom: a row with that which has the baseline's label and is otherwise equal."""
+    """Pair each row with the row that has the baseline's label and otherwise the same labels."""
     by_labels = {row.setting.labels: row for row in rows}
     baselines = report.baselines
     wanted = list(baselines.items()) if isinstance(baselines, dict) else [(None, label) for label in baselines]
@@ -91,18 +143,20 @@ def pairs_of(rows: Sequence[Row], report: ReportConfig) -> list[Pair]:
 
 
 def paired(pair: Pair, column: Column) -> Paired:
-    """The setting minus its baseline, seed by seed."""
-    both = zip(pair.row.values(column), pair.baseline.values(column), strict=True)
-    both_finite = [(ours, theirs) for ours, theirs in both if math.isfinite(ours) and math.isfinite(theirs)]
-    differences = [ours - theirs for ours, theirs in both_finite]
-    mean = Spread.of([theirs for _, theirs in both_finite]).mean
-    ratio = Spread.of([ours for ours, _ in both_finite]).mean / mean if mean else math.nan
-    lower, higher = sum(value < 0 for value in differences), sum(value > 0 for value in differences)
-    return Paired(Spread.of(differences), ratio, lower, higher)
+    """Return the setting minus its baseline, seed by seed."""
+    both = pd.DataFrame({"ours": pair.row.values(column), "baseline": pair.baseline.values(column)})
+    both = both[(both.abs() < math.inf).all(axis=1)]
+    difference = both["ours"] - both["baseline"]
+    mean = both["baseline"].mean()
+    ratio = float(both["ours"].mean() / mean) if mean else math.nan
+    return Paired(Spread.of(difference), ratio, int((difference < 0).sum()), int((difference > 0).sum()))
+
+
+# ---- output
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned in the text as well.
+    """Format a table in Markdown, with aligned columns.
 
     >>> print(markdown_table(["a", "b"], [["1", "22"]]))
     | a | b  |
@@ -118,27 +172,24 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_csv(file: Path, rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """All numbers as the runs wrote them: a line per run, then lines with mean, std and count per setting."""
-    axes = max((len(row.setting.labels) for row in rows), default=0)
-    names = [f"label_{number}" for number in range(1, axes + 1)]
-    headings = [_csv_name(column) for column in columns]
-    with open(file, "w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["kind", "setting", *names, "seed", "status", *headings])
-        for row in rows:
-            for state in row.states:
-                values = [_csv_number(column.raw(state)) for column in columns]
-                writer.writerow(["run", row.setting.name, *row.setting.labels, state.run.seed, state.status, *values])
-        for row in rows:
-            spreads = [Spread.of([column.raw(state) for state in row.states]) for column in columns]
-            for kind in ("mean", "std", "count"):
-                values = [_csv_number(getattr(spread, kind)) for spread in spreads]
-                writer.writerow([kind, row.setting.name, *row.setting.labels, "", "", *values])
+    """Write all numbers as the runs wrote them: a line per run, then mean, std and count per setting."""
+    runs, spreads = [], []
+    for row in rows:
+        values = pd.DataFrame({column.name: row.raw_values(column) for column in columns})
+        values = values.where(values.abs() < math.inf)
+        spread = values.agg(["mean", "std"]).astype(object)
+        spread.loc["count"] = values.count()
+        labels = {f"label_{number}": label for number, label in enumerate(row.setting.labels, start=1)}
+        statuses = [state.status for state in row.states]
+        runs.append(_lines(row, labels, values.astype(object), "run", list(values.index), statuses))
+        spreads.append(_lines(row, labels, spread, list(spread.index), "", ""))
+    pd.concat([*runs, *spreads]).to_csv(file, index=False, encoding="utf-8", lineterminator="\r\n")
 
 
-def _csv_name(column: Column) -> str:
-    return f"{column.key}@{column.place}" if column.place else column.key
-
-
-def _csv_number(value: float) -> str:
-    return repr(value) if math.isfinite(value) else ""
+def _lines(
+    row: Row, labels: dict[str, str], values: pd.DataFrame, kind: object, seed: object, status: object
+) -> pd.DataFrame:
+    """Put the columns that say what a line is before its values."""
+    described = pd.DataFrame({"kind": kind, "setting": row.setting.name, **labels, "seed": seed, "status": status},
+                             index=values.index)  # fmt: skip
+    return described.join(values)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
-from dsgdac_accel.doctor import examination, examine, facts, quick_check
+from dsgdac_accel.doctor import comparison, examination, examine, quick_check
 from dsgdac_accel.randomness import seed_workers_differently
 from tests.launching import finish, forked, start
 from tests.workers import run_workers
@@ -29,8 +29,8 @@ def healthy(rank, run):
 
 def other_version(rank, run):
     if rank == 1:
-        versions = facts.package_versions() | {"torch": "1.0"}
-        run["patches"].setattr(facts, "package_versions", lambda: versions)
+        versions = comparison.package_versions() | {"torch": "1.0"}
+        run["patches"].setattr(comparison, "package_versions", lambda: versions)
 
 
 def other_setting(rank, run):
@@ -88,24 +88,19 @@ def slow_link(rank, run):
         run["patches"].setattr(exchange.dist, "isend", slow_send)
 
 
-def no_folder(rank, run):
-    if rank == 1:
-        run["output_dir"] = f"{__file__}/runs"
-
-
 def own_samples(run, samples):
     return run["accelerator"].equal_steps(DataLoader(range(100), batch_size=BATCH, sampler=list(samples)))
 
 
 CASES = (
     healthy, other_version, other_setting, other_model, other_values, same_stream, shared_samples, one_step_more,
-    failing_loader, slow_link, no_folder,
+    failing_loader, slow_link,
 )  # fmt: skip
 
 
 def examine_all(rank):
     """The report of each case, in one launch."""
-    facts._cores = lambda: (0,)  # advice on cores that are left idle would depend on the machine
+    comparison._cores = lambda: (0,)  # advice on cores that are left idle would depend on the machine
     reports = {}
     for case in CASES:
         torch.manual_seed(3)
@@ -164,7 +159,6 @@ def test_links_are_measured_between_all_neighbours(reports):
     assert values["parameter_bytes"] == 4 * PARAMETERS
     assert [link["processes"] for link in values["links"]] == [(0, 1), (0, 2), (1, 2)]
     for link in values["links"]:
-        assert 0 < link["latency"] < 1
         assert link["bytes_per_second"] == 4 * PARAMETERS / link["seconds"]
         assert 2**20 < link["bytes_per_second"] < 2**40  # memory of one machine, however busy
     assert len(values["round_seconds"]) == build_topology("one_peer_ring", WORKERS).period
@@ -203,7 +197,7 @@ def test_equal_random_streams_are_an_error(reports):
 def test_overlapping_shards_name_both_workers_and_count(reports):
     (finding,) = only(reports, "shared_samples", "error", "shards")
     assert finding.workers == (0, 2)
-    assert "20 samples" in finding.message
+    assert "both read 20 samples" in finding.message
 
 
 def test_one_step_more_on_a_worker_is_a_warning(reports):
@@ -224,12 +218,6 @@ def test_a_slow_link_is_named_by_its_pair(reports):
     assert finding.workers == (1, 2)
     times = {tuple(link["processes"]): link["seconds"] for link in reports[0]["slow_link"].values["links"]}
     assert times.pop((1, 2)) >= SLOW_SECONDS > max(times.values())
-
-
-def test_a_folder_that_cannot_be_written_names_the_worker(reports):
-    (finding,) = only(reports, "no_folder", "error", "output folder")
-    assert finding.workers == (1,)
-    assert "is not a folder" in finding.message
 
 
 # ---- silence
@@ -257,7 +245,8 @@ def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
     first, _, last = run_workers(meet_without_one, WORKERS, tmp_path)
     for report, seconds in (first, last):
         (finding,) = report.of_level("error")
-        assert (finding.subject, finding.workers) == ("lost worker", (1,))
+        assert finding.subject == "lost worker"
+        assert "worker 1 was lost in connecting the workers" in finding.message
         assert report.exit_status == 1
         assert seconds < 10
 
@@ -293,16 +282,16 @@ def check_quickly(rank):
     accelerator = GossipAccelerator(gossip=GossipConfig())
     group = accelerator.group
     seed_workers_differently(group)
-    found = {"healthy": quick_check(group, {"rate": 0.1}, streams=True)}
+    found = {"healthy": quick_check(group, {"rate": 0.1})}
     took = []
     for _ in range(5):
         started = time.perf_counter()
-        quick_check(group, {"rate": 0.1}, streams=True)
+        quick_check(group, {"rate": 0.1})
         took.append(time.perf_counter() - started)
     for name, settings in (("rate", {"rate": 0.1 + rank}), ("seed", {"rate": 0.1})):
         torch.manual_seed(1)
         try:
-            quick_check(group, settings, streams=name == "seed")
+            quick_check(group, settings)
         except ValueError as error:
             found[name] = str(error)
     return found, min(took)
@@ -321,8 +310,8 @@ def test_the_quick_check_refuses_what_would_be_wrong_and_costs_nothing():
 
 PROLOGUE = """
 import os, sys, time
-from dsgdac_accel.doctor import facts
-facts._cores = lambda: (0,)
+from dsgdac_accel.doctor import comparison
+comparison._cores = lambda: (0,)
 rank = os.environ["RANK"]
 """
 CALL = """
@@ -343,19 +332,18 @@ def test_worker_0_alone_reports_and_writes_json(tmp_path):
     assert status == 0, err
     assert out.count("doctor: ") == 1
     report = json.loads(file.read_text())
-    assert (report["level"], report["workers"], report["topology"]) == ("warning", 2, "ring")
-    # Here no agent keeps the store; that is all there is to say.
-    assert [found["subject"] for found in report["findings"] if found["level"] != "ok"] == ["rendezvous"]
+    assert (report["level"], report["workers"], report["topology"]) == ("ok", 2, "ring")
+    assert [found["subject"] for found in report["findings"] if found["level"] != "ok"] == []
     assert [link["processes"] for link in report["links"]] == [[0, 1]]
 
 
 def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_path):
-    before = "sys.argv += ['--rate', '0.3'] if rank == '1' else []"
+    before = "sys.argv += ['--learning_rate', '0.3'] if rank == '1' else []"
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     words = ["--config", f"{root}/configs/digits.yaml", "--output_dir", tmp_path / "runs"]
     status, out, _ = launch(tmp_path, 2, *words, before=before)
     assert status == 1
-    assert "error    configuration  worker 1: rate = 0.3, but worker 0: rate = 0.2." in out
+    assert "error    configuration  worker 1: learning_rate = 0.3, but worker 0: learning_rate = 0.2." in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -363,29 +351,22 @@ def test_a_worker_that_is_not_launched_is_named(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
     assert status == 1
-    assert "error    lost worker    worker 1 did not answer within 2 s in the meeting." in out
+    assert "error    lost worker    worker 1 did not answer within 2 s at the start" in out
 
 
-def test_the_failure_of_one_worker_ends_all_at_once_with_its_reason(tmp_path):
-    # Launchers end worker 0 as well, as soon as they see that one has failed: it still says why.
+def test_the_failure_of_one_worker_ends_the_launch_with_its_reason(tmp_path):
     before = """
-import signal
-from pathlib import Path
-from dsgdac_accel import GossipAccelerator
+from dsgdac_accel import doctor
 def fail(*args, **kwargs):
-    os.kill(int(Path("pid").read_text()), signal.SIGTERM)
-    time.sleep(0.5)
     raise OSError("the data set is not on this machine")
 if rank == "1":
-    GossipAccelerator.prepare = fail
-else:
-    Path("pid").write_text(str(os.getpid()))
+    doctor.examine = fail
 """
     started = time.monotonic()
-    status, out, _ = launch(tmp_path, 2, "--timeout", "100", before=before)
-    assert status == 1
-    assert "error    failed         worker 1: the data set is not on this machine" in out
-    assert time.monotonic() - started < 50  # the others wait in a collective, whose timeout is 100 s
+    status, _, err = launch(tmp_path, 2, "--timeout", "100", before=before)
+    assert status != 0
+    assert "worker 1: the data set is not on this machine" in err
+    assert time.monotonic() - started < 50  # worker 0 waits in a collective, whose timeout is 100 s
 
 
 def test_a_mistake_is_said_once(tmp_path):

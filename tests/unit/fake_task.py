@@ -1,9 +1,9 @@
 """A task in miniature for the tests of sweeps: the command line and the files of a real one, results by a formula.
 
-    test_loss = rate * power + seed,  test_accuracy = 1 / (1 + power + seed)
+    test_loss = learning_rate * power + seed,  test_accuracy = 1 / (1 + power + seed)
 
-Of `behaviour`, fail ends with an error, silent without a summary, wait starts a child that does not listen to
-interrupts and sleeps, and meet waits for another run to be there at the same time.
+The key `behaviour` chooses an ending: fail exits with an error, silent writes no summary, wait sleeps with a child that
+ignores interrupts, and meet waits until another run has started.
 """
 
 import json
@@ -16,11 +16,11 @@ from pathlib import Path
 import yaml
 
 EPOCHS, STEPS = 3, 4
-"""Of every run, and of an epoch."""
+"""Epochs of every run, and steps of an epoch."""
 
 
-def loss(rate, power, seed):
-    return rate * power + seed
+def loss(learning_rate, power, seed):
+    return learning_rate * power + seed
 
 
 def accuracy(power, seed):
@@ -48,7 +48,7 @@ def read_settings(words):
 
 def run(settings):
     folder, behaviour, seed = Path(settings["output_dir"]), settings.get("behaviour"), settings["seed"]
-    rate, power = settings["rate"], settings["gossip"]["power"]
+    lr, power = settings["learning_rate"], settings["gossip"]["power"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -70,13 +70,22 @@ def run(settings):
     with open(folder / "metrics.jsonl", "w") as log:
         for epoch in range(EPOCHS):
             step = (epoch + 1) * STEPS
-            values = {"gossip/radius": radius(epoch, power, seed), "gossip/lr": rate, "test/accuracy": 0.1 * epoch}
+            values = {
+                "gossip/radius": radius(epoch, power, seed),
+                "gossip/lr": lr,
+                "test/accuracy": 0.1 * epoch,
+            }
             values |= {"curvature/Q": float(epoch), "curvature/A": 0.2, "curvature/B": 0.1, "curvature/lambda_1": 2.0}
             log.write(json.dumps({"step": step, "epoch": epoch} | values) + "\n")
     if behaviour == "silent":
         return
-    summary = {"algorithm": settings["algorithm"], "seed": seed, "seconds": 90.0, "test_loss": loss(rate, power, seed)}
-    summary |= {"test_accuracy": accuracy(power, seed), "curvature": {"lambda_1": 2.0 * rate}}
+    summary = {
+        "algorithm": settings["algorithm"],
+        "seed": seed,
+        "seconds": 90.0,
+        "test_loss": loss(lr, power, seed),
+    }
+    summary |= {"test_accuracy": accuracy(power, seed), "curvature": {"lambda_1": 2.0 * lr}}
     (folder / "summary.json").write_text(json.dumps(summary))
 
 

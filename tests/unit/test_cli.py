@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from dsgdac_accel import AdaptiveConsensus, build_topology
+from dsgdac_accel import AdaptiveConsensus, Topology, build_topology
 from dsgdac_accel.cli import main
-from dsgdac_accel.cli.theory import steps_to_mix
-from dsgdac_accel.topology import TOPOLOGIES
+from dsgdac_accel.topology import TOPOLOGIES, steps_to_mix
 from dsgdac_accel.version import __version__
+from tasks.studies.run_commands import find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_task.py")
@@ -68,11 +68,16 @@ def test_words_that_are_not_understood_end_with_status_2(capsys, words):
     ("words", "message"),
     [
         (["schedule", "--epochs", "3", "--epochs=4"], "--epochs is given twice. Keep one."),
-        (["schedule", "--epoch", "3"], "unrecognized arguments: --epoch 3"),
+        (["schedule", "--epoch", "3"], "unrecognized arguments: --epoch 3. Did you mean --epochs?"),
+        (["schedule", "--rate", "cosine"], "unrecognized arguments: --rate cosine. Did you mean --lr_scheduler_type?"),
+        (["schedule", "--lr=cosine"], "Did you mean --lr_scheduler_type?"),
+        (["schedule", "--max-rate", "run"], "Did you mean --max_lr?"),
+        (["schedule", "--num_train_epochs", "9"], "Did you mean --epochs?"),
+        (["sweep", "a.yaml", "--print_commands"], "Did you mean --print-commands?"),
         (["scaling", "--bits", "8", "--bits", "8"], "--bits is given twice"),
-        (["report", "a.yaml", "--out", "folder"], "unrecognized arguments: --out folder"),
+        (["report", "a.yaml", "--out", "folder"], "unrecognized arguments: --out folder. Did you mean --output?"),
         (["launch", "-n", "2", "--workers", "3", "a.py"], "--workers is given twice"),
-        (["doctor", "--timeout", "1e300"], "--timeout must be a number of seconds > 0 and <= 1e+09; got 1e+300"),
+        (["doctor", "--timeout", "1e300"], "--timeout must be a number > 0 and <= 1e+09; got 1e+300"),
     ],
 )
 def test_an_option_has_its_whole_name_and_stands_once(capsys, words, message):
@@ -108,15 +113,14 @@ def test_it_runs_as_a_module(module, monkeypatch, capsys):
     assert "Did you mean 'ring'?" in error
 
 
-def test_the_command_itself_imports_nothing_that_takes_long():
-    # Without the package's own imports, which a stand-in for it leaves out.
+def test_building_the_parser_imports_nothing_slow():
+    # In a process of its own. The entry points of the tasks are part of the parser.
     code = (
-        "import sys, types; package = types.ModuleType('dsgdac_accel'); package.__path__ = [sys.argv[1]]; "
-        "sys.modules['dsgdac_accel'] = package; from dsgdac_accel.cli import build_parser; "
-        "build_parser().format_help(); "
-        "assert not {'torch', 'numpy', 'yaml', 'matplotlib'} & set(sys.modules)"
+        "import sys; from dsgdac_accel.cli import build_parser; parser, commands = build_parser(); "
+        "parser.format_help(); assert 'sweep' in commands; "
+        "assert not {'torch', 'numpy', 'pandas', 'yaml', 'ruamel', 'matplotlib', 'jsonargparse'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(ROOT / "dsgdac_accel")], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- topology
@@ -153,8 +157,21 @@ def test_topologies_are_listed_and_refused_as_the_library_does(capsys):
     assert [line.split()[0] for line in out.splitlines()] == list(TOPOLOGIES)
     status, _, error = run(capsys, "topology", "one_peer_exponential", "6")
     assert (status, error.count("\n")) == (2, 1)
-    assert "needs a power of two of workers; got 6. Use 'base_graph'" in error
+    assert "a power of two; got 6. Use 'base_graph'" in error
     assert run(capsys, "topology", "ring")[0] == 2
+
+
+@pytest.mark.parametrize("words", [["one_peer_ring", "1000000000"], ["one_peer_ring", "1001"], ["complete", "5000"]])
+@pytest.mark.timeout(20)
+def test_too_many_workers_are_refused_before_memory_is_allocated(capsys, words):
+    status, out, error = run(capsys, "topology", *words)
+    assert (status, out) == (2, "")
+    assert "of mixing matrices; the limit is 0.067 GB. Use fewer workers." in error
+
+
+def test_a_topology_that_never_mixes_has_no_number_of_steps():
+    with pytest.raises(ValueError, match="never mixes"):
+        steps_to_mix(Topology.from_matrices([[[0, 1], [1, 0]]]), 1e-3)
 
 
 # ---- schedule
@@ -183,6 +200,10 @@ def test_schedule_prints_what_the_library_computes(capsys, tmp_path):
         ["--power", "-1"],
         ["--start", "300"],
         ["--warmup", "-2"],
+        ["--warmup", "nan"],
+        ["--epochs", "4", "--warmup", "50"],
+        ["--warmup", "1e308"],
+        ["--epochs", "1000000000"],
         ["--power", "a"],
         ["--lines", "0"],
         ["--plot", "."],
@@ -192,6 +213,20 @@ def test_a_schedule_that_cannot_be_is_refused(capsys, words):
     status, _, error = run(capsys, "schedule", *words)
     assert status == 2
     assert "error: " in error
+
+
+def test_a_short_run_has_a_short_warm_up(capsys):
+    status, out, _ = run(capsys, "schedule", "--epochs", "4")
+    assert status == 0
+    assert [line.split()[1] for line in out.splitlines()[1:3]] == ["0.0500", "0.8946"]  # 5 % of the run are 20 steps
+
+
+def test_the_scheduler_of_the_translation_task(capsys):
+    words = ["--lr_scheduler_type", "inverse_sqrt", "--epochs", "16", "--warmup", "4", "--max_lr", "run"]
+    status, out, _ = run(capsys, "schedule", *words)
+    assert status == 0
+    rows = {int(line.split()[0]): list(map(float, line.split()[1:])) for line in out.splitlines()[1:18]}
+    assert rows[16] == pytest.approx([0.5, 0.125], abs=1e-3)
 
 
 # ---- runs
@@ -238,17 +273,8 @@ def test_curvature_is_the_tasks_with_its_exit_status(tmp_path, capfd):
     assert capfd.readouterr().out.split() == ["curvature", "asked", "for", str(folder), "--probes", "3"]
 
 
-def test_the_task_of_a_run_is_found_by_its_configuration(capsys, tmp_path, monkeypatch):
-    from tasks.studies import run_commands as runs
-
-    assert runs.find_task(write_run(tmp_path / "images")) == ROOT / "tasks" / "cifar.py"
-    assert runs.find_task(write_run(tmp_path / "text", batch_tokens=9)) == ROOT / "tasks" / "wmt14.py"
-    monkeypatch.setattr(runs, "__file__", str(tmp_path / "site-packages" / "dsgdac_accel" / "cli" / "runs.py"))
-    monkeypatch.chdir(tmp_path)
-    status, _, error = run(capsys, "curvature", str(tmp_path / "images"))
-    assert status == 2
-    assert "the tasks are in the repository, not in the installed package. Give it with --task PATH" in error
-    monkeypatch.chdir(ROOT)
-    assert runs.find_task(tmp_path / "images") == ROOT / "tasks" / "cifar.py"
+def test_the_task_of_a_run_is_found_by_its_configuration(capsys, tmp_path):
+    assert find_task(write_run(tmp_path / "images")) == ROOT / "tasks" / "cifar.py"
+    assert find_task(write_run(tmp_path / "text", batch_tokens=9)) == ROOT / "tasks" / "wmt14.py"
     assert "it is not the output folder of a run" in run(capsys, "curvature", str(tmp_path / "none"))[2]
     assert run(capsys, "curvature", str(tmp_path / "images"), "--task", "none.py")[0] == 2

@@ -8,8 +8,9 @@ import sys
 import pytest
 from PIL import Image
 
-from dsgdac_accel import plotting
-from dsgdac_accel.plotting import compare_runs, plot_run, read_metrics, run_labels, series
+from dsgdac_accel.plotting import add_legend, new_figure, set_logarithmic
+from tasks.common import plotting
+from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
 
 RECORDS = [
     {"step": 1, "epoch": 0.1, "gossip/lr": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
@@ -32,8 +33,8 @@ def drawn(monkeypatch):
     """The figures that a test draws, in order."""
     figures, create = [], plotting.new_figure
 
-    def remember(rows, columns):
-        figures.append(create(rows, columns)[0])
+    def remember(*grid):
+        figures.append(create(*grid)[0])
         return figures[-1], list(figures[-1].axes)
 
     monkeypatch.setattr(plotting, "new_figure", remember)
@@ -69,7 +70,7 @@ def test_lines_show_the_logged_values(tmp_path, drawn):
     # A radius of 0 cannot be shown on a logarithmic axis.
     assert math.isnan(consensus["consensus radius"][0])
     assert consensus["consensus radius"][1] == 0.7
-    assert math.isnan(loss["train (workers)"][1])
+    assert math.isnan(loss["train (workers, mean since the last point)"][1])
     assert loss["test (deployed model)"] == [1.5]
     assert accuracy == {"test accuracy": [25.0]}
     assert drawn[1].axes[0].get_yscale() == "log"
@@ -120,7 +121,7 @@ def test_a_truncated_line_is_skipped_with_a_warning(tmp_path, tail):
 def test_bytes_that_are_no_text_spoil_their_line_only(tmp_path):
     file = write_run(tmp_path) / "metrics.jsonl"
     file.write_bytes(b"\xff\x00\n" + file.read_bytes())
-    with pytest.warns(UserWarning, match="line 1 is truncated or no record"):
+    with pytest.warns(UserWarning, match="line 1 is truncated or not a record"):
         assert read_metrics(file) == RECORDS
 
 
@@ -179,7 +180,7 @@ def test_what_is_no_number_is_not_drawn(tmp_path, drawn):
     odd = [{"step": step, "train/loss": 9.0} for step in ("1", None, [2], {}, True, math.nan, 10**400)]
     odd += [{"step": step, "train/loss": loss} for step, loss in enumerate(["low", [1.0], {}, True, 10**400, 0.5])]
     run = write_run(tmp_path, odd, tail="[" * 100_000 + "\n")
-    with pytest.warns(UserWarning, match="line 14 is truncated or no record"):
+    with pytest.warns(UserWarning, match="line 14 is truncated or not a record"):
         plot_run(run)
     (losses,) = lines_of(drawn[0]).values()
     assert losses[-1] == 0.5
@@ -217,7 +218,7 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
 
 def test_neither_import_nor_plot_touches_pyplot(tmp_path):
     code = (
-        "import sys; from dsgdac_accel.plotting import plot_run; assert 'matplotlib' not in sys.modules; "
+        "import sys; from tasks.common.plotting import plot_run; assert 'matplotlib' not in sys.modules; "
         f"plot_run({str(write_run(tmp_path))!r}); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -225,9 +226,9 @@ def test_neither_import_nor_plot_touches_pyplot(tmp_path):
 
 @pytest.mark.parametrize(("low", "high"), [(2e-4, 3.0), (0.7, 6.0), (3.1, 3.9), (0.02, 0.9)])
 def test_a_logarithmic_axis_has_ticks_that_can_be_read(low, high):
-    figure, (axes,) = plotting.new_figure(1, 1)
+    figure, (axes,) = new_figure()
     axes.plot([0, 1], [low, high])
-    plotting.set_logarithmic(axes)
+    set_logarithmic(axes)
     figure.draw_without_rendering()
     bottom, top = axes.get_ylim()
     labels = [
@@ -245,6 +246,36 @@ def test_tasks_with_scores_of_their_own_are_all_shown(tmp_path, drawn):
     write_run(tmp_path / "b", [{"step": step, "validation/bleu": 20.0, "validation/loss": 1.0} for step in (1, 2)])
     compare_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")
     titles = [axes.get_title() for axes in drawn[-1].axes if axes.get_visible()]
-    assert "accuracy of the deployed model" in titles
-    assert "BLEU of the deployed model" in titles
-    assert "loss: test or validation (solid), train (dashed)" in titles
+    assert "accuracy of the deployed model\nnot logged, or not positive: b" in titles
+    assert "BLEU of the deployed model\nnot logged, or not positive: a" in titles
+    assert "loss: test or validation (solid), smoothed train (dashed)" in titles
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_legend_of_long_names_stays_inside_the_figure(columns):
+    figure, axes = new_figure(1, columns)
+    lines = [axes[0].plot([0, 1], [0, number])[0] for number in range(7)]
+    add_legend(figure, lines, [f"a setting with a long name, power={number}" for number in range(7)], "a caption")
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y1 < min(panel.get_tightbbox().y0 for panel in axes)
+    assert legend.get_title().get_text() == "a caption"
+
+
+def test_the_title_says_which_run_it_is(tmp_path, drawn):
+    run = write_run(tmp_path / "ours")
+    (run / "summary.json").write_text('{"algorithm": "dsgd_ac", "workers": 8, "topology": "ring", "seed": 3}')
+    plot_run(run)
+    assert {figure.get_suptitle() for figure in drawn} == {"ours, dsgd_ac, 8 workers, ring, seed 3"}
+
+
+def test_a_run_that_a_panel_cannot_show_is_named(tmp_path, drawn):
+    zero = [{"step": step, "gossip/radius": 0.0, "train/loss": 1.0} for step in (1, 2)]
+    positive = [{"step": step, "gossip/radius": 0.5, "train/loss": 1.0} for step in (1, 2)]
+    runs = [write_run(tmp_path / "a", zero, "sgd"), write_run(tmp_path / "b", positive, "dsgd")]
+    compare_runs(runs, tmp_path / "c.png")
+    titles = [axes.get_title() for axes in drawn[0].axes]
+    assert [title for title in titles if "not positive: sgd" in title and title.startswith("consensus radius")]
+    assert not [title for title in titles if "dsgd" in title or (title.startswith("loss") and "sgd" in title)]

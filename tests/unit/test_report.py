@@ -10,16 +10,16 @@ from PIL import Image
 
 from dsgdac_accel.cli import main
 from tasks.studies import figures as drawing
-from tasks.studies.columns import Spread, columns_of
-from tasks.studies.config import ReportConfig
+from tasks.studies.columns import columns_of
+from tasks.studies.config import ReportConfig, load_sweep
 from tasks.studies.curves import curve_of
 from tasks.studies.state import state_of
-from tasks.studies.table import Paired, markdown_table, paired, pairs_of, rows_of
+from tasks.studies.table import Paired, Spread, markdown_table, paired, pairs_of, rows_of
 from tests.unit import fake_task
-from tests.unit.test_sweep import BASE, load_sweep, plan, write_sweep
+from tests.unit.test_sweep import BASE, plan, write_sweep
 
 SEEDS = [0, 1, 5]
-VARIANTS = {"slow": {"rate": 0.1}, "fast": {"rate": 0.3}}
+VARIANTS = {"slow": {"learning_rate": 0.1}, "fast": {"learning_rate": 0.3}}
 POWERS = [0, 1, 4]
 
 
@@ -40,25 +40,26 @@ def rows(file):
     return rows_of([state_of(run) for run in plan(file)])
 
 
-def losses(rate, power):
-    return np.array([fake_task.loss(rate, power, seed) for seed in SEEDS])
+def losses(learning_rate, power):
+    return np.array([fake_task.loss(learning_rate, power, seed) for seed in SEEDS])
 
 
 def test_means_and_spreads_are_those_of_numpy(tmp_path):
     found = rows(study(tmp_path))
-    column, accuracy = columns_of(ReportConfig(columns=["test_loss", "test_accuracy"]))
+    column, accuracy = columns_of(["test_loss", "test_accuracy"])
     assert [row.setting.labels for row in found] == [(name, f"power={p}") for name in VARIANTS for p in POWERS]
-    for row, (rate, power) in zip(found, [(r["rate"], p) for r in VARIANTS.values() for p in POWERS], strict=True):
+    expected_of = [(variant["learning_rate"], power) for variant in VARIANTS.values() for power in POWERS]
+    for row, (lr, power) in zip(found, expected_of, strict=True):
         spread = Spread.of(row.values(column))
-        assert spread.mean == pytest.approx(losses(rate, power).mean())
-        assert spread.std == pytest.approx(losses(rate, power).std(ddof=1))
+        assert spread.mean == pytest.approx(losses(lr, power).mean())
+        assert spread.std == pytest.approx(losses(lr, power).std(ddof=1))
         expected = [100 * fake_task.accuracy(power, seed) for seed in SEEDS]
-        assert row.values(accuracy) == pytest.approx(expected)
+        assert list(row.values(accuracy)) == pytest.approx(expected)
 
 
 def test_differences_are_taken_within_a_seed(tmp_path):
     file = study(tmp_path, baselines=["slow"])
-    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    (column,) = columns_of(["test_loss"])
     pairs = pairs_of(rows(file), load_sweep(file).report)
     assert [(p.row.setting.labels, p.baseline.setting.labels) for p in pairs] == [
         (("fast", f"power={p}"), ("slow", f"power={p}")) for p in POWERS
@@ -79,7 +80,7 @@ def test_only_named_settings_are_compared_and_only_seeds_that_both_have(tmp_path
     missing = plan(file)[1]
     assert (missing.seed, missing.setting.labels) == (0, ("slow", "power=1"))
     (missing.folder / "summary.json").unlink()
-    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    (column,) = columns_of(["test_loss"])
     pairs = pairs_of(rows(file), load_sweep(file).report)
     assert [pair.row.setting.labels for pair in pairs] == [("slow", "power=4"), ("fast", "power=4")]
     counts = [paired(pair, column).difference.count for pair in pairs]
@@ -92,7 +93,7 @@ def test_only_named_settings_are_compared_and_only_seeds_that_both_have(tmp_path
 def test_a_baseline_of_zero_has_no_ratio(tmp_path):
     file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [0, 1]}, seeds=[0],
                                 report={"baselines": ["power=0"]}))  # fmt: skip
-    (column,) = columns_of(ReportConfig(columns=["test_loss"]))
+    (column,) = columns_of(["test_loss"])
     found = [paired(pair, column) for pair in pairs_of(rows(file), load_sweep(file).report)]
     assert [str(pair) for pair in found] == ["+0.1, higher in 1 of 1", "+0.3, higher in 1 of 1"]
 
@@ -112,9 +113,9 @@ def test_columns_read_summaries_and_metrics_at_a_place(tmp_path):
     power = BASE["gossip"]["power"]
     keys = ["curvature.lambda_1", "seconds", "none.such", "gossip/radius@max", "gossip/radius@2", "gossip/radius"]
     (row,) = rows(file)
-    values = [column.value(row.states[0]) for column in columns_of(ReportConfig(columns=keys))]
+    values = [row.values(column)[2] for column in columns_of(keys)]
     radii = [fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS)]
-    assert values[:2] == [2.0 * BASE["rate"], 1.5]
+    assert values[:2] == [2.0 * BASE["learning_rate"], 1.5]
     assert math.isnan(values[2])
     assert values[3:] == [max(radii), radii[1], radii[-1]]
 
@@ -127,30 +128,30 @@ def test_only_finite_numbers_of_finished_runs_are_values(tmp_path):
     log.write_text(not_finite[0] + log.read_text() + not_finite[1])
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"diverged": True}))
-    largest, last, flag = columns_of(ReportConfig(columns=["gossip/radius@max", "gossip/radius", "diverged"]))
-    (state,) = rows(file)[0].states
+    largest, last, flag = columns_of(["gossip/radius@max", "gossip/radius", "diverged"])
+    (row,) = rows(file)
     power = BASE["gossip"]["power"]
-    assert largest.value(state) == max(fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS))
-    assert math.isnan(last.value(state))
-    assert math.isnan(flag.value(state))
+    assert row.values(largest)[2] == max(fake_task.radius(epoch, power, 2) for epoch in range(fake_task.EPOCHS))
+    assert math.isnan(row.values(last)[2])
+    assert math.isnan(row.values(flag)[2])
     (folder / "summary.json").unlink()
-    (state,) = rows(file)[0].states
-    assert state.records
-    assert math.isnan(largest.value(state)), "a run under way is no result"
+    (row,) = rows(file)
+    assert row.states[0].records
+    assert math.isnan(row.values(largest)[2]), "a run under way is not a result"
 
 
 @pytest.mark.parametrize("column", ["gossip/radius@first", "test_loss@max", "gossip/radius@0", "gossip/radius@-1"])
 def test_a_place_that_is_none_is_refused(column):
     with pytest.raises(ValueError, match=f"columns: {column}: "):
-        columns_of(ReportConfig(columns=[column]))
+        columns_of([column])
 
 
 def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, capsys):
-    file = study(tmp_path, baselines=["power=0"], columns=["test_loss", "bleu"])
+    file = study(tmp_path, baselines=["power=0"], columns=["test_loss", "test_accuracy", "bleu"])
     runs = plan(file)
     (runs[0].folder / "summary.json").unlink()
     summary = json.loads((runs[1].folder / "summary.json").read_text())
-    (runs[1].folder / "config.yaml").write_text("rate: 7\n")
+    (runs[1].folder / "config.yaml").write_text("learning_rate: 7\n")
     for part in sorted(runs[2].folder.iterdir()):
         part.unlink()
     assert main(["report", str(file), "--no-figures"]) == 0
@@ -161,14 +162,15 @@ def test_the_written_report_holds_every_run_and_says_what_is_missing(tmp_path, c
     assert f"- 1 begun, but not finished: {runs[0].name}" in out
     assert f"- 1 not there: {runs[2].name}" in out
     assert f"left out: {runs[1].name} (" in out
-    assert "rate: 7 -> 0.1" in out
+    assert "learning_rate: 7 -> 0.1" in out
     with open(tmp_path / "runs" / "report.csv", newline="") as stream:
         lines = list(csv.DictReader(stream))
     by_run = {(line["setting"], line["seed"]): line for line in lines if line["kind"] == "run"}
     assert len(by_run) == len(runs)
     for run in runs[3:]:
-        value = json.loads((run.folder / "summary.json").read_text())["test_loss"]
-        assert float(by_run[run.setting.name, str(run.seed)]["test_loss"]) == value
+        values = json.loads((run.folder / "summary.json").read_text())
+        for key in ("test_loss", "test_accuracy"):  # as the run wrote it, not in percent
+            assert float(by_run[run.setting.name, str(run.seed)][key]) == values[key]
     changed = by_run[runs[1].setting.name, str(runs[1].seed)]
     assert (changed["status"], changed["test_loss"]) == ("changed", "")
     assert summary["test_loss"] is not None
@@ -201,8 +203,8 @@ def drawn(monkeypatch):
     """The figures that a test draws, in order."""
     made, create = [], drawing.new_figure
 
-    def remember(rows, columns):
-        figure, axes = create(rows, columns)
+    def remember(*grid, **options):
+        figure, axes = create(*grid, **options)
         made.append(figure)
         return figure, axes
 
@@ -214,7 +216,7 @@ def test_all_figures_with_data_are_written_and_no_other(tmp_path):
     file = study(tmp_path)
     assert main(["report", str(file)]) == 0
     names = {path.name for path in (tmp_path / "runs").glob("*.png")}
-    wanted = ("rate_radius", "lambda_1", "accuracy", "q", "alignment", "sensitivity_gossip.power")
+    wanted = ("lr_radius", "lambda_1", "accuracy", "q", "alignment", "sensitivity_gossip.power")
     assert names == {f"{name}.png" for name in wanted}
     for name in names:
         assert min(Image.open(tmp_path / "runs" / name).size) > 400
@@ -222,7 +224,7 @@ def test_all_figures_with_data_are_written_and_no_other(tmp_path):
 
 
 def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
-    file = study(tmp_path, figures=["rate_radius"])
+    file = study(tmp_path, figures=["lr_radius"])
     drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     _, radius = drawn[0].axes
     lines = {line.get_color(): list(line.get_ydata()) for line in radius.lines}
@@ -237,6 +239,8 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert radius.get_yscale() == "log"
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
+    assert drawn[0].legends[0].get_title().get_text() == "mean over seeds; band: smallest to largest"
+    assert all(tick == int(tick) for tick in radius.get_xticks())
 
 
 def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
@@ -246,7 +250,7 @@ def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
 
 
 def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
-    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=[0], report={"figures": ["rate_radius"]}))
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=[0], report={"figures": ["lr_radius"]}))
     for run, without in zip(plan(file), (3, 1), strict=True):  # a radius of 0 throughout, and at the first epoch
         log = run.folder / "metrics.jsonl"
         records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -257,12 +261,13 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
     _, radius = drawn[0].axes
     (line,) = radius.lines
     assert np.isnan(line.get_ydata()).tolist() == [True, False, False]
+    assert radius.get_title() == "\nnot logged, or not positive: slow".strip()
 
 
 def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):
-    grid = {"rate": [1, 2], "momentum": [0.9], "gossip.power": [1, "none"], "nesterov": [True, False]}
+    grid = {"learning_rate": [1, 2], "momentum": [0.9], "gossip.power": [1, "none"], "nesterov": [True, False]}
     sweep = load_sweep(write_sweep(tmp_path, grid=grid))
-    assert drawing.swept_numbers(sweep) == {"rate": [1.0, 2.0]}
+    assert drawing.swept_numbers(sweep) == {"learning_rate": [1.0, 2.0]}
 
 
 def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alone(tmp_path):
@@ -293,17 +298,19 @@ def test_sensitivity_shows_mean_and_spread_at_every_value(tmp_path, drawn):
     for container, variant in zip(axes.containers, VARIANTS.values(), strict=True):
         line, _, (bars,) = container
         assert list(line.get_xdata()) == POWERS
-        assert list(line.get_ydata()) == pytest.approx([losses(variant["rate"], power).mean() for power in POWERS])
+        assert list(line.get_ydata()) == pytest.approx(
+            [losses(variant["learning_rate"], power).mean() for power in POWERS]
+        )
         spans = [segment[1][1] - segment[0][1] for segment in bars.get_segments()]
-        assert spans == pytest.approx([2 * losses(variant["rate"], power).std(ddof=1) for power in POWERS])
+        assert spans == pytest.approx([2 * losses(variant["learning_rate"], power).std(ddof=1) for power in POWERS])
 
 
 def test_many_settings_are_spread_over_figures(tmp_path):
-    grid = {"gossip.power": [1, 2], "rate": [1, 2, 3]}
+    grid = {"gossip.power": [1, 2], "learning_rate": [1, 2, 3]}
     file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["accuracy"]}))
     written = drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     assert [path.name for path in written] == [
-        f"accuracy_power={power},rate={rate}.png" for power in (1, 2) for rate in (1, 2, 3)
+        f"accuracy_power={power},learning_rate={learning_rate}.png" for power in (1, 2) for learning_rate in (1, 2, 3)
     ]
 
 

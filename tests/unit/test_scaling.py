@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dsgdac_accel.cli import main
+from dsgdac_accel.cli.scaling import table_lines
 from dsgdac_accel.scaling import (
     MOST_BITS,
     MOST_PARAMETERS,
@@ -20,7 +21,6 @@ from dsgdac_accel.scaling import (
     ring_all_reduce,
     ring_ddp,
     synchronous_stall,
-    table_lines,
     tree_all_reduce,
     tree_ddp,
     worker_counts,

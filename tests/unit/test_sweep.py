@@ -8,10 +8,12 @@ import pytest
 import yaml
 
 from dsgdac_accel.config import ConfigError
-from tasks.studies import load_sweep, planned_runs, settings_of
+from tasks.studies.config import load_sweep
+from tasks.studies.plan import planned_runs, require_valid, settings_of
 
+ROOT = Path(__file__).resolve().parents[2]
 TASK = Path(__file__).with_name("fake_task.py")
-BASE = {"algorithm": "dsgd_ac", "rate": 0.5, "gossip": {"power": 3}, "output_dir": "../elsewhere"}
+BASE = {"algorithm": "dsgd_ac", "learning_rate": 0.5, "gossip": {"power": 3}, "output_dir": "../elsewhere"}
 
 
 def write_sweep(folder, **keys):
@@ -62,16 +64,16 @@ def test_without_variants_and_grid_the_base_runs_with_every_seed(tmp_path):
 def test_the_grid_wins_over_variants_and_they_over_settings(tmp_path):
     file = write_sweep(
         tmp_path,
-        settings={"rate": 1, "gossip": {"power": 1, "floor": 0.1}, "momentum": 0},
-        variants={"v": {"gossip.power": 2, "rate": 2}},
-        grid={"rate": [3]},
+        settings={"learning_rate": 1, "gossip": {"power": 1, "floor": 0.1}, "momentum": 0},
+        variants={"v": {"gossip.power": 2, "learning_rate": 2}},
+        grid={"learning_rate": [3]},
     )
     (run,) = plan(file)
-    assert {key: arguments(run)[key] for key in ("rate", "gossip.power", "gossip.floor", "momentum")} == {
-        "rate": "3", "gossip.power": "2", "gossip.floor": "0.1", "momentum": "0",
+    assert {key: arguments(run)[key] for key in ("learning_rate", "gossip.power", "gossip.floor", "momentum")} == {
+        "learning_rate": "3", "gossip.power": "2", "gossip.floor": "0.1", "momentum": "0",
     }  # fmt: skip
     assert run.expected == {"algorithm": "dsgd_ac"} | {
-        "rate": 3, "gossip.power": 2, "gossip.floor": 0.1, "momentum": 0, "seed": 0,
+        "learning_rate": 3, "gossip.power": 2, "gossip.floor": 0.1, "momentum": 0, "seed": 0,
     }  # fmt: skip
 
 
@@ -163,11 +165,13 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
         ({"settings": {"betas": [[0.9], 0.99]}}, r"betas: a list .* holds plain values; got \[0\.9\] in"),
         ({"settings": {"curvature": {}}}, "curvature: a section cannot be one value"),
         ({"grid": {"data": [{"name": "digits"}]}}, "a section cannot be one value .* Name the keys in it"),
-        ({"grid": {"rate": []}}, "grid.rate: must list at least one value"),
+        ({"grid": {"learning_rate": []}}, "grid.learning_rate: must list at least one value"),
         ({"variants": {"a b": {}, "a_b": {}}}, "two settings would share the folder"),
         ({"variants": {"dsgd": {}}, "report": {"baselines": ["sgdd"]}}, r"called 'sgdd'\. Did you mean 'dsgd'\?"),
-        ({"report": {"figures": ["raduis"]}}, "figures must be one of rate_radius"),
+        ({"report": {"figures": ["raduis"]}}, "figures must be one of lr_radius"),
         ({"report": {"columns": []}}, "columns must name at least one"),
+        ({"report": {"columns": ["test_loss@max"]}}, "columns: test_loss@max: only a metric"),
+        ({"settings": {"resume_from_checkpoint": "never"}}, "resume_from_checkpoint is set by the sweep. Unfinished"),
         ({"launch": {"processes": 2}}, "kind python starts one process; got processes = 2. Use torchrun"),
         ({"launch": {"kind": "accelerate", "config_file": "no.yaml"}}, r"no\.yaml does not exist"),
         ({"launch": {"kind": "torchrun", "config_file": "base.yaml"}}, "config_file is for kind accelerate"),
@@ -195,3 +199,37 @@ def test_labels_of_any_kind_become_folders_that_stay_inside(tmp_path):
     for setting in settings_of(load_sweep(file), tmp_path):
         assert (tmp_path / setting.folder).resolve().parent == tmp_path
         assert not setting.folder.startswith(".")
+
+
+# ---- a task of the package refuses settings before any run starts
+
+
+def real_sweep(folder, **keys):
+    base = {"algorithm": "dsgd_ac", "data": {"name": "digits"}, "model": "mlp"}
+    file = write_sweep(folder, task=str(ROOT / "tasks" / "cifar.py"), **keys)
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    return file
+
+
+def test_settings_that_the_task_knows_are_valid(tmp_path):
+    file = real_sweep(tmp_path, variants={"plain": {"algorithm": "dsgd"}, "ours": {}}, grid={"gossip.power": [1, 2]})
+    require_valid(load_sweep(file), plan(file))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"settings": {"learning_rat": 0.1}}, "base: .*learning_rat"),
+        ({"variants": {"ours": {}, "plain": {"gossip.powr": 0}}}, "plain: .*powr"),
+        ({"grid": {"gossip.power": [1, -1]}}, "power=-1: .*power must be"),
+    ],
+)
+def test_a_setting_that_the_task_refuses_is_found_in_the_plan(tmp_path, keys, message):
+    file = real_sweep(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=message):
+        require_valid(load_sweep(file), plan(file))
+
+
+def test_settings_of_another_script_are_left_to_it(tmp_path):
+    file = write_sweep(tmp_path, settings={"learning_rat": 0.1})
+    require_valid(load_sweep(file), plan(file))

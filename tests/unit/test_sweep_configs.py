@@ -6,8 +6,8 @@ import pytest
 
 from dsgdac_accel.config import parse_config
 from tasks.cifar import CifarConfig
-from tasks.studies import load_sweep, planned_runs
-from tasks.studies.columns import columns_of
+from tasks.studies.config import load_sweep
+from tasks.studies.plan import planned_runs, require_valid
 from tasks.studies.state import RunState
 from tasks.studies.table import pairs_of, rows_of
 from tasks.translation.config import TranslationConfig
@@ -22,8 +22,7 @@ def plan(name):
 
 
 def parsed(sweep, run):
-    words = run.command[run.command.index(str(sweep.task)) + 1 :]
-    return parse_config(TASKS[sweep.task.name], words)
+    return parse_config(TASKS[sweep.task.name], run.arguments)
 
 
 @pytest.fixture(params=sorted(file.stem for file in SWEEPS.glob("*.yaml")))
@@ -33,6 +32,7 @@ def name(request):
 
 def test_the_task_accepts_every_run_and_its_folder_is_below_the_sweeps(name):
     sweep, runs = plan(name)
+    require_valid(sweep, runs)
     assert sweep.output_dir == SWEEPS.parents[1] / "runs" / "sweeps" / name
     for run in runs[: len(runs) // len(sweep.seeds)] + runs[-1:]:  # seeds differ in nothing else
         config = parsed(sweep, run)
@@ -43,7 +43,6 @@ def test_the_task_accepts_every_run_and_its_folder_is_below_the_sweeps(name):
 def test_columns_can_be_read_and_every_baseline_has_somebody_to_compare_with(name):
     sweep, runs = plan(name)
     assert sweep.title
-    columns_of(sweep.report)
     pairs = pairs_of(rows_of([RunState(run, "missing") for run in runs]), sweep.report)
     assert bool(pairs) == bool(sweep.report.baselines)
     named = sweep.report.baselines.values() if isinstance(sweep.report.baselines, dict) else sweep.report.baselines

@@ -15,7 +15,7 @@ from dsgdac_accel.cli import main
 from tasks.studies.plan import planned_runs
 from tasks.studies.runner import duration
 from tasks.studies.state import LOG, RECORD, state_of, write_record
-from tests.unit.test_sweep import load_sweep, plan, write_sweep
+from tests.unit.test_sweep import load_sweep, plan, real_sweep, write_sweep
 
 VARIANTS = {"dsgd": {"gossip.power": 0}, "ours": {}}
 
@@ -65,7 +65,7 @@ def test_a_run_that_ends_well_without_a_summary_has_failed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"variants": {"ours": {"rate": 0.25}}}, "rate: 0.5 -> 0.25"),
+        ({"variants": {"ours": {"learning_rate": 0.25}}}, "learning_rate: 0.5 -> 0.25"),
         ({"variants": {"ours": {"momentum": 0.9}}}, "momentum: not set -> 0.9"),
         ({"launch": {"kind": "torchrun", "processes": 2}}, "launch.processes: None -> 2"),
     ],
@@ -79,6 +79,20 @@ def test_a_run_that_finished_with_other_settings_is_refused_by_name(tmp_path, ca
     assert "seed_0" in error
     assert message in error
     assert "--rerun-changed" in error
+
+
+def test_a_misspelt_setting_is_refused_before_anything_starts_and_finished_runs_stay(tmp_path, capsys):
+    finished = plan(real_sweep(tmp_path))[0]
+    write_record(finished, status=0, seconds=1.0)
+    (finished.folder / "summary.json").write_text('{"test_loss": 1.0}')
+    file = real_sweep(tmp_path, settings={"learning_rat": 0.1}, seeds=[0, 1])
+    for options in ([], ["--rerun-changed"], ["--print-commands"]):
+        assert main(["sweep", str(file), *options]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "learning_rat" in captured.err
+        assert "--rerun-changed" not in captured.err
+    assert [folder.name for folder in finished.folder.parent.iterdir()] == ["seed_0"]
 
 
 def test_a_key_that_the_base_no_longer_sets_is_a_change(tmp_path):
@@ -139,7 +153,7 @@ def test_what_changes_no_result_is_no_change(tmp_path):
 def test_rerun_changed_keeps_the_earlier_folder(tmp_path, capsys):
     file = write_sweep(tmp_path, variants=VARIANTS)
     assert main(["sweep", str(file)]) == 0
-    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"rate": 0.25}})
+    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"learning_rate": 0.25}})
     assert main(["sweep", str(file), "--rerun-changed"]) == 0
     assert statuses(file) == ["finished", "finished"]
     before, after = (
@@ -172,12 +186,12 @@ def test_several_jobs_run_at_the_same_time(tmp_path):
 
 
 def test_settings_given_on_the_command_line_win_and_belong_to_the_run(tmp_path, capsys):
-    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"rate": 0.25}})
-    assert main(["sweep", str(file), "--set", "rate=0.125", "--only", "ours"]) == 0
+    file = write_sweep(tmp_path, variants=VARIANTS | {"ours": {"learning_rate": 0.25}})
+    assert main(["sweep", str(file), "--set", "learning_rate=0.125", "--only", "ours"]) == 0
     ours = next(run for run in plan(file) if run.setting.labels == ("ours",))
     assert json.loads((ours.folder / "summary.json").read_text())["test_loss"] == 0.125 * 3
-    assert state_of(ours).changes == ("rate: 0.125 -> 0.25",)
-    again = planned_runs(load_sweep(file), tmp_path, {"rate": 0.125})
+    assert state_of(ours).changes == ("learning_rate: 0.125 -> 0.25",)
+    again = planned_runs(load_sweep(file), tmp_path, {"learning_rate": 0.125})
     assert state_of(next(run for run in again if run.setting.labels == ("ours",))).status == "finished"
 
 
@@ -207,7 +221,7 @@ def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes
         thread.join()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted: the runs under way were ended; the same command goes on" in capsys.readouterr().err
+    assert "interrupted: the runs under way were stopped; the same command continues" in capsys.readouterr().err
     wait_until(lambda: not is_running(int(note.read_text())))
     assert statuses(file) == ["unfinished", "missing", "missing"]
     assert main(["sweep", str(file), "--only", "dsgd"]) == 0
@@ -261,7 +275,7 @@ def test_a_pattern_that_selects_nothing_is_an_error(tmp_path, capsys):
     assert "--only ours selects no run. Runs are called base/seed_0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["rate", "=1", "seed=3"])
+@pytest.mark.parametrize("word", ["learning_rate", "=1", "seed=3"])
 def test_a_setting_that_is_none_is_an_error(tmp_path, capsys, word):
     assert main(["sweep", str(write_sweep(tmp_path)), "--set", word]) == 2
     assert "error: " in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""The tasks of this package, found by a configuration file or by the path of their script."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsgdac_accel.config.conversion import convert
+from dsgdac_accel.config.strict_yaml import join_path, read_yaml
+
+FOLDER = Path(__file__).resolve().parents[1]
+"""Folder of the scripts."""
+
+_CONFIG_CLASSES = {
+    "cifar.py": ("tasks.images.config", "CifarConfig"),
+    "wmt14.py": ("tasks.translation.config", "TranslationConfig"),
+}
+
+
+def script_for(config: Path) -> Path:
+    """Return the script of the task that a configuration file is for.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    # Only the translation task counts its batches in tokens.
+    return FOLDER / ("wmt14.py" if "batch_tokens" in base_values(config) else "cifar.py")
+
+
+def config_class_of(script: Path) -> type | None:
+    """Return the configuration class of a task; None for a script that is not one of this package."""
+    script = script.resolve()
+    if script.parent != FOLDER or script.name not in _CONFIG_CLASSES:
+        return None
+    module, name = _CONFIG_CLASSES[script.name]
+    return getattr(importlib.import_module(module), name)
+
+
+def base_values(file: Path) -> dict[str, Any]:
+    """Return the values of a configuration file by dotted key, as written.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    return flat_values(convert(read_yaml(file), dict[str, Any], str(file)))
+
+
+def flat_values(values: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
+    """Return nested sections as dotted keys; an empty section is a value.
+
+    >>> flat_values({"gossip": {"power": 3}, "data": {}})
+    {'gossip.power': 3, 'data': {}}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        path = join_path(parent, key)
+        flat |= flat_values(value, path) if isinstance(value, Mapping) and value else {path: value}
+    return flat
