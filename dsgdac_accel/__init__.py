@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dsgdac_accel.accelerator import GossipAccelerator
     from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError
     from dsgdac_accel.config import GossipConfig
-    from dsgdac_accel.core.arrivals import NonFiniteError
     from dsgdac_accel.core.mixer import Mixer
+    from dsgdac_accel.core.nonfinite import NonFiniteError
     from dsgdac_accel.distributed.failure_detection import WorkerLostError, WorkersChangedError
     from dsgdac_accel.distributed.group import WorkerGroup
     from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
@@ -57,7 +57,7 @@ _MODULES = {
     "GossipConfig": "config",
     "JsonlSink": "metrics",
     "Mixer": "core.mixer",
-    "NonFiniteError": "core.arrivals",
+    "NonFiniteError": "core.nonfinite",
     "StoppedBySignal": "distributed.stopping",
     "Topology": "topology",
     "VirtualWorkers": "virtual_workers",

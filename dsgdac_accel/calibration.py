@@ -22,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dsgdac_accel.core.parameter_guard import batch_norm_layers
 from dsgdac_accel.data.equal_steps import EqualSteps
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -39,11 +40,6 @@ def calibrated_layers(model: nn.Module, frozen: Collection[nn.Module] = ()) -> l
         for layer in model.modules()
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer not in frozen
     ]
-
-
-def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
-    """All BatchNorm layers of a model."""
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
 
 
 def frozen_layers(model: nn.Module) -> list[nn.Module]:

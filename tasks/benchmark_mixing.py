@@ -157,7 +157,7 @@ def measure(config: MixingBenchmarkConfig, case: str, device: torch.device) -> R
     model, optimizer = accelerator.prepare(workload.model, training.make_optimizer(workload.model.parameters()))
     mixer = accelerator.gossip_steps[0].mixer
     watch = Stopwatch(device)
-    for method in ("finish", "apply"):
+    for method in ("consensus_update", "add"):
         setattr(mixer, method, watch.timed("mixing", getattr(mixer, method)))
     steps, shares = [], []
     for step in range(_WARM_UP + config.steps):
@@ -169,7 +169,7 @@ def measure(config: MixingBenchmarkConfig, case: str, device: torch.device) -> R
         if step >= _WARM_UP:
             steps.append(took["step"])
             shares.append(took["mixing"] / took["step"])
-    for method in ("finish", "apply"):
+    for method in ("consensus_update", "add"):
         delattr(mixer, method)
     parameters = mixer.parameter_bytes // 4
     copies, of_copy = _bandwidths(mixer, watch, config.passes)
@@ -189,12 +189,11 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
     copies, of_copy = [], []
     for number in range(1 + passes):
         with watch.span("mix"):
-            mixer.finish(1.0)
-            mixer.apply()
+            mixer.add(mixer.consensus_update(1.0))
         with watch.span("copy"):
-            for flat, slots in zip(mixer.flats, mixer.exchange.slots, strict=True):
-                for buffer, slot in zip(flat.buffers, slots[0], strict=True):
-                    slot.copy_(buffer.data)
+            for flat, slots in zip(mixer.flats, mixer.buckets.received, strict=True):
+                for bucket, slot in zip(flat.buckets, slots[0], strict=True):
+                    slot.copy_(bucket.data)
         took = watch.take()
         if number:  # the first one warms up
             copied = 2 * len(mixer.flats) * mixer.parameter_bytes / took["copy"]

@@ -85,7 +85,7 @@ class Clock(TrainerCallback):
 
 
 class BareCore(TrainerCallback):
-    """Finish, apply, start: the exchange of Algorithm 1 and nothing else."""
+    """The exchange of Algorithm 1 and nothing else."""
 
     def __init__(self, config: GossipConfig, group: WorkerGroup) -> None:
         self.topology = build_topology(str(config.topology), group.size)
@@ -95,11 +95,11 @@ class BareCore(TrainerCallback):
         self.mixer = Mixer(kwargs["model"].parameters(), self.topology, self.group)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.mixer.finish(1.0)
+        self.updates = self.mixer.consensus_update(1.0)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.mixer.apply()
-        self.mixer.start()
+        self.mixer.add(self.updates)
+        self.mixer.start_exchange()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.mixer.drain()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import as_parameter_list
 from dsgdac_accel.core.gradients import any_sparse, clip_grad_norm_
+from dsgdac_accel.core.parameter_guard import as_parameter_list
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 

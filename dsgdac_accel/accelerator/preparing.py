@@ -18,8 +18,7 @@ from dsgdac_accel.accelerator.optimizer import GossipOptimizer
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.compatibility import refuse_unsupported_model
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.core.buckets import as_parameter_list
-from dsgdac_accel.core.parameter_guard import ModelWatch
+from dsgdac_accel.core.parameter_guard import ModelWatch, as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes, recorder_of
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.serialization import CheckpointError
-from dsgdac_accel.core.buckets import as_parameter_list
+from dsgdac_accel.core.parameter_guard import as_parameter_list
 from dsgdac_accel.wrappers import eager_name, unwrapped
 
 _SHOWN = 3  # differences named in an error

@@ -1,31 +1,35 @@
-"""Sending fewer bytes: the rounded difference to a reference that both sides of a pair hold, bit for bit the same.
+"""Sending fewer bytes: rounded differences to a reference that both workers of a pair hold, bit for bit the same.
 
-Two neighbours are close together and move little between two meetings, so worker i sends q_i = Q(x_i - r), worker j
+Two neighbors are close together and move little between two exchanges, so worker i sends q_i = Q(x_i - r), worker j
 sends q_j = Q(x_j - r), and both step along the same two rounded numbers,
 
     x_i += gamma W_ij (q_j - q_i),        x_j += gamma W_ij (q_i - q_j).
 
 The steps are opposite whatever Q does, so the mean of the workers is kept; and the error is relative to the small
 difference, not to x, so the distance between the workers is right, too. Rounding x itself would do neither. After each
-meeting both set r <- r + q_i / 2 + q_j / 2, about the middle between them: a reference of the pair costs no message. It
-is kept in bf16, for it need only be near.
+exchange both set r <- r + q_i / 2 + q_j / 2, about the middle between them, so that references cost no message. A
+reference is kept in bf16, for it need only be near.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgdac_accel.core.update import add_scaled
+from dsgdac_accel.core.buckets import Buckets, FlatParameters
+from dsgdac_accel.core.exchange import Exchange, RoundPlan
+from dsgdac_accel.core.update import Update, add_scaled
+from dsgdac_accel.topology import Topology
 
 _BLOCK = 256  # elements that share a scale: 1.6 % more bytes
 _LARGEST = 127
-_PIECE = 2**17  # elements worked on at a time: working space stays in the cache, and is bounded elsewhere
-_PIECE_ELSEWHERE = 2**22
+_PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
+_PIECE_ELSEWHERE = 2**22  # on other devices, to bound the working space
 
 
 class Bf16:
@@ -34,11 +38,11 @@ class Bf16:
     name = "bf16"
 
     def payload(self, like: Tensor) -> Tensor:
-        """An empty message for a flat buffer."""
+        """Return an empty message about a bucket."""
         return torch.zeros(like.shape, dtype=torch.bfloat16, device=like.device)
 
     def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        """payload <- Q(values), from element `begin` on, a multiple of 256; destroys `values` and `spare`."""
+        """payload <- Q(values), from element `begin` on, a multiple of 256; overwrites `values` and `spare`."""
         payload[begin : begin + len(values)].copy_(values)
 
     def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
@@ -52,25 +56,25 @@ class Int8:
     name = "int8"
 
     def payload(self, like: Tensor) -> Tensor:
-        """An empty message for a flat buffer: the values as int8, padded to whole blocks, then the scales, as bytes."""
+        """Return an empty message about a bucket, as bytes: values as int8, padded to whole blocks, then the scales."""
         blocks = -(-like.numel() // _BLOCK)
         return torch.zeros(blocks * (_BLOCK + 4), dtype=torch.uint8, device=like.device)
 
     def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        """As of `Bf16`."""
+        """Like `Bf16.write`."""
         levels, scales = self._parts(payload, begin, len(values))
         if len(values) % _BLOCK:
             values = F.pad(values, (0, -len(values) % _BLOCK))
             spare = torch.empty_like(values)
         blocks = values.view(-1, _BLOCK)
-        # What is not finite shows in the scale; as a level it is some number.
+        # A value that is not finite shows in the scale; its level is some number.
         scales.copy_(torch.amax(torch.abs(values, out=spare).view(-1, _BLOCK), dim=1).div_(_LARGEST))
         steps = scales.to(values.dtype).reciprocal()
-        steps.masked_fill_(torch.isinf(steps), 0.0)  # all of the block is 0, or too near to it
+        steps.masked_fill_(torch.isinf(steps), 0.0)  # the whole block is 0, or too near to it
         levels.copy_(blocks.mul_(steps[:, None]).round_())
 
     def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
-        """As of `Bf16`."""
+        """Like `Bf16.read`."""
         levels, scales = self._parts(payload, begin, len(out))
         whole = out if len(out) == levels.numel() else out.new_empty(levels.numel())
         whole.view(-1, _BLOCK).copy_(levels).mul_(scales[:, None])
@@ -78,7 +82,7 @@ class Int8:
             out.copy_(whole[: len(out)])
 
     def _parts(self, payload: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor]:
-        """Levels (blocks, 256) and scales (blocks,) of `count` elements in a message."""
+        """Return the levels (blocks, 256) and scales (blocks,) of `count` elements in a message."""
         total = len(payload) // (_BLOCK + 4)
         rows = slice(begin // _BLOCK, -(-(begin + count) // _BLOCK))
         levels = payload[: total * _BLOCK].view(torch.int8).view(total, _BLOCK)
@@ -92,10 +96,10 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 @dataclass
 class Edge:
-    """What passes between a worker and one neighbour, for one flat buffer (D,)."""
+    """What a worker and one neighbor have exchanged about one bucket (D,)."""
 
     weight: float
-    """The neighbour's share of the round's weight."""
+    """The neighbor's share of the weight of the round."""
     reference: Tensor
     """(D,) in bf16, bit for bit the same on both sides."""
     mine: Tensor
@@ -105,13 +109,13 @@ class Edge:
 
 
 class Rounding:
-    """Forms and reads the messages about one flat buffer, a piece at a time, in working space that is kept.
+    """Writes and reads the messages about one bucket, a piece at a time, in working space that is kept.
 
-    New memory for each temporary would cost more than the arithmetic: fresh pages are filled by the kernel.
+    New memory for each temporary would cost more than the arithmetic: the kernel fills fresh pages with zeros.
 
     Args:
         codec: how values are rounded.
-        like: the flat buffer (D,).
+        like: the bucket (D,).
     """
 
     def __init__(self, codec: Codec, like: Tensor) -> None:
@@ -121,7 +125,7 @@ class Rounding:
         self.space = torch.empty((4, piece), dtype=like.dtype, device=like.device)
 
     def _pieces(self) -> Iterator[tuple[int, slice, list[Tensor]]]:
-        """Where a piece begins, its elements, and working space as long as it."""
+        """Yield where each piece begins, its elements, and working space of its length."""
         length = max(1, self.space.shape[1])
         for begin in range(0, self.size, length):
             end = min(self.size, begin + length)
@@ -134,14 +138,14 @@ class Rounding:
             torch.sub(x[part], values, out=values)
             self.codec.write(message, begin, values, spare)
 
-    def meet(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
-        """Move the references on, r <- r + (q_i + q_j) / 2, and measure the difference; both in one pass.
+    def advance(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
+        """Advance the references, r <- r + (q_i + q_j) / 2, and measure the difference; both in one pass.
 
-        Sums commute and halves are exact, so both sides get the same bits, whatever fuses operations.
+        Sums commute and halves are exact, so both sides get the same bits, even where operations are fused.
 
         Args:
-            edges: to the neighbours that were met.
-            near: (D,) of other neighbours, added to the difference.
+            edges: to the neighbors of the round in other processes.
+            near: (D,) difference to the neighbors in this process, added to the others.
 
         Returns:
             |sum_j w_j (q_j - q_i) + near|^2, shape (), in float64; not finite where a message is not.
@@ -163,9 +167,255 @@ class Rounding:
             squares.append(torch.dot(total, total))
         return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def add_difference(self, x: Tensor, edge: Edge, alpha: float, left_out: Tensor | None = None) -> None:
+    def add_difference(self, x: Tensor, edge: Edge, alpha: float, skip: Tensor | None = None) -> None:
         """x += alpha (q_j - q_i); see `add_scaled`."""
         for begin, part, (own, other, _, _) in self._pieces():
             self.codec.read(edge.mine, begin, own)
             self.codec.read(edge.theirs, begin, other)
-            add_scaled(x[part], other.sub_(own), alpha, left_out)
+            add_scaled(x[part], other.sub_(own), alpha, skip)
+
+
+# ---- the exchange
+
+
+class Compressor:
+    """Sends each neighbor in another process Q(x - r), with the reference r of that pair. Owns messages and references.
+
+    Whole groups are averaged by messages between all pairs, too. Memory, in copies of float32 parameters: half a copy
+    for each neighbor that a worker ever has in another process, and for each neighbor of a single round twice the size
+    of a message. With a one-peer ring that is 2 copies for bf16 and 1.5 for int8, and at most 2 MiB of working space
+    for each bucket (4 in float64).
+
+    Args:
+        name: "bf16" or "int8".
+        exchange: sends the messages; must not use all-reduces.
+        buckets: the parameters, and the receive buffers that messages arrive in.
+    """
+
+    def __init__(self, name: str, exchange: Exchange, buckets: Buckets) -> None:
+        self.codec = CODECS[name]()
+        self.exchange = exchange
+        self.buckets = buckets
+        self.outgoing: list[list[list[Tensor]]] = []
+        """[local worker][k] the messages to its k-th neighbor of a round in another process."""
+        self.references: list[dict[int, list[Tensor]]] = []
+        """[local worker][neighbor in another process], one for each bucket; 0 at first, the same on both sides."""
+        self.rounding: list[Rounding] = []
+        self._saved: Mapping[str, Any] | None = None
+        """Loaded references that do not fit the present layout: the run that saved them had thawed other parameters."""
+
+    def reserve(self) -> None:
+        """Make messages and references for the present buckets and topology; references start from 0.
+
+        So they do after a loss, since survivors may have skipped different rounds: the first message of a pair is then
+        the rounded x itself.
+        """
+        exchange, buckets = self.exchange, self.buckets
+        buckets.reserve(exchange.slots, self.codec.payload)
+        self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in buckets.received]
+        self.references = [
+            {
+                peer: [torch.zeros_like(x, dtype=torch.bfloat16) for x in buckets.values(worker)]
+                for peer in sorted({p for plans in exchange.plans for p in exchange.elsewhere(plans[worker].weights)})
+            }
+            for worker in range(exchange.local_workers)
+        ]
+        self.rounding = [Rounding(self.codec, x) for x in buckets.values(0)]
+
+    def follow_layout(self, before: Sequence[FlatParameters]) -> None:
+        """`reserve` after the parameters were laid out anew; keep what is known of those that stayed. Collective.
+
+        Args:
+            before: the parameters of each local worker in their old buckets; empty at first.
+        """
+        old = self.references
+        self.reserve()
+        if self._saved is not None:
+            self._take_over_saved(self._saved)
+        elif before:
+            for worker, places in enumerate(self._kept_places(before)):
+                for peer, references in self.references[worker].items():
+                    for (old_number, old_view), (number, view) in places:
+                        _at(references[number], view).copy_(_at(old[worker][peer][old_number], old_view))
+
+    def _kept_places(self, before: Sequence[FlatParameters]) -> list[list[tuple[Place, Place]]]:
+        """Return old and new place of every parameter that all workers have kept, for each local worker. Collective.
+
+        All must agree, since a parameter may be the old one here and a new one with its values elsewhere.
+        """
+        kept: list[set[tuple[int, int]]] = []
+        for old, new in zip(before, self.buckets.flats, strict=True):
+            at = {id(parameter): index for index, parameter in enumerate(old.parameters)}
+            shapes = [view.shape for _, view in places_of(old)]
+            kept.append(
+                {
+                    (at[id(p)], index)
+                    for index, p in enumerate(new.parameters)
+                    if id(p) in at and shapes[at[id(p)]] == p.shape
+                }
+            )
+        group = self.exchange.group
+        everywhere = group.all_gather_object(set.intersection(*kept), "keeping the references of compressed exchanges")
+        pairs = sorted(set.intersection(*everywhere))
+        places = [(places_of(old), places_of(new)) for old, new in zip(before, self.buckets.flats, strict=True)]
+        return [[(old[i], new[j]) for i, j in pairs] for old, new in places]
+
+    # ---- one round
+
+    def post(self, round_: int, what: str) -> None:
+        """Round the parameters and post their exchange, both in the background."""
+        self._saved = None  # from now on the references move
+
+        def outgoing(worker: int, receiver: int) -> list[Tensor]:
+            return self.outgoing[worker][self._peers(round_, worker).index(receiver)]
+
+        def encode() -> None:
+            for worker, x in enumerate(map(self.buckets.values, range(self.exchange.local_workers))):
+                for peer, messages in zip(self._peers(round_, worker), self.outgoing[worker], strict=False):
+                    for number, reference in enumerate(self.references[worker][peer]):
+                        self.rounding[number].encode(x[number], reference, messages[number])
+
+        self.exchange.post(round_, what, outgoing, self.buckets.received, encode)
+
+    def form_updates(self, gamma: float, round_: int) -> list[Update]:
+        """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
+        updates: list[Update] = []
+        for worker in range(self.exchange.local_workers):
+            plan = self.exchange.plan(round_, worker)
+            if plan.weights:
+                edges = [self._edges(round_, worker, number) for number in range(len(self.rounding))]
+                scale = gamma * sum(plan.weights.values())
+                updates.append(CompressedUpdate(worker, scale, self._near(worker, plan), edges, self.rounding))
+        return updates
+
+    def _peers(self, round_: int, worker: int) -> list[int]:
+        return self.exchange.elsewhere(self.exchange.plan(round_, worker).weights)
+
+    def _edges(self, round_: int, worker: int, number: int) -> list[Edge]:
+        weights = self.exchange.plan(round_, worker).weights
+        return [
+            Edge(
+                weights[peer] / sum(weights.values()),
+                self.references[worker][peer][number],
+                self.outgoing[worker][k][number],
+                self.buckets.received[worker][k][number],
+            )
+            for k, peer in enumerate(self._peers(round_, worker))
+        ]
+
+    def _near(self, worker: int, plan: RoundPlan) -> list[Tensor]:
+        """Return sum_j W_ij (x_j - x_i) / sum_j W_ij over the neighbors in this process, which are not rounded.
+
+        An empty list if there are none.
+        """
+        here = {peer: weight for peer, weight in plan.weights.items() if peer in self.exchange.workers}
+        if not here:
+            return []
+        sums = []
+        for number, own in enumerate(self.buckets.values(worker)):
+            total = torch.zeros_like(own)
+            for peer, weight in here.items():
+                x_j = self.buckets.values(peer - self.exchange.workers.start)[number]
+                total.add_(x_j - own, alpha=weight / sum(plan.weights.values()))
+            sums.append(total)
+        return sums
+
+    # ---- state and memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the references."""
+        return {"references": [dict(peers) for peers in self.references]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over saved references, now or when the parameters fit; without any, start anew on both sides alike."""
+        self._saved = None
+        self._take_over_saved(state)
+
+    def _take_over_saved(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("references")
+        fits = saved is not None and _sizes(saved) == _sizes(self.references)
+        for worker, references in enumerate(self.references):
+            for peer, buffers in references.items():
+                for number, reference in enumerate(buffers):
+                    if saved is not None and fits:
+                        reference.copy_(saved[worker][peer][number])
+                    else:
+                        reference.zero_()
+        self._saved = None if fits or saved is None else state
+
+    def release(self) -> None:
+        """Free messages and references."""
+        self.outgoing, self.references, self.rounding = [], [], []
+
+
+def require_symmetric_rounds(topology: Topology, comm_dtype: str) -> None:
+    """Raise ValueError if a round is directed: neighbors could not take opposite steps."""
+    for round_ in range(topology.period):
+        if not torch.equal(topology.matrix(round_), topology.matrix(round_).T):
+            raise ValueError(
+                f"comm_dtype={comm_dtype!r} needs symmetric rounds, in which neighbors take opposite steps; round "
+                f"{round_} of topology {topology.name!r} is directed. Use comm_dtype='full'."
+            )
+
+
+Place = tuple[int, Tensor]
+"""The number of a bucket, and a view of it."""
+
+
+def places_of(flat: FlatParameters) -> list[Place]:
+    """Return the place of each parameter, in order."""
+    place_of = {
+        id(parameter): (number, view)
+        for number, bucket in enumerate(flat.buckets)
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+    }
+    return [place_of[id(parameter)] for parameter in flat.parameters]
+
+
+def _sizes(references: Sequence[Mapping[int, Sequence[Tensor]]]) -> list[dict[int, list[int]]]:
+    return [{peer: [len(buffer) for buffer in buffers] for peer, buffers in peers.items()} for peers in references]
+
+
+def _at(buffer: Tensor, view: Tensor) -> Tensor:
+    return buffer.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+class CompressedUpdate(Update):
+    """An update whose difference is in the messages; `difference` is only the one to neighbors in this process.
+
+    Constructing it advances the references of its pairs.
+    """
+
+    def __init__(
+        self, worker: int, scale: float, near: list[Tensor], edges: list[list[Edge]], rounding: list[Rounding]
+    ) -> None:
+        super().__init__(scale, near, worker=worker)
+        self.edges = edges
+        """For each bucket."""
+        self.rounding = rounding
+        squares = [self._square_of(number) for number in range(len(edges))]
+        self.square = torch.stack(squares).sum() if squares else None  # not finite if a message is not
+
+    def _square_of(self, number: int) -> Tensor:
+        near = self.difference[number] if self.difference else None
+        if self.edges[number]:
+            return self.rounding[number].advance(self.edges[number], near)
+        assert near is not None, "a worker that takes part in a round has a neighbor"
+        return torch.linalg.vector_norm(near).double().square()
+
+    def add_to(self, number: int, x: Tensor) -> None:
+        """x += scale * difference, for the bucket with this number."""
+        if self.difference:
+            super().add_to(number, x)
+        for edge in self.edges[number]:
+            self.rounding[number].add_difference(x, edge, self.scale * edge.weight, self.skip)
+
+    def dense(self, number: int) -> Tensor:
+        """Return the difference for the bucket with this number, (D,)."""
+        rounding = self.rounding[number]
+        total = rounding.space.new_zeros(rounding.size)
+        if self.difference:
+            total.add_(self.difference[number])
+        for edge in self.edges[number]:
+            rounding.add_difference(total, edge, edge.weight)
+        return total

@@ -1,4 +1,4 @@
-"""Looking at gradients, dense or sparse."""
+"""Looking at gradients, dense or sparse: whether they are finite, and clipping their norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IS_SPARSE = operator.attrgetter("is_sparse")
 
 @torch.no_grad()
 def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
-    """Numbers of the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
+    """Return the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
     by_worker = [_gradients(mine) for mine in parameters]
     norms = _norms([gradient for gradients in by_worker for gradient in gradients])
     if all(bool(torch.isfinite(norm)) for norm in norms):
@@ -32,9 +32,9 @@ def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
 
 @torch.no_grad()
 def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
-    """1 where some gradient is not finite, else 0, shape (); on their device, which is not waited for.
+    """Return 1 if some gradient is not finite, else 0, shape (), on the device and without waiting for it.
 
-    None where there are no gradients.
+    None if there are no gradients.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in _gradients(parameters):
@@ -49,7 +49,7 @@ def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of groups of gradients, shape () each, that are all finite only where every element is.
+    """Return norms of groups of gradients, shape () each, which are all finite only if every element is.
 
     Small gradients are gathered first: a call for each of them would take longer than the arithmetic.
     """
@@ -75,28 +75,28 @@ def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
 
 
 def gradient_values(gradient: Tensor) -> Tensor:
-    """The stored values of a gradient; of a sparse one, those of its rows, each row once."""
+    """Return the stored values of a gradient; for a sparse one those of its rows, each row once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
 
 
 def any_sparse(parameters: Iterable[Parameter]) -> bool:
-    """Whether a gradient is sparse, as from `nn.Embedding(sparse=True)`."""
+    """Return whether a gradient is sparse, as from `nn.Embedding(sparse=True)`."""
     return any(p.grad is not None and p.grad.is_sparse for p in parameters)
 
 
 def clip_grad_norm_(parameters: Sequence[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, also where some of the gradients are sparse."""
+    """`torch.nn.utils.clip_grad_norm_`, also if some of the gradients are sparse, which torch refuses.
+
+    Returns:
+        The total norm before clipping, shape ().
+    """
     if any_sparse(parameters):
-        return clip_sparse_grad_norm_(parameters, max_norm, norm_type)
+        return _clip_sparse(parameters, max_norm, norm_type)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 @torch.no_grad()
-def clip_sparse_grad_norm_(parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for gradients of which some are sparse, which torch refuses.
-
-    Returns the total norm before clipping, shape ().
-    """
+def _clip_sparse(parameters: Iterable[Parameter], max_norm: float, norm_type: float) -> Tensor:
     with_gradient = [p for p in parameters if p.grad is not None]
     for parameter in with_gradient:
         if parameter.grad.is_sparse:  # type: ignore[union-attr]

@@ -1,13 +1,12 @@
 """The mixing core: x_i <- x_i + gamma * sum_j W_ij (x_j - x_i), hidden behind the computation of the step.
 
-The life of one step: the exchange of x is in flight while forward and backward run at the same x. `finish` waits for
-it and forms the consensus update, the optimizer then makes its local step at x, `apply` adds the update, and `start`
-posts the exchange of the new x. Together this is Algorithm 1 to the letter, for every optimizer.
+The exchange of x is in flight while forward and backward run at the same x. `consensus_update` waits for it and forms
+the update, the optimizer takes its local step at x, `add` adds the update, and `start_exchange` posts the new x.
+Together this is Algorithm 1 to the letter, for every optimizer; `GossipStep` puts it in order.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,47 +14,45 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core.arrivals import ChecksArrivals
-from dsgdac_accel.core.buckets import FlatBuffer, FlatParameters, as_parameter_list
-from dsgdac_accel.core.consensus import Consensus, KnowsAverage
-from dsgdac_accel.core.layout import KeepsLayout
-from dsgdac_accel.core.parameter_list import ParameterList
-from dsgdac_accel.core.update import Update
+from dsgdac_accel.core import consensus
+from dsgdac_accel.core.buckets import Buckets, FlatParameters, Use
+from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
+from dsgdac_accel.core.consensus import Consensus
+from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.nonfinite import ArrivalGuard
+from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
+from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
 
-class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
-    """Keeps the parameters of one optimizer in flat buffers and mixes them with the neighbours'.
+class Mixer:
+    """Mixes the parameters of one optimizer with those of the neighbors.
 
-    Memory beyond the parameters themselves: one receive buffer per simultaneous neighbour, so one parameter copy for
-    the one-peer topologies, the complete one and every other that averages whole groups. A process that holds several
-    workers has these for each of them; what they need of each other is read in place. What `comm_dtype` needs instead
-    says `CompressedExchange`.
+    A process with several workers has buckets for each of them; they read each other's parameters in place.
 
     Args:
-        parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these,
-            asked before every exchange, so that parameters added, replaced, frozen or unfrozen later are noticed.
+        parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these. The
+            function is called before every exchange, so that parameters added, replaced or unfrozen later are noticed.
         topology: who mixes with whom; built for `group.size * per_process` workers.
         group: the processes that hold the workers. Construction is collective.
-        order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" mixes
-            before it, so that weight decay sees the mixed point; it saves a pass over memory.
+        order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" adds it
+            before, so that weight decay sees the mixed point; it saves a pass over memory.
         names: what to call a parameter in error messages, by `id`.
-        per_process: how many workers this process holds, like all others: `per_process * rank` and the next ones.
-        worker_of: which of them a parameter belongs to, from 0; only needed where there are several.
+        per_process: workers of each process; this one holds numbers `per_process * rank` and up.
+        worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
         comm_dtype: what is sent: "full" (the parameters), or their rounded differences in "bf16" or "int8"; see
             `compression`.
-        mix_every: mix in every k-th step, the last one of k; round r of the topology is then that of steps rk to
-            rk + k - 1.
+        mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
     Raises:
-        ValueError: the topology is for another number of workers, the workers hold different parameters, or a
-            parameter cannot be mixed exactly (see `FlatParameters`).
+        ValueError: the topology is for another number of workers, the workers have different parameters, or a parameter
+            cannot be mixed exactly.
     """
 
     def __init__(
         self,
-        parameters: object | Callable[[], object],
+        parameters: object,
         topology: Topology,
         group: WorkerGroup,
         *,
@@ -66,61 +63,135 @@ class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
         comm_dtype: str = "full",
         mix_every: int = 1,
     ) -> None:
-        self.num_workers = group.size * per_process
-        if topology.num_workers != self.num_workers:
-            each = f" processes of {per_process} workers each" if per_process > 1 else ""
-            raise ValueError(
-                f"topology '{topology.name}' is for {topology.num_workers} workers, but {group.size}{each} were "
-                f"launched. Launch {topology.num_workers} workers, or build it for {self.num_workers}."
-            )
-        if not callable(parameters):
-            listed = as_parameter_list(parameters)  # a generator can be read only once
-            self.find: Callable[[], list[Parameter]] = lambda: listed
-        else:
-            self.find = ParameterList(parameters)
-        self.topology = self._whole_topology = topology
+        _require_size(topology, group.size, per_process)
         self.group = group
-        self._numbers = list(group.original_ranks)
+        self.topology = topology
+        self._launched = topology, list(group.original_ranks)
+        """Topology and processes before any was lost."""
         self.order = order
-        self.names = names or {}
-        self.per_process = per_process
-        self.workers = range(group.rank * per_process, (group.rank + 1) * per_process)
-        """Numbers of the workers that this process holds."""
-        self._worker_of = worker_of or (lambda parameter: 0)
-        self.comm_dtype = comm_dtype
         self.mix_every = mix_every
         self.step = 0
-        """Mixes done so far; alone decides who talks to whom."""
-        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if self.num_workers == 1 else None
-        self._arrived = False
-        self._borrowed = False
-        self._released = False
-        self._backup: list[list[Tensor]] = []
-        self._warned_of_edits = False
-        self._updates: list[Update] = []
-        self.left_out: list[int] = []
+        """Optimizer steps so far; they alone decide who exchanges with whom."""
+        self.skipped_steps: list[int] = []
         """Steps in which this process did not mix, because a worker was lost around them."""
         self._mixes_from = 0
+        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if topology.num_workers == 1 else None
         group.register(self)
-        self._begin_checks()
-        self._begin_layout()
+        compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
+        if compressed:
+            require_symmetric_rounds(topology, comm_dtype)
+        self.parameters = MixedParameters(parameters, names, per_process, worker_of)
+        self.buckets = Buckets()
+        self.exchange = Exchange(group, topology, per_process, all_reduce=not compressed)
+        self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
+        self.arrivals = ArrivalGuard(group, self.exchange, self.buckets)
+        self._lay_out()
 
     # ---- one step
 
-    def start(self) -> None:
-        """Post the exchange of the parameters as they are now; the next `finish` uses it."""
-        if self.group.size == 1 or self.exchange.in_flight or self._arrived:
-            return  # in one process, neighbours are read when the update is formed
+    def start_exchange(self) -> None:
+        """Post the exchange of the parameters as they are now; the next `consensus_update` uses it."""
+        if self.group.size == 1 or self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
+            return
         if not self._mixes_now:
             self.exchange.bytes_sent = 0
             return
         self.group.require_open()
-        self._refuse_while_borrowed()
+        self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
-        self._state_to_come = None  # it did not fit, and from now on the references move
-        for flat in self.flats:
-            flat.remember_versions()
-        self.exchange.post(self._round, f"the exchange of step {self.step}")
+        self.parameters.remember_versions()
+        self.buckets.claim(Use.RECEIVING)
+        what = f"the exchange of step {self.step}"
+        if self.compressor is None:
+            self.exchange.post(self._round, what, lambda worker, _: self.buckets.values(worker), self.buckets.received)
+        else:
+            self.compressor.post(self._round, what)
+
+    def drain(self) -> None:
+        """Wait for what is in flight. What arrived is kept for the next `consensus_update`."""
+        if self.buckets.use is not Use.RECEIVING:
+            return
+        arrived = False
+        try:
+            arrived = self.group.complete_exchange(self.exchange.wait)
+        finally:
+            if self.buckets.use is Use.RECEIVING:  # after a lost worker, there are new receive buffers
+                self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
+
+    @torch.no_grad()
+    def consensus_update(self, gamma: float) -> list[Update]:
+        """Wait for the neighbors' parameters and form u = gamma * sum_j W_ij (x_j - x_i), for `add`.
+
+        With order "mix_first" the update is added at once, and `add` only completes the step.
+
+        Args:
+            gamma: the same on all workers, in [0, 1].
+
+        Returns:
+            The update of each local worker that takes part in the round.
+
+        Raises:
+            WorkerLostError: a neighbor did not answer within the timeout.
+            NonFiniteError: a neighbor's or this worker's parameters are not finite, or on a GPU were so in the step
+                before; nothing is mixed then.
+        """
+        self.buckets.refuse(Use.BACKUP, Use.RELEASED)
+        if self.buckets.use is Use.UPDATE:
+            self.buckets.drop()  # the local step before failed
+        self.parameters.equalize_newcomers(self.group)
+        self.start_exchange()
+        self.drain()
+        self.arrivals.settle()
+        if not self._mixes_now:
+            self.exchange.waited_seconds = 0.0
+            if self.step < self._mixes_from:
+                self.skipped_steps.append(self.step)
+            return []
+        if self.topology.num_workers == 1:
+            self.arrivals.disagreement = 0.0
+            return []
+        if self.group.size == 1:
+            self._follow_changes()  # otherwise `start_exchange` did
+        self.parameters.warn_of_edits()
+        self.buckets.claim(Use.UPDATE)
+        # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
+        # that keeps the mean of the workers exact.
+        if self.compressor is None:
+            updates = form_updates(gamma, self._round, self.exchange, self.buckets)
+        else:
+            updates = self.compressor.form_updates(gamma, self._round)
+        self.arrivals.check(updates, self.step, self._round)
+        if self.order == "mix_first":
+            self._add(updates)
+        return updates
+
+    @torch.no_grad()
+    def add(self, updates: list[Update]) -> None:
+        """Add what `consensus_update` returned, after the local step, and count the step."""
+        if self.order == "local_first":
+            self._add(updates)
+        self.step += 1
+        self.group.steps_taken = self.step
+
+    def _add(self, updates: list[Update]) -> None:
+        if updates and self.buckets.use is not Use.UPDATE:
+            raise RuntimeError("this consensus update is no longer there; add the one formed last, and only once.")
+        for update in updates:
+            if update.scale == 0.0:
+                continue
+            flat = self.buckets.flats[update.worker]
+            misfits = [(parameter, view, view.clone()) for parameter, view in flat.bring_back()]
+            for number, bucket in enumerate(flat.buckets):
+                update.add_to(number, bucket.data)
+            for parameter, view, before in misfits:  # converted since the last step: `start_exchange` adopts them
+                if parameter.shape != view.shape:
+                    raise RuntimeError(
+                        f"{self.parameters.name_of(parameter)} became {tuple(parameter.shape)} after "
+                        f"{tuple(view.shape)} between two steps; give the resized parameter to the optimizer as a new "
+                        f"one, on all workers."
+                    )
+                parameter.data.add_((view - before).to(parameter))
+        self.buckets.drop()
 
     @property
     def _round(self) -> int:
@@ -130,155 +201,147 @@ class Mixer(KeepsLayout, ChecksArrivals, KnowsAverage):
     def _mixes_now(self) -> bool:
         return (self.step + 1) % self.mix_every == 0 and self.step >= self._mixes_from
 
-    def drain(self) -> None:
-        """Wait for what is in flight. What arrived is kept for the next `finish`."""
-        if self.exchange.in_flight and self.group.complete_exchange(self.exchange.wait):
-            self._arrived = True
+    # ---- layout
 
-    @torch.no_grad()
-    def finish(self, gamma: float) -> None:
-        """Wait for the neighbours' parameters and form gamma * sum_j W_ij (x_j - x_i), in place, for `apply`.
+    def _lay_out(self) -> None:
+        before = self.buckets.flats
+        selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
+        self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
+        self.buckets.lay_out(selected)
+        if self.compressor is None:
+            self.buckets.reserve(self.exchange.slots)
+        else:
+            self.compressor.follow_layout(before)
 
-        With order "mix_first" the update is added at once.
+    def _follow_changes(self) -> None:
+        """Adopt again what was added, replaced, unfrozen or re-pointed; only a look in an undisturbed step."""
+        misfits = [misfit for flat in self.buckets.flats for misfit in flat.bring_back()]
+        if self.parameters.changed() or misfits:
+            self._lay_out()
 
-        Raises:
-            WorkerLostError: a neighbour did not answer within the timeout.
-            NonFiniteError: a neighbour's or this worker's parameters are not finite, or where checks are late were so
-                in the step before; nothing is mixed then.
+    # ---- the average of the workers
+
+    def measure_consensus(self) -> Consensus:
+        """Measure the exact consensus error by a reduction of the size of the model. Collective."""
+        if self.topology.num_workers > 1:
+            self.buckets.refuse(Use.BACKUP, Use.RELEASED)
+            self.drain()
+        measured = self.last_consensus = consensus.measure_consensus(self.buckets, self.group, self.step)
+        return measured
+
+    def swap_in_average(self) -> None:
+        """Overwrite the parameters by their mean over the workers, and keep the workers' own until `restore`.
+
+        Collective. `restore` must follow, also after an exception.
         """
-        self._refuse_while_borrowed()
-        self._equalise_newcomers()
-        self.start()
-        self.drain()
-        self.settle_arrivals()
-        self._arrived = False
-        self._updates = []
-        if not self._mixes_now:
-            self.exchange.waited_seconds = 0.0
-            if self.step < self._mixes_from:
-                self.left_out.append(self.step)
+        if self.borrowed:
             return
-        if self.num_workers == 1:
-            self.neighbor_disagreement = 0.0
-            return
-        if self.group.size == 1:
+        if self.topology.num_workers == 1:
             self._follow_changes()
-        self._warn_of_edits()
-        # In a parameter that was re-pointed meanwhile, the flat buffer still holds what the neighbours received;
-        # the difference to that keeps the mean of the workers exact.
-        self._updates = self.exchange.updates(self.flats, self._round)
-        self._check_arrivals()
-        for update in self._updates:
-            update.scale *= gamma
-        if self.order == "mix_first":
-            self._add_updates()
+            self.buckets.back_up()
+            return
+        self.buckets.refuse(Use.UPDATE, Use.RELEASED)
+        self.arrivals.settle()
+        self.group.barrier(f"averaging the workers at step {self.step}")
+        self.group.require_equal(self.step, "number of optimizer steps")
+        self.drain()
+        self.buckets.drop()  # the receive buffers become the backup: the exchange is posted again afterwards
+        self._follow_changes()
+        self.last_consensus = consensus.swap_in_average(self.buckets, self.group, self.step)
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Add the update that `finish` formed, after the local step, and count the step."""
-        if self.order == "local_first":
-            self._add_updates()
-        self._updates = []
-        self.step += 1
-        self.group.steps_taken = self.step
+    def restore(self) -> None:
+        """Give the workers of this process their own parameters back, every byte."""
+        self.buckets.restore()
 
-    def _add_updates(self) -> None:
-        for update in self._updates:
-            if update.scale == 0.0:
-                continue
-            flat = self.flats[update.worker]
-            misfits = {id(parameter) for parameter in flat.bring_back()}
-            if misfits and update.left_out is not None and bool(update.left_out):
-                continue
-            for number, buffer in enumerate(flat.buffers):
-                update.add_to(number, buffer.data)
-                if misfits:  # moved to another device or dtype in mid-run: reach them there, adopt them in `start`
-                    self._add_to_misfits(flat, buffer, update.dense(number), misfits, update.scale)
+    @property
+    def borrowed(self) -> bool:
+        """Whether the parameters are the average of the workers at the moment."""
+        return self.buckets.use is Use.BACKUP
 
-    def _add_to_misfits(
-        self, flat: FlatParameters, buffer: FlatBuffer, difference: Tensor, misfits: set[int], scale: float
-    ) -> None:
-        for parameter, view in zip(buffer.parameters, buffer.views, strict=True):
-            if id(parameter) not in misfits:
-                continue
-            if parameter.shape != view.shape:
-                raise RuntimeError(
-                    f"{flat.name_of(parameter)} became {tuple(parameter.shape)} after {tuple(view.shape)} between "
-                    f"two steps; give the resized parameter to the optimizer as a new one, on all workers."
-                )
-            update = difference.as_strided(view.shape, view.stride(), view.storage_offset())
-            parameter.data.add_(update.to(parameter), alpha=scale)
+    def consensus_errors(self) -> list[dict[int, Tensor]]:
+        """Return x_i - x_bar of each local worker, by `id` of the FIRST local worker's parameter.
 
-    def _warn_of_edits(self) -> None:
-        edited = [parameter for flat in self.flats for parameter in flat.edited()]
-        if edited and not self._warned_of_edits:
-            self._warned_of_edits = True
-            warnings.warn(
-                f"{self.flat.name_of(edited[0])} was changed in place while its exchange was in flight: its neighbour "
-                f"may have received the old or the new values. To change weights between steps, set "
-                f"GossipConfig(overlap=False).",
-                stacklevel=2,
+        Raises RuntimeError unless the average is swapped in.
+        """
+        if not self.borrowed:
+            raise RuntimeError(
+                "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
             )
+        return consensus.consensus_errors(self.buckets)
 
     # ---- when a worker is lost
 
     def abandon(self) -> None:
         """Give up what is in flight, before connections end."""
         self.exchange.abandon()
-        self._arrived = False
+        if self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
+            self.buckets.claim(Use.FREE)
 
     def regroup(self, step: int) -> None:
-        """Go on with the workers that are left, from the round after that of `step` on. Collective.
+        """Continue with the survivors, by a topology built for them. Collective.
 
-        Up to there, where the furthest of them may have got something of a lost worker already and the others have
-        not, everybody keeps to itself. So all of them end with equally many steps.
-
-        The topology is built anew for those who are left; see `Topology.of_survivors`.
+        Rounds up to `step`, that of the most advanced survivor, are skipped: only some survivors may have received the
+        lost worker's data. So all of them end with equally many steps. See `Topology.of_survivors`.
         """
-        here = self.per_process
-        places = [self._numbers.index(number) for number in self.group.original_ranks]
-        left = [here * place + worker for place in places for worker in range(here)]
-        self.num_workers = len(left)
-        self.topology = self._whole_topology.of_survivors(left)
-        self.workers = range(self.group.rank * here, (self.group.rank + 1) * here)
+        topology, ranks = self._launched
+        local = self.exchange.local_workers
+        processes = map(ranks.index, self.group.original_ranks)
+        survivors = [local * process + worker for process in processes for worker in range(local)]
+        self.topology = topology.of_survivors(survivors)
         self._mixes_from = step + 1
-        self._make_exchange()
+        self.exchange.follow(self.topology)
+        if self.compressor is None:
+            self.buckets.reserve(self.exchange.slots)
+        else:
+            self.compressor.reserve()
 
     def release(self) -> None:
         """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
         self.drain()
-        self.settle_arrivals()
-        self._refuse_while_borrowed()
-        self._released = True
-        for flat in self.flats:
-            flat.release()
-        self.exchange.release()
-
-    def _refuse_while_borrowed(self) -> None:
-        if self._released:
-            raise RuntimeError(
-                "gossip has ended for these parameters (`deploy` or `free_memory`); prepare model and optimizer again "
-                "to train on."
-            )
-        if self._borrowed:
-            raise RuntimeError(
-                "the parameters are the deployed average now; train only after leaving `with deployed_model(...)`."
-            )
+        self.arrivals.settle()
+        self.buckets.drop()
+        self.buckets.release()
+        if self.compressor is not None:
+            self.compressor.release()
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the topology, and what pairs refer to; waits for what is in flight."""
+        """Return the position in the topology and what pairs of workers refer to; waits for what is in flight."""
         self.drain()
-        self.settle_arrivals()
-        return {"step": self.step, "workers": self.num_workers, **self.exchange.state_dict()}
+        self.arrivals.settle()
+        state: dict[str, Any] = {"step": self.step, "workers": self.topology.num_workers}
+        return state if self.compressor is None else state | self.compressor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position; the exchange of the loaded parameters is posted by the next `finish`."""
-        if state["workers"] != self.num_workers:
-            raise ValueError(f"the state is of {state['workers']} workers, but {self.num_workers} were launched.")
+        """Continue at a saved position; the next `consensus_update` posts the exchange of the loaded parameters."""
+        if state["workers"] != self.topology.num_workers:
+            raise ValueError(
+                f"the state is of {state['workers']} workers, but {self.topology.num_workers} were launched."
+            )
         self.drain()
-        self._arrived, self._unread = False, None
+        self.buckets.drop()
+        self.arrivals.forget()
         self._mixes_from = 0
         self.step = state["step"]
-        self._state_to_come = None if self.exchange.load_state_dict(state) else state
+        if self.compressor is not None:
+            self.compressor.load_state_dict(state)
+
+    @property
+    def flats(self) -> list[FlatParameters]:
+        """The parameters of each local worker."""
+        return self.buckets.flats
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the parameters of one worker, as they are exchanged without compression."""
+        return sum(x.nbytes for x in self.buckets.values(0))
+
+
+def _require_size(topology: Topology, processes: int, per_process: int) -> None:
+    if topology.num_workers != processes * per_process:
+        each = f" processes of {per_process} workers each" if per_process > 1 else ""
+        raise ValueError(
+            f"topology '{topology.name}' is for {topology.num_workers} workers, but {processes}{each} were launched. "
+            f"Launch {topology.num_workers} workers, or build it for {processes * per_process}."
+        )

@@ -1,4 +1,9 @@
-"""Local updates that are left out because a gradient is not finite. The worker mixes all the same."""
+"""Keeping gradients and parameters that are not finite out of the run, without waiting for a GPU.
+
+A worker whose gradient is not finite skips its local update and mixes all the same (`GradientGuard`). Parameters that
+are not finite are never mixed and end the run (`ArrivalGuard`). On a GPU both are decided on the device; the host reads
+the outcome a step later.
+"""
 
 from __future__ import annotations
 
@@ -8,108 +13,238 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
-from dsgdac_accel.core.arrivals import NonFiniteError
+from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers
-from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.parameter_guard import MixedParameters
+from dsgdac_accel.core.update import Update
+from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-class SkippedUpdates:
-    """Looks at the gradients of a step, leaves out those of workers where one is not finite, and counts.
+class NonFiniteError(RuntimeError):
+    """A worker's parameters or gradients are not finite, so the run cannot continue."""
 
-    On a GPU the host does not wait for the answer where the optimizer takes it on the device, as torch's fused ones do:
-    what was left out is then counted in the next step.
 
-    Args:
-        optimizer: whose local update is left out.
-        mixer: of its parameters.
-        limit: this many skipped updates of a worker in a row end the run.
+class HostCopy:
+    """Values on their way from their device to the host, which reads them later.
+
+    From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
+    On the CPU they are cloned.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mixer: Mixer, limit: int) -> None:
-        self.optimizer = optimizer
-        self.mixer = mixer
-        self.limit = limit
-        self.total = 0
-        """Local updates that the workers of this process have skipped."""
-        self.in_a_row = [0] * mixer.per_process
-        """Of each worker of this process, how many of its last updates were skipped."""
-        self._to_set_aside: list[Parameter] = []
-        self._set_aside: list[tuple[Parameter, Tensor]] = []
-        self._flag: Tensor | None = None
-        self._unread: tuple[HostCopy, int] | None = None
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: Any = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+        else:
+            self._values = values.detach().clone()
 
-    def look(self) -> bool:
-        """Find out which gradients are not finite; whether the optimizer is to be called at all."""
-        parameters = self.mixer.by_worker(self.mixer.find())
-        if self.mixer.checks_late and len(parameters) == 1 and skips_on_device(self.optimizer):
-            self._flag = nonfinite_flag(parameters[0])
-            if self._flag is not None:
-                self._unread = HostCopy(self._flag), self.mixer.step
-            return True
-        left_out = nonfinite_workers(parameters)
-        self.count(left_out, self.mixer.step)
-        if len(left_out) == len(parameters):
-            return False
-        self._to_set_aside = [parameter for worker in left_out for parameter in parameters[worker]]
-        return True
+    def read(self) -> Tensor:
+        """Return the values, on the CPU; waits until the device has reached the point where the copy was made."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
 
-    def leave_out(self) -> None:
-        """Let the local step that follows skip what is not finite. `put_back` must follow that step."""
-        for parameter in self._to_set_aside:  # optimizers leave out what has no gradient, its state included
-            if parameter.grad is not None:
-                self._set_aside.append((parameter, parameter.grad))
-                parameter.grad = None
-        self._to_set_aside = []
-        if self._flag is not None:
-            optimizer: Any = self.optimizer
-            optimizer.grad_scale, optimizer.found_inf = None, self._flag
+    def is_set(self) -> bool:
+        """Return whether the single value is not 0; waits like `read`."""
+        return bool(self.read())
 
-    def put_back(self) -> None:
-        """End what `leave_out` began."""
-        for parameter, gradient in self._set_aside:
-            parameter.grad = gradient
-        self._set_aside.clear()
-        if self._flag is not None:
-            optimizer: Any = self.optimizer
-            del optimizer.grad_scale, optimizer.found_inf
-            self._flag = None
+
+class ArrivalGuard:
+    """Measures how far the neighbors are, and ends the run if that is not finite.
+
+    May only set `Update.skip`, and drop the update before it ends the run.
+    """
+
+    def __init__(self, group: WorkerGroup, exchange: Exchange, buckets: Buckets) -> None:
+        self.group = group
+        self.exchange = exchange
+        self.buckets = buckets
+        self.checks_late = group.device.type == "cuda"
+        """Whether the host reads a step later what was found. The device then skips the update by itself."""
+        self.disagreement: Tensor | float = 0.0
+        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part: its distance to the
+        mean of its neighbors; for several local workers the mean of theirs."""
+        self._unread: tuple[HostCopy, int, int] | None = None
+        """Whether an update was skipped on the device, the step and the round."""
+
+    def check(self, updates: Sequence[Update], step: int, round_: int) -> None:
+        """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not."""
+        if not updates:  # every local worker sits the round out: the last disagreement stays
+            return
+        norms = [update.norm() for update in updates]
+        local = self.exchange.local_workers
+        total = self.disagreement = norms[0] if local == 1 else torch.stack(norms).sum() / local
+        if self.checks_late:
+            skip = torch.isfinite(total).logical_not_().float()
+            for update in updates:
+                update.skip = skip
+            self._unread = HostCopy(skip), step, round_
+        elif not bool(torch.isfinite(total)):
+            self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
+
+    def _all_finite(self, updates: Sequence[Update]) -> bool:
+        numbers = range(len(self.buckets.values(0)))
+        return all(bool(torch.isfinite(update.dense(number)).all()) for update in updates for number in numbers)
 
     def settle(self) -> None:
-        """Count what the step before left out, if it is not counted yet.
+        """Read what was found in the step before, if it is not read yet.
 
         Raises:
-            NonFiniteError: too many in a row.
+            NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
         """
         unread, self._unread = self._unread, None
-        if unread is not None:
-            self.count([0] if unread[0].is_set() else [], unread[1])
+        if unread is not None and unread[0].is_set():
+            self._raise_nonfinite(*unread[1:], perhaps=", or too far away for the square of the distance")
 
     def forget(self) -> None:
-        """Drop what was not counted: the run goes on from elsewhere."""
+        """Drop what was not read: the run continues from a checkpoint."""
         self._unread = None
 
-    def count(self, left_out: Sequence[int], step: int) -> None:
-        """Count, for each worker of this process, whether it skipped its update of `step`.
+    def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:
+        local_workers = range(self.exchange.local_workers)
+        mine = [
+            self.exchange.workers[local]
+            for local in local_workers
+            if not all(bool(torch.isfinite(x).all()) for x in self.buckets.values(local))
+        ]
+        peers = {peer for local in local_workers for peer in self.exchange.plan(round_, local).weights}
+        suspects = sorted(map(self.exchange.original_number, mine or self.exchange.elsewhere(peers)))
+        who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
+        self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
+
+    def _raise_too_far(self, step: int) -> None:
+        me, dtype = self.exchange.original_number(self.exchange.workers[0]), self.buckets.values(0)[0].dtype
+        message = f"worker {me} and its neighbors are too far apart at step {step}"
+        self._raise(message, f": the square of their distance is beyond {dtype}")
+
+    def _raise(self, message: str, detail: str = "") -> None:
+        self.buckets.drop()
+        self.group.report(message)
+        advice = "The run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
+        raise NonFiniteError(f"{message}{detail}. {advice}")
+
+
+class GradientGuard:
+    """Skips the local updates of workers whose gradient is not finite, and counts them.
+
+    `gradients_are_finite` looks, `hide_nonfinite` and `put_back` enclose the optimizer's step. May only hide gradients
+    and set the optimizer's `found_inf`.
+
+    Args:
+        optimizer: takes the local step.
+        parameters: those that it trains.
+        arrivals: the guard of the same mixer.
+        limit: this many skipped updates of one worker in a row end the run.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: MixedParameters, arrivals: ArrivalGuard, limit: int
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.arrivals = arrivals
+        self.limit = limit
+        self.skipped = 0
+        """Local updates that the workers of this process have skipped."""
+        self.in_a_row = [0] * parameters.local_workers
+        """For each local worker, how many of its last updates were skipped in a row."""
+        self._to_hide: list[Parameter] = []
+        self._hidden: list[tuple[Parameter, Tensor]] = []
+        self._found_inf: Tensor | None = None
+        self._unread: tuple[HostCopy, int] | None = None
+
+    def gradients_are_finite(self, step: int, scaler: Any = None) -> bool:
+        """Find the gradients that are not finite; return whether the optimizer is to be called at all.
+
+        Args:
+            step: the present one, for messages.
+            scaler: the GradScaler of fp16 training; an overflow on any worker then counts on all workers.
 
         Raises:
-            NonFiniteError: too many in a row.
+            NonFiniteError: too many skipped updates in a row.
         """
-        for here, worker in enumerate(self.mixer.workers):
-            if here not in left_out:
-                self.in_a_row[here] = 0
+        self.settle()
+        if scaler is not None:
+            overflow = self._agree_on_overflow(step, scaler)
+            # Overflows while the loss scale is still falling are how fp16 training finds its scale.
+            self._count(range(len(self.in_a_row)) if overflow and scaler.get_scale() <= 1 else (), step)
+            return not overflow
+        parameters = self.parameters.by_worker(self.parameters.find())
+        if self.arrivals.checks_late and len(parameters) == 1 and skips_on_device(self.optimizer):
+            self._found_inf = nonfinite_flag(parameters[0])
+            if self._found_inf is not None:
+                self._unread = HostCopy(self._found_inf), step
+            return True
+        nonfinite = nonfinite_workers(parameters)
+        self._count(nonfinite, step)
+        if len(nonfinite) == len(parameters):
+            return False
+        self._to_hide = [parameter for worker in nonfinite for parameter in parameters[worker]]
+        return True
+
+    def _agree_on_overflow(self, step: int, scaler: Any) -> bool:
+        """Return whether any worker overflowed, so that loss scales stay equal; the scaler then skips by itself."""
+        if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
+            scaler.unscale_(self.optimizer)
+        found = list(scaler._found_inf_per_device(self.optimizer).values())
+        for flag in found:
+            self.arrivals.group.all_reduce_max_(flag, f"comparing fp16 overflows at step {step}")
+        return any(bool(flag) for flag in found)
+
+    def hide_nonfinite(self) -> None:
+        """Let the local step that follows skip what is not finite."""
+        for parameter in self._to_hide:  # optimizers skip a parameter without a gradient, and its state
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+        self._to_hide = []
+        if self._found_inf is not None:
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale, optimizer.found_inf = None, self._found_inf
+
+    def put_back(self) -> None:
+        """Undo `hide_nonfinite`, after the local step."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        if self._found_inf is not None:
+            optimizer: Any = self.optimizer
+            del optimizer.grad_scale, optimizer.found_inf
+            self._found_inf = None
+
+    def settle(self) -> None:
+        """Count what the device skipped in the step before, if it is not counted yet. Raises NonFiniteError."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._count([0] if unread[0].is_set() else [], unread[1])
+
+    def load(self, skipped: int, in_a_row: Sequence[int]) -> None:
+        """Continue with these counts."""
+        self._unread = None
+        self.skipped, self.in_a_row = skipped, list(in_a_row)
+
+    def _count(self, nonfinite: Sequence[int], step: int) -> None:
+        exchange = self.arrivals.exchange
+        for local, worker in enumerate(exchange.workers):
+            if local not in nonfinite:
+                self.in_a_row[local] = 0
                 continue
-            self.total += 1
-            self.in_a_row[here] += 1
-            where = f"worker {self.mixer.number_of(worker)}, step {step}"
+            self.skipped += 1
+            self.in_a_row[local] += 1
+            where = f"worker {exchange.original_number(worker)}, step {step}"
             logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
-            if self.in_a_row[here] >= self.limit:
-                message = f"{where}: {self.in_a_row[here]} steps in a row had a gradient that is not finite"
-                self.mixer.group.report(message)
+            if self.in_a_row[local] >= self.limit:
+                message = f"{where}: {self.in_a_row[local]} steps in a row had a gradient that is not finite"
+                self.arrivals.group.report(message)
                 raise NonFiniteError(
                     f"{message} (max_consecutive_nonfinite={self.limit}). "
                     f"Look at this worker's data, lower the learning rate, or clip the gradients."
@@ -117,10 +252,10 @@ class SkippedUpdates:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next `optimizer.step()` changes nothing where the tensor `optimizer.found_inf` is 1.
+    """Return whether the next `optimizer.step()` changes nothing if the tensor `optimizer.found_inf` is 1.
 
-    So `GradScaler` lets torch's fused optimizers skip. Their SGD makes momentum buffers also in a step that it skips,
-    of whatever is in memory: where it has none yet, it must not be called.
+    torch's fused optimizers do that for `GradScaler`. Their SGD creates momentum buffers even in a step that it skips,
+    from uninitialized memory: while it has none, it must not be called.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

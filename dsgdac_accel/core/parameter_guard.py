@@ -1,24 +1,315 @@
-"""Noticing that a model no longer uses the parameters which its optimizer trains."""
+"""The parameters that are mixed: which ones, whether they can be mixed exactly, and whether they have changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
 
-from dsgdac_accel.calibration import batch_norm_layers
+from dsgdac_accel.distributed.group import WorkerGroup
+
+MIXED_DTYPES = (torch.float32, torch.float64)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_VERSION = operator.attrgetter("_version")
+
+
+def as_parameter_list(parameters: object) -> list[Parameter]:
+    """Return every distinct parameter in a single one, an iterable of them, or optimizer-style parameter groups.
+
+    >>> weight = Parameter(torch.ones(2))
+    >>> len(as_parameter_list(weight)), len(as_parameter_list([{"params": [weight, weight]}]))
+    (1, 1)
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    if not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"expected parameters, an iterable of them, or parameter groups; got {type(parameters).__name__}."
+        )
+    found: dict[int, Parameter] = {}
+    for item in parameters:
+        if isinstance(item, Tensor):
+            found.setdefault(id(item), item)  # type: ignore[arg-type]
+        elif isinstance(item, Mapping) and "params" in item:
+            inner = item["params"]
+            if not (isinstance(inner, list) and set(map(type, inner)) <= {Parameter, Tensor}):
+                inner = as_parameter_list(inner)
+            found.update(zip(map(id, inner), inner, strict=True))
+        elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor):
+            found.setdefault(id(item[1]), item[1])  # type: ignore[arg-type]  # ("name", parameter)
+        else:
+            raise TypeError(f"expected a parameter or a parameter group; got {type(item).__name__}.")
+    return list(found.values())
+
+
+def extent(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory, gaps included.
+
+    >>> extent(torch.zeros(3, 4).T), extent(torch.zeros(10)[::2]), extent(torch.tensor(1.0)), extent(torch.zeros(0, 3))
+    (12, 9, 1, 0)
+    """
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# ---- what can be mixed exactly
+
+
+def name_of(parameter: Parameter, names: Mapping[int, str]) -> str:
+    """Return the parameter's name from `names` (by `id`), or its shape if it has none."""
+    if id(parameter) in names:
+        return names[id(parameter)]
+    lazy = isinstance(parameter, UninitializedParameter)  # its shape cannot be read
+    return "a parameter" if lazy else f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def refuse_unmixable(parameters: Sequence[Parameter], names: Mapping[int, str]) -> None:
+    """Raise ValueError, with the parameter's name, unless every parameter can be mixed exactly.
+
+    Low precision, complex, expanded, overlapping, uninitialized and sharded parameters cannot.
+    """
+    for parameter in parameters:
+        _refuse_kind(parameter, name_of(parameter, names))
+    _refuse_overlap(parameters, names)
+
+
+def _refuse_kind(parameter: Parameter, name: str) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(
+            f"{name} of a lazy module has no values yet; run one batch through the model before `prepare`."
+        )
+    if type(parameter.data) is not Tensor:
+        raise ValueError(
+            f"{name} is a {type(parameter.data).__name__}; every worker must hold whole, ordinary tensors. "
+            f"Switch sharding, tensor parallelism or quantization off."
+        )
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values; load the model before `prepare`.")
+    if parameter.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"{name} is {parameter.dtype}: small consensus updates would be rounded away. Keep parameters in "
+            f"float32 (`model.float()`) and compute in low precision with mixed_precision='bf16' or 'fp16'."
+        )
+    if parameter.dtype not in MIXED_DTYPES or parameter.layout != torch.strided:
+        raise ValueError(
+            f"{name} is {parameter.dtype} ({parameter.layout}); trainable parameters must be dense float32 or "
+            f"float64. Freeze it (`requires_grad_(False)`) or convert it."
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        raise ValueError(f"{name} is expanded: several of its elements share one value in memory. Store a `.clone()`.")
+
+
+def _refuse_overlap(parameters: Sequence[Parameter], names: Mapping[int, str]) -> None:
+    """Refuse parameters that share only part of their memory; interleaved slices of one tensor are fine."""
+    by_storage: dict[tuple, list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.numel():
+            memory = parameter.untyped_storage().data_ptr(), parameter.dtype, parameter.device
+            by_storage.setdefault(memory, []).append(parameter)
+    for sharers in by_storage.values():
+        distinct = list({(p.storage_offset(), tuple(p.shape), p.stride()): p for p in sharers}.values())
+        if len(distinct) == 1:
+            continue
+        owner_at = torch.full((max(p.storage_offset() + extent(p) for p in distinct),), -1, dtype=torch.int32)
+        for number, parameter in enumerate(distinct):
+            mine = owner_at.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+            if (mine >= 0).any():
+                other = distinct[int(mine.max())]
+                raise ValueError(
+                    f"{name_of(parameter, names)} and {name_of(other, names)} share part of their memory. Tie whole "
+                    f"parameters (the same Parameter under two names), or store a `.clone()` of one."
+                )
+            mine.fill_(number)
+
+
+# ---- which parameters are mixed
+
+
+def _in_groups(found: object) -> list[Parameter] | None:
+    """Return the parameters of ordinary parameter groups one after the other; None for anything else."""
+    if not isinstance(found, list):
+        return None
+    inner = [group["params"] for group in found if isinstance(group, Mapping) and "params" in group]
+    ordinary = len(inner) == len(found) and all(type(parameters) is list for parameters in inner)
+    return list(chain.from_iterable(inner)) if ordinary else None
+
+
+def _same(one: Sequence[Parameter], other: Sequence[Parameter]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class MixedParameters:
+    """Selects the parameters to mix and notices when they change.
+
+    A parameter is mixed if it is trained or was mixed before: parameters that were frozen from the start are equal on
+    all workers and stay equal, parameters that are frozen later are not.
+
+    Args:
+        parameters: a parameter, an iterable of them or parameter groups; or a function that returns one of these.
+        names: what to call a parameter in messages, by `id`.
+        local_workers: workers of this process.
+        worker_of: the local worker, from 0, that a parameter belongs to; needed for several local workers.
+    """
+
+    def __init__(
+        self,
+        parameters: object,
+        names: Mapping[int, str] | None = None,
+        local_workers: int = 1,
+        worker_of: Callable[[Parameter], int] | None = None,
+    ) -> None:
+        listed = None if callable(parameters) else as_parameter_list(parameters)  # a generator can be read only once
+        self._find: Callable[[], object] = parameters if callable(parameters) else lambda: listed
+        self._found: tuple[list[Parameter] | None, list[Parameter]] = None, []
+        """The parameters in the groups that were found last, and the distinct ones among them."""
+        self.names = names or {}
+        self.local_workers = local_workers
+        self._worker_of = worker_of or (lambda parameter: 0)
+        self._mixed: list[list[Parameter]] = [[] for _ in range(local_workers)]
+        """The parameters of each local worker that are mixed now, in order."""
+        self._unchanged: tuple[list[Parameter], list[bool]] | None = None
+        """The list in which nothing had changed, and which of its parameters were trained."""
+        self._equalized = self.find()
+        """The list of which all parameters have started from equal values."""
+        self._known = {id(parameter): weakref.ref(parameter) for parameter in self._equalized}
+        self._versions: list[int] = []
+        self._warned_of_edits = False
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter for messages."""
+        return name_of(parameter, self.names)
+
+    def find(self) -> list[Parameter]:
+        """Return every distinct parameter: the same list object as long as nothing has changed. Do not modify it.
+
+        To list 400 parameters costs as much as to mix them; to see that they are still the same costs a fifth of that.
+        """
+        found = self._find()
+        seen = _in_groups(found)
+        if seen is None or self._found[0] is None or not _same(seen, self._found[0]):
+            self._found = seen, as_parameter_list(found)
+        return self._found[1]
+
+    def by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+        """Split parameters by the local worker that they belong to."""
+        if self.local_workers == 1:
+            return [list(parameters)]
+        split: list[list[Parameter]] = [[] for _ in range(self.local_workers)]
+        for parameter in parameters:
+            split[self._worker_of(parameter)].append(parameter)
+        return split
+
+    def _selected(self) -> list[list[Parameter]]:
+        mixed = {id(parameter) for mine in self._mixed for parameter in mine}
+        return self.by_worker(p for p in self.find() if p.requires_grad or id(p) in mixed)
+
+    def changed(self) -> bool:
+        """Return whether parameters were added, removed, replaced or unfrozen; costs little if none was."""
+        listed = self.find()
+        trained = list(map(_REQUIRES_GRAD, listed))
+        if self._unchanged is not None and listed is self._unchanged[0] and trained == self._unchanged[1]:
+            return False
+        if not all(map(_same, self._selected(), self._mixed)):
+            return True
+        self._unchanged = listed, trained
+        return False
+
+    def select(self, device: torch.device | None) -> list[list[Parameter]]:
+        """Return the parameters to mix, for each local worker, and remember them.
+
+        Args:
+            device: where parameters must be to be sent; None if none is sent.
+
+        Raises:
+            ValueError: a parameter cannot be mixed exactly, is on another device, or the local workers train different
+                parameters.
+        """
+        selected = self._selected()
+        for mine in selected:
+            refuse_unmixable(mine, self.names)
+            for parameter in mine:
+                if device is not None and parameter.device.type != device.type:
+                    raise ValueError(
+                        f"{self.name_of(parameter)} is on {parameter.device}, but this run communicates on {device}. "
+                        f"Prepare the model before, or together with, its optimizer."
+                    )
+        if any(signature_of(mine) != signature_of(selected[0]) for mine in selected):
+            raise ValueError(
+                "the workers of this process train different parameters. Freeze, unfreeze, add and replace parameters "
+                "in all replicas of the model alike (`model.replicas`)."
+            )
+        self._mixed = selected
+        return selected
+
+    def equalize_newcomers(self, group: WorkerGroup) -> None:
+        """Let parameters that joined the optimizer during training start from worker 0's values, as all others did."""
+        listed = self.find()
+        if listed is self._equalized:
+            return
+        newcomers = [parameter for parameter in listed if not self._knows(parameter)]
+        for replicas in zip(*self.by_worker(newcomers), strict=False):  # `select` refuses replicas that differ
+            first = replicas[0]
+            group.require_equal(tuple(first.shape), "shape of the parameter added to the optimizer")
+            group.broadcast_(first, f"starting from equal values of {self.name_of(first)}")
+            for other in replicas[1:]:
+                if other.shape == first.shape:
+                    other.detach().copy_(first.detach())
+        self._known |= {id(parameter): weakref.ref(parameter) for parameter in newcomers}
+        self._equalized = listed
+
+    def _knows(self, parameter: Parameter) -> bool:
+        """A new parameter may have the `id` of a deleted one, on one worker and not on another."""
+        reference = self._known.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    # ---- edits while an exchange is in flight
+
+    def remember_versions(self) -> None:
+        """Note the state of the parameters that are being sent."""
+        self._versions = list(map(_VERSION, chain.from_iterable(self._mixed)))
+
+    def warn_of_edits(self) -> None:
+        """Warn once if a parameter was written in place since `remember_versions`; writes to `.data` leave no trace."""
+        versions = list(map(_VERSION, chain.from_iterable(self._mixed)))
+        if self._warned_of_edits or not self._versions or versions == self._versions:
+            return
+        triples = zip(chain.from_iterable(self._mixed), versions, self._versions, strict=False)
+        edited = [parameter for parameter, now, before in triples if now != before]
+        if edited:
+            self._warned_of_edits = True
+            warnings.warn(
+                f"{self.name_of(edited[0])} was changed in place while its exchange was in flight: its neighbor may "
+                f"have received the old or the new values. To change weights between steps, set "
+                f"GossipConfig(overlap=False).",
+                stacklevel=2,
+            )
+
+
+def signature_of(parameters: Sequence[Parameter]) -> list[tuple]:
+    """Return what must agree on all workers before anything is sent: shape, strides and dtype, in order."""
+    return [(tuple(p.shape), p.stride(), str(p.dtype)) for p in parameters]
+
+
+# ---- parameters replaced in the model
 
 
 class ModelWatch:
-    """Remembers where in the models each parameter sits, and looks there again before every step.
+    """Remembers where in the models each parameter is, and looks there again before every step.
 
     `load_state_dict(assign=True)` and `module.weight = nn.Parameter(...)` put new parameters into a model. The
-    optimizer goes on with the old ones, so training silently stops, and nobody would mix the new ones.
+    optimizer keeps the old ones, so training silently stops and the new ones are not mixed.
 
     Args:
-        models: the prepared models; a list may grow later.
+        models: the prepared models; the list may grow later.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -28,11 +319,11 @@ class ModelWatch:
         self._look()
 
     def _look(self) -> None:
-        self._seen = len(self.models)
+        self._models_seen = len(self.models)
         self.names: dict[int, str] = {}
-        """What each parameter is called in its model, by `id`."""
+        """Name of each parameter in its model, by `id`."""
         self._sites: list[tuple[dict, str, Parameter]] = []
-        self._normalising = [(model, batch_norm_layers(model)) for model in self.models]
+        self._batch_norms = [(model, batch_norm_layers(model)) for model in self.models]
         for model in self.models:
             self.names.update((id(parameter), name) for name, parameter in model.named_parameters())
             for module in model.modules():
@@ -40,10 +331,10 @@ class ModelWatch:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
-        if len(self.models) != self._seen:
+        if len(self.models) != self._models_seen:
             self._look()
         if any(model.training for model in self.models):
-            training = [layer for model, layers in self._normalising if model.training for layer in layers]
+            training = [layer for model, layers in self._batch_norms if model.training for layer in layers]
             self.frozen = [layer for layer in training if not layer.training]
         replaced = [(slots, key, old) for slots, key, old in self._sites if slots.get(key) is not old]
         if not replaced:
@@ -58,3 +349,8 @@ class ModelWatch:
                     f"assign=False, or put the new parameter into the optimizer, on all workers."
                 )
         self._look()
+
+
+def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
+    """Return all BatchNorm layers of a model."""
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]

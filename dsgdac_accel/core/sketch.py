@@ -1,13 +1,13 @@
 """The consensus radius at every step, estimated from a few numbers per worker instead of a reduction of the model.
 
-Every worker projects its parameters x_i (D,) onto the same k random directions, s_i = P x_i (k,), and worker 0 is sent
-these few numbers. P is linear, so s_i - mean_j s_j = P (x_i - x_bar), and E ||P d||^2 = ||d||^2 for every d.
+Every worker projects its parameters x_i (D,) onto the same k random directions, s_i = P x_i (k,), and sends these few
+numbers to worker 0. P is linear, so s_i - mean_j s_j = P (x_i - x_bar), and E ||P d||^2 = ||d||^2 for every d.
 
-How exact it is. The variance of ||P d||^2 is at most (2/k) ||d||^4, and a little for its first stage, see `Projection`.
-To first order, then, each distance has a relative standard error of at most sqrt(1 / (2k)), and so have the radius,
-their mean, and the Frobenius norm. Where the ways of n workers from the average are nearly orthogonal, their errors are
-nearly independent, and the radius is better by about sqrt(n). The random numbers stay the same for the whole run, so
-the course of the radius is smoother than that. Distances below about 1e-6 ||x|| drown in the rounding of float32.
+Accuracy. The variance of ||P d||^2 is at most (2/k) ||d||^4, plus a little for its first stage, see `Projection`. To
+first order, each distance then has a relative standard error of at most sqrt(1 / (2k)), and so have the radius (their
+mean) and the Frobenius norm. If the differences of n workers to the average are nearly orthogonal, their errors
+are nearly independent, and the radius is more accurate by about sqrt(n). The random numbers stay the same for the whole
+run, so the curve of the radius is smoother than that. Distances below about 1e-6 ||x|| are lost in float32 rounding.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch import Tensor
 
 from dsgdac_accel.core.buckets import FlatParameters
 from dsgdac_accel.core.consensus import Consensus
-from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.nonfinite import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 LENGTH = {"cpu": 2**17 - 1, "cuda": 2**21 - 1}
-"""L: on a CPU what stays in its cache, on a GPU long enough for its kernels. Odd, see `Projection`."""
-_SEED = 2602_02899  # any number: the same for all workers, and after resuming
-_MOST_AT_ONCE = 16  # steps whose numbers are on their way
+"""L: on a CPU small enough for its cache, on a GPU long enough for its kernels. Odd, see `Projection`."""
+_SEED = 2602_02899  # arbitrary, but the same for all workers and after resuming
+_MOST_AT_ONCE = 16  # steps whose numbers are in flight
 
 
 def relative_error(numbers: int, length: int = LENGTH["cpu"]) -> float:
-    """Bound of the relative standard error of a distance, and so of the radius, from `numbers` numbers per worker.
+    """Return a bound of the relative standard error of a distance, and so of the radius, for `numbers` per worker.
 
     >>> round(relative_error(1024), 4), round(relative_error(200), 2)
     (0.0223, 0.05)
@@ -49,20 +49,20 @@ def relative_error(numbers: int, length: int = LENGTH["cpu"]) -> float:
 class Projection:
     """A random linear map P from D to `numbers` numbers with E ||P x||^2 = ||x||^2, in one pass over x.
 
-    Two stages. x is cut into rows of L numbers, which are added up, each times a sign of its own and rolled by an
-    offset of its own: z_b = sum_r a_r t_(b - o_r) x_(r, b - o_r), with the same L signs t for all rows. Two elements of
-    different rows meet with probability 1/L, those of one row never, so Var ||z||^2 <= (4/L) ||x||^4 for every x if L
-    is odd: were it even, rolls by L/2 would pair the same signs twice. Then z is dealt out at random to k buckets of
-    equal size, and each bucket added up with random signs (a count sketch): Var(||s||^2 | z) <= (2/k) ||z||^4.
+    Two stages. First, x is cut into rows of L numbers, and the rows are added up, each with a random sign and rolled by
+    a random offset: z_b = sum_r a_r t_(b - o_r) x_(r, b - o_r), with the same L signs t for all rows. Two elements of
+    different rows collide with probability 1/L, those of one row never, so Var ||z||^2 <= (4/L) ||x||^4 for every x if
+    L is odd: were it even, rolls by L/2 would pair the same signs twice. Then z is dealt out at random to k bins of
+    equal size, and each bin is added up with random signs (a count sketch): Var(||s||^2 | z) <= (2/k) ||z||^4.
 
-    Adding up rows reads x once and keeps 2 L numbers at hand; a bucket of its own for each element of x takes more than
-    twice as long and an index of twice the size of x, and dense random signs k passes. The random numbers are drawn
-    once, from generators of their own.
+    Adding up rows reads x once and keeps 2 L numbers in the cache. A random bin for each element of x takes more than
+    twice as long and an index of twice the size of x; dense random signs take k passes. The random numbers are drawn
+    once, from generators that nothing else uses.
 
     Args:
-        numbers: k. A model of no more parameters is not projected: the numbers are the parameters themselves.
+        numbers: k. A model with at most k parameters is not projected: the numbers are the parameters themselves.
         length: L, odd.
-        seed: of all random signs, offsets and buckets.
+        seed: for all random signs, offsets and bins.
     """
 
     def __init__(self, numbers: int, length: int = LENGTH["cpu"], seed: int = _SEED) -> None:
@@ -73,12 +73,12 @@ class Projection:
         self._generator = torch.Generator().manual_seed(seed)
         self._signs = _random_signs(length, self._generator)
         self._rows: list[tuple[float, int]] = []
-        """Sign and offset of each row, as far as a model needed them."""
+        """Sign and offset of each row, drawn when a model first needs them."""
         self._tables: dict[tuple, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, buffers: Sequence[Tensor]) -> Tensor:
-        """Project flat buffers of any dtypes and devices, taken as one vector.
+        """Project flat tensors of any dtypes and devices, taken as one vector.
 
         Returns (numbers,), or fewer for a smaller model; float64 if any buffer is, else float32.
         """
@@ -90,7 +90,7 @@ class Projection:
         return self._fold(self._add_rows(buffers, total, dtype, device)).to(dtype)
 
     def _add_rows(self, buffers: Sequence[Tensor], total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """z (L,); or (D,) where one row holds everything."""
+        """Return z (L,); or (D,) if one row holds everything."""
         length = min(self.length, total)
         sums: dict[tuple, Tensor] = {}
         for buffer, begin in zip(buffers, accumulate(map(len, buffers), initial=0), strict=False):
@@ -104,9 +104,9 @@ class Projection:
         return torch.stack([z.to(device, dtype) for z in sums.values()]).sum(0)
 
     def _fold(self, z: Tensor) -> Tensor:
-        """s (k,) of z."""
+        """Return s (k,)."""
         padded = -(-len(z) // self.numbers) * self.numbers
-        order, signs = self._buckets(padded, z)
+        order, signs = self._bins(padded, z)
         dealt = torch.nn.functional.pad(z, (0, padded - len(z)))[order].mul_(signs)
         return dealt.view(-1, self.numbers).sum(0, dtype=torch.float64)
 
@@ -122,9 +122,9 @@ class Projection:
             self._tables[kind] = self._signs.to(buffer)
         return self._tables[kind]
 
-    def _buckets(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """An order of `count` numbers in which the one at place p is in bucket p mod k, and a sign for each place."""
-        order, signs = ("order", count, *_kind(like)), ("bucket signs", count, *_kind(like))
+    def _bins(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an order of `count` numbers, in which place p belongs to bin p mod k, and a sign for each place."""
+        order, signs = ("order", count, *_kind(like)), ("bin signs", count, *_kind(like))
         if order not in self._tables:
             generator = torch.Generator().manual_seed(self._seed + count)
             self._tables[order] = torch.randperm(count, generator=generator).to(like.device)
@@ -141,7 +141,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _add_rolled(z: Tensor, part: Tensor, signs: Tensor, sign: float, place: int) -> None:
-    """z[place : ...] += sign * signs * part, beginning anew at the end of z."""
+    """z[place : ...] += sign * signs * part, wrapping around at the end of z."""
     fits = min(len(part), len(z) - place)
     z[place : place + fits].addcmul_(part[:fits], signs[:fits], value=sign)
     if fits < len(part):
@@ -151,22 +151,20 @@ def _add_rolled(z: Tensor, part: Tensor, signs: Tensor, sign: float, place: int)
 class RadiusEstimate:
     """Estimates the consensus radius of a step while the next one computes, on process 0, which logs.
 
-    A thread sends and receives through a group of its own, over gloo also where mixing goes over NCCL: nothing else
-    waits for it, and it disturbs no other communication. A worker that is late delays an estimate, not a step. Of a
-    step around which a worker is lost there is none.
+    A thread sends and receives through a process group that nothing else uses, over gloo even if mixing uses NCCL, so
+    nothing waits for it. A late worker delays an estimate, not a step. A step around which a worker is lost has no
+    estimate.
 
     Args:
         group: the processes. Construction is collective.
         numbers: k, numbers per worker and step; see `relative_error`.
-        per_process: workers of each process.
     """
 
-    def __init__(self, group: WorkerGroup, numbers: int, per_process: int = 1) -> None:
+    def __init__(self, group: WorkerGroup, numbers: int) -> None:
         self.group = group
-        self.per_process = per_process
         self.projection = Projection(numbers, LENGTH["cuda" if group.device.type == "cuda" else "cpu"])
         self.step = 0
-        """The last one that was posted."""
+        """The last step that was posted."""
         self._posts_from = 0
         self._latest: Consensus | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -181,17 +179,17 @@ class RadiusEstimate:
 
     @property
     def latest(self) -> Consensus | None:
-        """The newest estimate that is there; None before the first, and on processes other than 0. Never waits."""
+        """The newest estimate that has arrived; None before the first, and on processes other than 0. Never waits."""
         while self._under_way and self._under_way[0].done():
             self._latest = self._under_way.popleft().result() or self._latest
         return self._latest
 
     def post(self, flats: Sequence[FlatParameters], step: int) -> None:
-        """Project the parameters as they are after `step` mixes, and send what comes out on its way.
+        """Project the parameters as they are after `step` steps, and post the result.
 
         Args:
-            flats: of each worker of this process.
-            step: the same on all workers; each calls this once for each step.
+            flats: the parameters of each local worker.
+            step: the same on all workers, each of which calls this once per step.
         """
         self.step = step
         if step < self._posts_from:
@@ -199,29 +197,26 @@ class RadiusEstimate:
         if self.group.size == len(flats) == 1:
             self._latest = Consensus(0.0, 0.0, step)
             return
-        sketches = torch.stack([self.projection([buffer.data for buffer in flat.buffers]) for flat in flats])
+        sketches = torch.stack([self.projection([bucket.data for bucket in flat.buckets]) for flat in flats])
         copied = HostCopy(sketches)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dsgdac-sketch")
         if len(self._under_way) >= _MOST_AT_ONCE and not self._under_way[0].done():
             wait([self._under_way[0]], self.group.timeout)
-        _ = self.latest  # takes in what is there, also where nobody asks for it
+        _ = self.latest  # collect what has arrived, even if nobody reads it
         self._under_way.append(self._thread.submit(self._estimate, self._handle, copied, step))
 
     def _estimate(self, handle: Any, copied: HostCopy, step: int) -> Consensus | None:
-        """In the thread."""
+        """Runs in the thread."""
         sketches = copied.read()
         if handle is None:
             return consensus_of(sketches, step)
         try:
-            everybodys = self._gather(handle, sketches, step)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # a worker was lost, which mixing will notice
+            gathered = self._gather(handle, sketches, step)
+        except (RuntimeError, ValueError) as error:  # a worker was lost, which mixing will notice
             logger.debug("no estimate of the consensus radius at step %d: %s", step, error)
             return None
-        return None if everybodys is None else consensus_of(everybodys, step)
+        return None if gathered is None else consensus_of(gathered, step)
 
     def _gather(self, handle: Any, mine: Tensor, step: int) -> Tensor | None:
         patience = timedelta(seconds=self.group.timeout)
@@ -237,26 +232,26 @@ class RadiusEstimate:
             work.wait(patience)
         return torch.cat([mine, *others])
 
-    # ---- what a `WorkerGroup` asks of its owners
+    # ---- called by the `WorkerGroup`
 
     def drain(self) -> None:
-        """Nothing to wait for: no other communication uses these connections."""
+        """Do nothing: no other communication uses these connections."""
 
     def abandon(self) -> None:
-        """Give up what is under way; the thread ends by itself as connections do."""
+        """Give up what is in flight; the thread ends when its connections do."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread, self._handle = None, None
         self._under_way.clear()
 
     def regroup(self, step: int) -> None:
-        """Go on with the workers that are left, after `step`, which some of them have posted already. Collective."""
+        """Continue with the survivors after `step`, which some of them have posted already. Collective."""
         self._posts_from = step + 1
         self._connect()
 
 
 def consensus_of(sketches: Tensor, step: int) -> Consensus:
-    """Radius and Frobenius norm of the workers whose parameters, or projections of them, are the rows (n, k).
+    """Return radius and Frobenius norm of n workers whose parameters, or projections of them, are the rows (n, k).
 
     >>> consensus_of(torch.tensor([[0.0, 3.0], [0.0, -3.0]]), step=7)
     Consensus(radius=3.0, frobenius=4.242640687119285, step=7)

@@ -1,71 +1,173 @@
-"""What the workers of a process add to their parameters in a round: the way to the mean of their neighbours.
+"""The consensus update of Algorithm 1, formed in the receive buffers.
 
-Neighbours in other processes are read from the receive buffers, those in this one where they are.
+    u_i = gamma * sum_j W_ij (x_j - x_i)
+
+An update is kept as scale * difference, so that gamma costs no pass over memory of its own:
+
+    scale_i      = gamma * sum_j W_ij
+    difference_i = sum_j W_ij x_j / sum_j W_ij - x_i
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from dsgdac_accel.core.buckets import FlatParameters
-
-if TYPE_CHECKING:
-    from dsgdac_accel.core.exchange import Exchange, RoundPlan
+from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.exchange import Exchange, RoundPlan
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
 
 
 @dataclass
 class Update:
-    """What is added to one worker of this process: `scale` times `difference`, by buffer."""
+    """u = scale * difference, for the parameters of one worker."""
 
-    worker: int
-    """Its place in the process."""
-    difference: list[Tensor]
     scale: float
+    difference: list[Tensor]
+    """(D,) for each bucket."""
     square: Tensor | None = None
-    """Squared norm of the difference, shape (), where it was found while the difference was formed."""
-    left_out: Tensor | None = None
-    """Where this is 1, shape (), on the device, nothing is added."""
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to add to: not where everything is frozen."""
-        return bool(self.difference)
+    """Squared norm of the difference, shape (), if it was measured while the difference was formed."""
+    skip: Tensor | None = None
+    """1 on the device, shape (), if nothing may be added."""
+    worker: int = 0
+    """The local worker."""
 
     def norm(self) -> Tensor:
-        """Euclidean norm of the difference over all buffers, shape ()."""
+        """Return the Euclidean norm of the difference over all buckets, shape ()."""
         if self.square is not None:
             return self.square.sqrt()
         norms = [torch.linalg.vector_norm(part) for part in self.difference]
-        return norms[0] if len(norms) == 1 else torch.stack([norm.double() for norm in norms]).norm()
+        if len(norms) < 2:
+            return norms[0] if norms else torch.zeros(())  # everything is frozen
+        return torch.stack([norm.double() for norm in norms]).norm()
 
     def add_to(self, number: int, x: Tensor) -> None:
-        """x += scale * difference, for the flat buffer with this number."""
-        add_scaled(x, self.difference[number], self.scale, self.left_out)
+        """x += scale * difference, for the bucket with this number."""
+        add_scaled(x, self.difference[number], self.scale, self.skip)
 
     def dense(self, number: int) -> Tensor:
-        """The difference of the flat buffer with this number."""
+        """Return the difference for the bucket with this number, (D,)."""
         return self.difference[number]
 
 
-def add_scaled(x: Tensor, values: Tensor, scale: float, left_out: Tensor | None = None) -> None:
-    """x += scale * values, all (D,), unless `left_out`, shape (), is 1: decided on the device, in one pass."""
-    if left_out is None:
+def consensus_update(
+    gamma: float,
+    weights: Sequence[float],
+    x: Sequence[Tensor],
+    neighbors: Sequence[Sequence[Tensor]],
+    out: Sequence[Tensor],
+) -> Update:
+    """Form u = gamma * sum_j W_j (x_j - x) for one worker.
+
+    Args:
+        gamma: in [0, 1].
+        weights: W_j of each neighbor.
+        x: the worker's own parameters, a tensor (D,) for each bucket.
+        neighbors: x_j of each neighbor, likewise.
+        out: where the difference is formed, likewise. May be the first neighbor's tensors, which are read first.
+
+    >>> x, theirs = torch.tensor([1.0]), torch.tensor([3.0])
+    >>> update = consensus_update(0.5, weights=[0.5], x=[x], neighbors=[[theirs]], out=[theirs])
+    >>> update.add_to(0, x)
+    >>> x
+    tensor([1.5000])
+    """
+    total, squares = sum(weights), []
+    for own, target, *theirs in zip(x, out, *neighbors, strict=True):
+        if len(theirs) == 1:
+            squares += _subtract(theirs[0], own, target)
+            continue
+        torch.mul(theirs[0], weights[0] / total, out=target)
+        for x_j, weight in zip(theirs[1:], weights[1:], strict=True):
+            target.add_(x_j, alpha=weight / total)
+        target.sub_(own)
+    return Update(gamma * total, list(out), torch.stack(squares).sum() if squares else None)
+
+
+def group_update(
+    gamma: float, weights: Sequence[float], x: Sequence[Tensor], total: Sequence[Tensor], out: Sequence[Tensor]
+) -> Update:
+    """Form the same update for one of m workers that average, from the sum of x over the group.
+
+    With W_j = 1 / m, the difference is (total - m x) / (m - 1).
+
+    Args:
+        gamma, weights, x, out: as for `consensus_update`; `out` may be `total`.
+        total: sum of x over the whole group, a tensor (D,) for each bucket.
+    """
+    others = len(weights)
+    for own, everybody, target in zip(x, total, out, strict=True):
+        torch.sub(everybody, own, alpha=others + 1, out=target).div_(others)
+    return Update(gamma * sum(weights), list(out))
+
+
+def form_updates(gamma: float, round_: int, exchange: Exchange, buckets: Buckets) -> list[Update]:
+    """Form the updates of the local workers that take part in the round, in place of what they received."""
+    first = exchange.workers.start
+    updates: dict[int, Update] = {}
+    for local, worker in enumerate(exchange.workers):
+        plan = exchange.plan(round_, local)
+        if not plan.weights or local in updates:  # it sits the round out, and its receive buffers are stale
+            continue
+        if plan.averaging_group:
+            updates |= _updates_of_group(gamma, plan, plan.averaging_group, exchange, buckets)
+            continue
+        update = updates[local] = _update_of(gamma, local, plan, exchange, buckets)
+        partner = next(iter(plan.weights))
+        if len(plan.weights) == 1 and partner in exchange.workers:
+            back = exchange.plan(round_, partner - first)
+            if list(back.weights) == [worker]:  # a pair in this process has one difference, seen from two sides
+                scale = -gamma * back.weights[worker]
+                updates[partner - first] = Update(scale, update.difference, update.square)
+    for local, update in updates.items():
+        update.worker = local
+    return [updates[local] for local in sorted(updates)]
+
+
+def _update_of(gamma: float, local: int, plan: RoundPlan, exchange: Exchange, buckets: Buckets) -> Update:
+    """Neighbors in other processes come first: they are in the receive buffers, the first of which takes the update."""
+    elsewhere = exchange.elsewhere(plan.weights)
+    here = [worker for worker in plan.weights if worker in exchange.workers]
+    neighbors = [buckets.received[local][slot] for slot in range(len(elsewhere))]
+    neighbors += [buckets.values(worker - exchange.workers.start) for worker in here]
+    weights = [plan.weights[worker] for worker in elsewhere + here]
+    return consensus_update(gamma, weights, buckets.values(local), neighbors, out=buckets.received[local][0])
+
+
+def _updates_of_group(
+    gamma: float, plan: RoundPlan, group: tuple[int, ...], exchange: Exchange, buckets: Buckets
+) -> dict[int, Update]:
+    members = [worker - exchange.workers.start for worker in group if worker in exchange.workers]
+    total = buckets.received[members[0]][0]
+    if not exchange.spans_processes(group):
+        for number, sum_here in enumerate(total):
+            sum_here.copy_(buckets.values(members[0])[number])
+            for member in members[1:]:
+                sum_here.add_(buckets.values(member)[number])
+    weights = list(plan.weights.values())  # the same for every member
+    return {  # the first member comes last, for its receive buffer holds the sum
+        member: group_update(gamma, weights, buckets.values(member), total, out=buckets.received[member][0])
+        for member in reversed(members)
+    }
+
+
+def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = None) -> None:
+    """x += scale * values, all (D,), unless `skip`, shape (), is 1: decided on the device, in one pass."""
+    if skip is None:
         x.add_(values, alpha=scale)
         return
-    # A step of SGD, whose fused kernel is what skips like that; a product with 0 would let NaN through.
+    # A step of SGD, whose fused kernel can skip like that; a product with 0 would let NaN through.
     sgd(
         [x],
         [values],
         [None],
         fused=True,
-        found_inf=left_out,
+        found_inf=skip,
         lr=scale,
         maximize=True,
         weight_decay=0.0,
@@ -75,84 +177,8 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, left_out: Tensor | None 
     )
 
 
-def form_updates(exchange: Exchange, flats: Sequence[FlatParameters], step: int) -> list[Update]:
-    """(mean of the neighbours' x, weighted by W_ij) - x_i for each worker here that does not sit the round out.
-
-    Differences are formed in the receive buffers; scales are 1 - W_ii. To be called when the exchange of `step` has
-    arrived.
-
-    Args:
-        exchange: of the round.
-        flats: the parameters of each worker of this process, as they were sent.
-        step: decides the round.
-    """
-    first = exchange.workers.start
-    updates: dict[int, Update] = {}
-    for here, worker in enumerate(exchange.workers):
-        plan = exchange.plan(step, here)
-        if not plan.weights or here in updates:  # a receive buffer is stale where nothing was received
-            continue
-        if plan.averaging_group:
-            members = [member - first for member in plan.averaging_group if member in exchange.workers]
-            _subtract_from_sum(exchange, flats, plan.averaging_group, members)
-            updates |= {member: Update(member, exchange.slots[member][0], plan.total_weight) for member in members}
-            continue
-        difference = exchange.slots[here][0]
-        square = _subtract_from_neighbors(exchange, flats, here, plan)
-        updates[here] = Update(here, difference, plan.total_weight, square)
-        partner = next(iter(plan.weights)) - first
-        if len(plan.weights) == 1 and partner in range(exchange.per_process):
-            back = exchange.plan(step, partner)
-            if list(back.weights) == [worker]:  # a pair within this process has one difference, seen from two sides
-                updates[partner] = Update(partner, difference, -back.total_weight, square)
-    return [updates[here] for here in sorted(updates)]
-
-
-def _subtract_from_sum(
-    exchange: Exchange, flats: Sequence[FlatParameters], group: tuple[int, ...], members: list[int]
-) -> None:
-    """slot <- (sum over the group - m x) / (m - 1), for each of its members here."""
-    for number, total in enumerate(exchange.slots[members[0]][0]):
-        xs = [flats[member].buffers[number].data for member in members]
-        if not exchange.spans_processes(group):
-            total.copy_(xs[0])
-            for x in xs[1:]:
-                total.add_(x)
-        for member, x in reversed(list(zip(members, xs, strict=True))):  # the first one's slot holds the sum
-            slot = exchange.slots[member][0][number]
-            torch.sub(total, x, alpha=len(group), out=slot).div_(len(group) - 1)
-
-
-def _subtract_from_neighbors(
-    exchange: Exchange, flats: Sequence[FlatParameters], here: int, plan: RoundPlan
-) -> Tensor | None:
-    """slot <- sum_j W_ij x_j / sum_j W_ij - x_i, with the x_j of other processes in the slots.
-
-    Of a single neighbour also the squared norm of that, over all slots.
-    """
-    squares = []
-    elsewhere, slots, first = exchange.elsewhere(plan.weights), exchange.slots[here], exchange.workers.start
-    for number, buffer in enumerate(flats[here].buffers):
-        target = slots[0][number]
-        # What arrived in the target comes first, since it is overwritten.
-        terms = [(slots[k][number], plan.weights[worker]) for k, worker in enumerate(elsewhere)]
-        terms += [
-            (flats[worker - first].buffers[number].data, weight)
-            for worker, weight in plan.weights.items()
-            if worker in exchange.workers
-        ]
-        if len(terms) == 1:
-            squares += _subtract(terms[0][0], buffer.data, target)
-            continue
-        torch.mul(terms[0][0], terms[0][1] / plan.total_weight, out=target)
-        for x, weight in terms[1:]:
-            target.add_(x, alpha=weight / plan.total_weight)
-        target.sub_(buffer.data)
-    return torch.stack(squares).sum() if squares else None
-
-
 def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
-    """out <- a - b, all (D,); and the squared norms of its pieces, each taken while the piece is in the cache."""
+    """out <- a - b, all (D,); return the squared norms of its pieces, each taken while the piece is in the cache."""
     if out.device.type != "cpu":  # nothing stays in the cache, and `dot` would read the difference twice
         return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
     piece = _PIECE * torch.get_num_threads()

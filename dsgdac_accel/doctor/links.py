@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.exchange import Exchange, Incoming
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor.report import Finding, size_text, time_text
 from dsgdac_accel.topology import Topology
@@ -134,19 +134,19 @@ def _pairwise(pairs: Sequence[Sequence[tuple[int, int]]], processes: int) -> Top
 def _times(group: WorkerGroup, topology: Topology, size: int, per_process: int, rounds: int) -> list[list[float]]:
     """Return the seconds of an exchange of `size` bytes, by round and process."""
     sent = torch.zeros(max(1, size // 4), device=group.device)
-    exchange = Exchange(group, topology, [[sent]] * per_process)
-    mine = [min(_seconds(group, exchange, step) for _ in range(_REPEATS)) for step in range(rounds)]
-    exchange.release()
+    exchange = Exchange(group, topology, per_process)
+    received = [[[torch.zeros_like(sent)] for _ in range(slots)] for slots in exchange.slots]
+    mine = [min(_seconds(group, exchange, step, sent, received) for _ in range(_REPEATS)) for step in range(rounds)]
     by_process = group.all_gather_object(mine, "measuring the links")
     return [list(times) for times in zip(*by_process, strict=True)]
 
 
-def _seconds(group: WorkerGroup, exchange: Exchange, step: int) -> float:
+def _seconds(group: WorkerGroup, exchange: Exchange, step: int, sent: torch.Tensor, received: Incoming) -> float:
     """Return the seconds of one exchange that all processes start together."""
     group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring the links")
     _synchronize(group.device)
     started = time.perf_counter()
-    exchange.post(step)
+    exchange.post(step, f"the exchange of step {step}", lambda worker, receiver: [sent], received)
     exchange.wait()
     _synchronize(group.device)
     return time.perf_counter() - started

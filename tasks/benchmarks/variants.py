@@ -145,9 +145,7 @@ def _gossip(
     def step() -> None:
         stall()
         workload.loss(workload.model).backward()
-        if gossip.before_local_step():
-            optimizer.step()
-        gossip.after_local_step()
+        gossip.step()
         optimizer.zero_grad()
 
     return Variant(

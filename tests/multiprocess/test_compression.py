@@ -24,8 +24,7 @@ def mix(rank, topology, comm_dtype, per_process, steps, gamma):
     )  # fmt: skip
     frobenius = []
     for _ in range(steps):
-        mixer.finish(gamma)
-        mixer.apply()
+        mixer.add(mixer.consensus_update(gamma))
         frobenius.append(mixer.measure_consensus().frobenius)
     return [parameter.detach() for parameter in parameters], frobenius, mixer.exchange.bytes_sent, mixer.parameter_bytes
 
@@ -85,7 +84,7 @@ def lose_a_parameter(rank, comm_dtype):
     with torch.no_grad():
         x[7] = torch.nan if rank == 1 else 1.0
     try:
-        mixer.finish(1.0)
+        mixer.add(mixer.consensus_update(1.0))
     except NonFiniteError as error:
         return str(error)
 

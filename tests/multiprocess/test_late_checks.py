@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers
-from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.nonfinite import skips_on_device
+from dsgdac_accel.core.nonfinite import HostCopy, skips_on_device
 from dsgdac_accel.core.update import add_scaled
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
@@ -86,7 +85,7 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     optimizer = FUSED[optimizer_name](model.parameters())
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     (gossip,) = accelerator.gossip_steps
-    gossip.mixer.checks_late = True
+    gossip.mixer.arrivals.checks_late = True
     for step in range(STEPS):
         accelerator.backward(loss_of(model, rank, step))
         with contextlib.nullcontext() if step == 0 else _Guard.refuses_to_wait():  # the first one compares settings
@@ -138,7 +137,7 @@ def poison(rank: int, optimizer_name: str, late: bool, steps: set[int], limit: i
     model = make_model()
     model, optimizer = accelerator.prepare(model, FUSED[optimizer_name](model.parameters()))
     (gossip,) = accelerator.gossip_steps
-    gossip.mixer.checks_late = late
+    gossip.mixer.arrivals.checks_late = late
     history = []
     for step in range(6):
         loss = model(inputs(rank, step)).square().mean()
@@ -245,7 +244,7 @@ def diverge(rank: int, topology: str, options: dict, then: str) -> str:
     model = make_model()
     model, optimizer = accelerator.prepare(model, FUSED["adam"](model.parameters()))
     (gossip,) = accelerator.gossip_steps
-    gossip.mixer.checks_late = True
+    gossip.mixer.arrivals.checks_late = True
     try:
         for step in range(4 if then else 6):
             accelerator.backward(model(inputs(rank, step)).square().mean())

@@ -24,8 +24,7 @@ def make_mixer(parameters: object, topology: str = "complete", **options) -> Mix
 
 
 def mix(mixer: Mixer, gamma: float = 1.0) -> None:
-    mixer.finish(gamma)
-    mixer.apply()
+    mixer.add(mixer.consensus_update(gamma))
 
 
 def value(rank: int) -> float:
@@ -99,7 +98,7 @@ def mix_containers(rank: int) -> list[tuple[float, float]]:
         mixer = make_mixer(build(parameters))
         for _ in range(5):
             with torch.no_grad():
-                mixer.flat.parameters[0].add_(rank + 1.0)
+                mixer.flats[0].parameters[0].add_(rank + 1.0)
             before = mixer.measure_consensus().radius
             mix(mixer)
             seen.append((before, mixer.measure_consensus().radius))
@@ -297,7 +296,7 @@ def exchange_64_mb(rank: int) -> float:
     mixer = make_mixer(parameter, "ring")
     for _ in range(5):
         mix(mixer)
-        mixer.start()
+        mixer.start_exchange()
     mixer.drain()
     return float(parameter.detach()[0]), float(parameter.detach()[-1])
 
@@ -338,7 +337,7 @@ def test_the_partner_depends_on_the_optimizer_step_alone():
 
 def receive_bytes(rank: int, topology: str) -> tuple[int, int]:
     mixer = make_mixer([Parameter(torch.zeros(1000, 100)), Parameter(torch.zeros(50))], topology)
-    held = sum(t.numel() * t.element_size() for slot in mixer.exchange.received for t in slot)
+    held = sum(t.nbytes for slots in mixer.buckets.received for slot in slots for t in slot)
     return held, mixer.parameter_bytes
 
 

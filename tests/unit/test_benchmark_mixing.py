@@ -46,8 +46,7 @@ def test_the_bytes_of_a_mix_are_those_that_its_operations_read_and_write(workers
     )
     for _ in range(2):
         with CountsTraffic() as traffic:
-            mixer.finish(1.0)
-            mixer.apply()
+            mixer.add(mixer.consensus_update(1.0))
         assert traffic.bytes == bytes_of_a_mix(mixer)
 
 

@@ -1,0 +1,173 @@
+"""The consensus update in one process: the pure function, several workers of one process, and misuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
+from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.core.update import add_scaled, consensus_update, group_update
+from dsgdac_accel.simulation import gossip_step
+from dsgdac_accel.topology import Topology
+
+CPU = torch.device("cpu")
+GAMMA = 0.3
+
+
+def tensors(count: int, size: int = 7) -> list[torch.Tensor]:
+    return [torch.randn(size, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(count)]
+
+
+@pytest.mark.parametrize("weights", [[0.5], [0.25, 0.5], [0.1, 0.2, 0.3]], ids=len)
+def test_the_update_is_gamma_times_the_weighted_differences(weights):
+    x, *neighbors = tensors(1 + len(weights))
+    expected = GAMMA * sum(w * (x_j - x) for w, x_j in zip(weights, neighbors, strict=True))
+    out = neighbors[0]  # as in the receive buffers
+    update = consensus_update(GAMMA, weights, [x], [[x_j] for x_j in neighbors], [out])
+    assert float(update.norm()) == pytest.approx(float(expected.norm()) / (GAMMA * sum(weights)))
+    moved = x.clone()
+    update.add_to(0, moved)
+    torch.testing.assert_close(moved, x + expected)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_the_update_of_a_group_moves_towards_its_mean(count):
+    xs = tensors(count)
+    mean = torch.stack(xs).mean(0)
+    update = group_update(GAMMA, [1 / count] * (count - 1), [xs[1]], [sum(xs)], [torch.empty(7, dtype=torch.float64)])
+    moved = xs[1].clone()
+    update.add_to(0, moved)
+    torch.testing.assert_close(moved, xs[1] + GAMMA * (mean - xs[1]))
+
+
+def mixer_of(parameters: list[list[Parameter]], topology: Topology, **options) -> Mixer:
+    place = {id(p): worker for worker, mine in enumerate(parameters) for p in mine}
+    return Mixer(
+        [p for mine in parameters for p in mine],
+        topology,
+        WorkerGroup(CPU, 10),
+        per_process=len(parameters),
+        worker_of=lambda p: place[id(p)],
+        **options,
+    )
+
+
+DIRECTED = Topology.from_matrices([torch.eye(4) / 2 + torch.eye(4).roll(1, 0) / 2])
+TOPOLOGIES = [
+    *(build_topology("one_peer_ring", n) for n in (2, 4, 5)),
+    *(build_topology(name, n) for name in ("complete", "ring", "grid") for n in (3, 4, 6)),
+    build_topology("base_graph", 6),
+    DIRECTED,
+]
+
+
+@pytest.mark.parametrize("order", ["local_first", "mix_first"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t.name}-{t.num_workers}")
+def test_workers_of_one_process_follow_the_matrices(topology, order):
+    torch.manual_seed(0)
+    start = [[torch.randn(5, dtype=torch.float64), torch.randn(3, 2).T] for _ in range(topology.num_workers)]
+    mine, theirs = ([[Parameter(x.clone()) for x in one] for one in start] for _ in range(2))
+    mixer = mixer_of(mine, topology, order=order)
+    optimizers = [[torch.optim.SGD(one, lr=0.1, weight_decay=0.1) for one in both] for both in (mine, theirs)]
+    for step in range(2 * topology.period + 1):
+        for worker in range(topology.num_workers):
+            for one, other in zip(mine[worker], theirs[worker], strict=True):
+                one.grad = torch.full_like(one, 0.1 * worker)
+                other.grad = torch.full_like(other, 0.1 * worker)
+        updates = mixer.consensus_update(GAMMA)
+        for optimizer in optimizers[0]:
+            optimizer.step()
+        mixer.add(updates)
+        gossip_step(theirs, optimizers[1], topology.matrix(step), GAMMA, order=order)
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+    assert mixer.step == 2 * topology.period + 1
+
+
+# ---- misuse and failures
+
+
+def two_workers(**options) -> tuple[Mixer, list[list[Parameter]]]:
+    parameters = [[Parameter(torch.full((3,), float(worker)))] for worker in range(2)]
+    return mixer_of(parameters, build_topology("complete", 2), **options), parameters
+
+
+def test_an_update_is_added_once():
+    mixer, parameters = two_workers()
+    updates = mixer.consensus_update(1.0)
+    mixer.add(updates)
+    with pytest.raises(RuntimeError, match="no longer there"):
+        mixer.add(updates)
+    assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3]
+    assert mixer.step == 1
+
+
+def test_the_average_is_refused_before_the_update_is_added():
+    mixer, parameters = two_workers()
+    updates = mixer.consensus_update(1.0)
+    with pytest.raises(RuntimeError, match="not added yet"):
+        mixer.swap_in_average()
+    before = mixer.measure_consensus().radius
+    mixer.add(updates)
+    assert before > 0
+    assert mixer.measure_consensus().radius == 0
+    assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3], "measuring disturbed the update"
+
+
+def test_training_is_refused_inside_the_average_and_after_the_end():
+    mixer, parameters = two_workers()
+    mixer.swap_in_average()
+    assert mixer.borrowed
+    assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3]
+    assert [errors[id(parameters[0][0])].tolist() for errors in mixer.consensus_errors()] == [[-0.5] * 3, [0.5] * 3]
+    with pytest.raises(RuntimeError, match="deployed average"):
+        mixer.consensus_update(1.0)
+    mixer.restore()
+    assert [p.tolist() for (p,) in parameters] == [[0.0] * 3, [1.0] * 3]
+    with pytest.raises(RuntimeError, match="ask inside"):
+        mixer.consensus_errors()
+    mixer.release()
+    with pytest.raises(RuntimeError, match="gossip has ended"):
+        mixer.consensus_update(1.0)
+
+
+def test_after_a_local_step_that_failed_the_step_can_be_taken_again():
+    mixer, parameters = two_workers()
+    mixer.consensus_update(1.0)  # the optimizer raises: no `add`
+    mixer.add(mixer.consensus_update(1.0))
+    assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3]
+
+
+def test_after_parameters_that_are_not_finite_the_average_can_still_be_had():
+    mixer, parameters = two_workers()
+    parameters[1][0].data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="worker 1 are not finite at step 0"):
+        mixer.consensus_update(1.0)
+    assert parameters[0][0].tolist() == [0.0] * 3, "it was mixed"
+    mixer.swap_in_average()
+    mixer.restore()
+
+
+def test_a_flag_on_the_device_keeps_nan_out():
+    x = torch.ones(3)
+    add_scaled(x, torch.full((3,), torch.nan), 0.5, torch.ones(()))
+    assert x.tolist() == [1.0] * 3
+
+
+def test_step_is_the_two_halves_around_the_optimizer():
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps.append(GossipStep(optimizer, WorkerGroup(CPU, 10), GossipConfig(log_every=0)))
+        model(torch.ones(2, 3)).sum().backward()
+    steps[0].step()
+    if steps[1].before_local_step():
+        steps[1].optimizer.step()
+    steps[1].after_local_step()
+    assert steps[0].mixer.step == steps[1].mixer.step == 1
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
