@@ -1,4 +1,4 @@
-"""Workers that go on when another one is lost, at every moment at which it can be, against the simulation."""
+"""Workers that continue when another one is lost, at many different moments, against the simulation."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ RATE, MOMENTUM = 0.2, 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """A worker that is lost, where, and who else there is."""
+    """Which worker is lost, when, and in which run."""
 
     victim: int
     moment: int
-    """How many times the victim communicates before it is lost."""
+    """Number of the victim's communication at which it is lost, from 1."""
     after: bool = False
-    """Whether it is lost after that communication, and not before."""
+    """Whether it is lost right after that communication, not before."""
     workers: int = 4
     topology: str = "one_peer_ring"
     per_process: int = 1
@@ -67,9 +67,9 @@ def lose_at(group, case):
 
 
 def train(rank, case, folder, config):
-    """All that training does together: steps, radii, evaluations, checkpoints in the background."""
+    """Everything that workers do together: steps, radii, evaluations, checkpoints in the background."""
     if case.moment % 2:
-        exchange._FEW_BYTES = -1  # small as the model is, it is sent by another thread
+        exchange._FEW_BYTES = -1  # posted by the other thread, although the model is small
     accelerator = GossipAccelerator(gossip=config)
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -87,7 +87,7 @@ def train(rank, case, folder, config):
         optimizer.zero_grad()
         gammas.append(accelerator.gossip_steps[0].gamma)
         if step % 5 == 4:
-            evaluations.append(group.redone(lambda: evaluate(accelerator, model)))
+            evaluations.append(group.retry_after_loss(lambda: evaluate(accelerator, model)))
             accelerator.save_state(folder / f"step-{step + 1:02d}", wait=False)
     saved = accelerator.finish_saving()
     with accelerator.deployed_model(model) as deployed:
@@ -97,8 +97,7 @@ def train(rank, case, folder, config):
     return {
         "parameters": parameters, "average": average, "skipped_steps": mixer.skipped_steps,
         "mixes_from": mixer._mixes_from, "numbers": group.original_ranks, "evaluations": evaluations, "gammas": gammas,
-        "saved": saved and saved.name,
-        "communications": counted and counted[0], "main": accelerator.is_main_process, "steps": mixer.step,
+        "saved": saved and saved.name, "communications": counted and counted[0], "main": accelerator.is_main_process, "steps": mixer.step,
     }  # fmt: skip
 
 
@@ -111,7 +110,7 @@ def evaluate(accelerator, model):
 
 
 def simulate(case, topology, outcomes):
-    """What the survivors must hold, from the rounds that each of them left out."""
+    """The parameters that the survivors must have, given the rounds that each of them skipped."""
     total, here = case.workers * case.per_process, case.per_process
     models = [make_model(0) for _ in range(total)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM) for model in models]
@@ -209,7 +208,7 @@ def test_the_survivors_of_a_loss_finish_as_the_simulation_does(launches, case):
 
 
 def train_on(rank, case, lost, at):
-    """Steps only; `lost` are worker: (step, what happens to it there)."""
+    """Steps only. `lost` maps a worker to the step at which it gets the signal."""
     accelerator = GossipAccelerator(gossip=replace(config_of(case), timeout=at.get("timeout", 30.0)))
     model = make_model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -222,7 +221,7 @@ def train_on(rank, case, lost, at):
         optimizer.step()
         optimizer.zero_grad()
     radius = accelerator.measure_consensus()["gossip/radius"]
-    return accelerator.group.numbers, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
+    return accelerator.group.original_ranks, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def train_on(rank, case, lost, at):
         (4, "one_peer_exponential", {0: 2, 1: 5, 2: 8}),  # all but one
     ],
 )
-def test_several_may_be_lost(workers, topology, lost):
+def test_several_workers_may_be_lost(workers, topology, lost):
     case = Case(-1, 0, workers=workers, topology=topology)
     outcomes = try_workers(train_on, workers, case, lost, {"signal": signal.SIGKILL}, timeout=60)
     left = [number for number in range(workers) if number not in lost]
@@ -247,7 +246,7 @@ def test_several_may_be_lost(workers, topology, lost):
         assert (radius > 0) == (len(left) > 1)
 
 
-def test_a_silent_worker_is_left_behind_and_ends_when_it_wakes_up():
+def test_a_silent_worker_is_dropped_and_ends_by_an_error_when_it_wakes_up():
     case = Case(-1, 0, workers=3)
     launched = Launch(train_on, 3, case, {1: 4}, {"signal": signal.SIGSTOP, "timeout": 3.0}, timeout=60)
     for rank in (0, 2):
@@ -258,7 +257,7 @@ def test_a_silent_worker_is_left_behind_and_ends_when_it_wakes_up():
     assert [outcome.exit_code for outcome in outcomes] == [0, 1, 0], [outcome.error for outcome in outcomes]
     assert outcomes[0].value[:3] == outcomes[2].value[:3] == ([0, 2], [1], STEPS)
     assert "WorkerLostError" in outcomes[1].error
-    assert "others go on without this worker" in outcomes[1].error
+    assert "others continue without this worker" in outcomes[1].error
 
 
 def resume(rank, folder, policy, workers):
@@ -275,7 +274,7 @@ def resume(rank, folder, policy, workers):
     return [parameter.detach().clone() for parameter in model.parameters()], accelerator.gossip_steps[0].mixer.step
 
 
-def test_what_survivors_saved_is_gone_on_with_from_their_average_only(tmp_path):
+def test_survivors_checkpoints_resume_from_their_average_only(tmp_path):
     case = Case(1, 60, workers=3)
     outcomes = [o for o in try_workers(train, 3, case, tmp_path, config_of(case), timeout=60) if o.rank != case.victim]
     assert [o.exit_code for o in outcomes] == [0, 0], [o.error for o in outcomes]
@@ -290,7 +289,7 @@ def test_what_survivors_saved_is_gone_on_with_from_their_average_only(tmp_path):
             assert all(torch.isfinite(parameter).all() for parameter in parameters)
 
 
-def test_the_trainer_refuses_to_go_on(tmp_path):
+def test_the_trainer_refuses_to_continue(tmp_path):
     config = GossipConfig(on_worker_loss="continue")
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="is not for the Trainer"):
