@@ -1,8 +1,8 @@
 """BatchNorm statistics of the deployed model.
 
-The average of the workers has activations of its own; averaged running statistics do not describe them (two workers
-with weights +1 and -1 average to 0, their running variances do not). One pass over training data, sharded over the
-workers, measures them exactly: every sample counts once, and the variance is that of all activations together.
+The workers' averaged running statistics do not describe the activations of the averaged model: two workers with weights
++1 and -1 average to 0, but their running variances do not. One pass over training data, sharded over the workers,
+measures the statistics exactly: every sample counts once, and the variance is that of all activations together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import (
@@ -30,11 +31,12 @@ from dsgdac_accel.randomness import random_state, set_random_state
 
 Forward = Callable[[nn.Module, Any], Any]
 
-_SEED = 0  # of the fixed sample order of a calibration pass
+_ORDER_SEED = 0
+"""Seed of the fixed sample order of a calibration pass."""
 
 
 def calibrated_layers(model: nn.Module, frozen: Collection[nn.Module] = ()) -> list[_BatchNorm]:
-    """BatchNorm layers with running statistics, in order, but for those whose statistics the user has `frozen`."""
+    """Return the BatchNorm layers that have running statistics and are not in `frozen`, in the model's order."""
     return [
         layer
         for layer in model.modules()
@@ -43,14 +45,18 @@ def calibrated_layers(model: nn.Module, frozen: Collection[nn.Module] = ()) -> l
 
 
 def frozen_layers(model: nn.Module) -> list[nn.Module]:
-    """BatchNorm layers that are in eval mode while the model trains: their statistics are meant to stay."""
+    """Return the BatchNorm layers in eval mode inside a model in train mode: the user keeps their statistics fixed."""
     if not model.training:
         return []
     return [layer for layer in batch_norm_layers(model) if not layer.training]
 
 
 class _Moments:
-    """Count, mean and sum of squared deviations of a layer's input per channel, merged batch by batch in float64."""
+    """Count, mean and sum of squared deviations of a layer's input, per channel, in float64.
+
+    Args:
+        channels: number of channels C.
+    """
 
     def __init__(self, channels: int) -> None:
         self.count = torch.zeros((), dtype=torch.float64)
@@ -58,7 +64,7 @@ class _Moments:
         self.squares = torch.zeros(channels, dtype=torch.float64)
 
     def add(self, activations: Tensor) -> None:
-        """Take in a batch of activations (N, C, ...)."""
+        """Add a batch of activations, shape (N, C, ...)."""
         values = activations.detach().transpose(0, 1).flatten(1)
         values = values if values.dtype == torch.float64 else values.float()
         variance, mean = torch.var_mean(values, dim=1, correction=0)
@@ -66,7 +72,7 @@ class _Moments:
         self.merge(count, mean.double().cpu(), variance.double().cpu() * count)
 
     def merge(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
-        """Chan, Golub and LeVeque's update for two sets of samples."""
+        """Add the moments of another set of samples (Chan, Golub and LeVeque's pairwise update)."""
         total = self.count + count
         if total == 0:
             return
@@ -85,18 +91,19 @@ def calibrate_batch_norm(
     layers: Sequence[_BatchNorm] | None = None,
     forward: Forward | None = None,
 ) -> None:
-    """Set running means and (unbiased) variances of `layers` to those of all batches of all workers. Collective.
+    """Set the running means and (unbiased) variances of `layers` to those of all workers' batches. Collective.
 
-    Each layer normalises with its batch's own statistics, as in training; all else, dropout too, is in eval mode.
+    During the pass each of these layers normalizes with its batch's own statistics, as in training. Everything else,
+    dropout included, is in eval mode.
 
     Args:
-        model: may be wrapped for autocast or compiled; modes are left changed, the caller restores them.
-        batches: this worker's share, tensors, tuples or mappings; see `sharded_batches`.
-        layers: default `calibrated_layers(model)`.
-        forward: called as `forward(model, batch)`; default `run_model`.
+        model: the model; may be wrapped for autocast or compiled. It is left in eval mode.
+        batches: this worker's share: tensors, tuples or mappings (see `sharded_batches`).
+        layers: the layers to calibrate. Default: `calibrated_layers(model)`.
+        forward: called as `forward(model, batch)`. Default: `run_model`.
 
     Raises:
-        ValueError: no worker had a batch, or an activation is not finite.
+        ValueError: no worker had a batch, a batch has one sample, or an activation is not finite.
     """
     layers = calibrated_layers(model) if layers is None else list(layers)
     if not layers:
@@ -108,17 +115,17 @@ def calibrate_batch_norm(
     hooks = []
     for layer in layers:
         layer.train()
-        layer.track_running_stats = False  # normalise with the batch's statistics, write none of the buffers
+        layer.track_running_stats = False  # normalize with the batch's statistics and leave the buffers alone
         hooks.append(layer.register_forward_pre_hook(lambda module, inputs: moments[module].add(inputs[0])))
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks added later
+        with torch.compiler.set_stance("force_eager"):  # compiled code ignores hooks that are added later
             for batch in batches:
                 forward(model, batch)
     except Exception as error:
         group.report(f"worker {group.rank} failed in BatchNorm calibration: {error}")
         if "more than 1 value per channel" in str(error):
             raise ValueError(
-                f"BatchNorm is undefined for a batch of one ({error}). Calibrate on larger batches."
+                f"BatchNorm is undefined for a batch of one sample ({error}). Calibrate on larger batches."
             ) from error
         raise
     finally:
@@ -133,35 +140,37 @@ def calibrate_batch_norm(
 def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -> None:
     shares = group.all_gather_object((mine.count, mine.mean, mine.squares), "calibrating BatchNorm")
     total = _Moments(layer.num_features)
-    for share in shares:  # in order of rank, so all workers get the same bits
+    for share in shares:  # in rank order, so that all workers get the same bits
         total.merge(*share)
     if total.count == 0:
         raise ValueError(
-            "BatchNorm calibration saw no samples: the calibration loader was empty on every worker. "
-            "Pass a loader with data, or calibrate=None to pool the workers' own statistics."
+            "BatchNorm calibration saw no samples: the calibration loader is empty on every worker. "
+            "Pass a loader with data, or calibrate=None to pool the workers' running statistics."
         )
     if not bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()):
-        raise ValueError("BatchNorm calibration met activations that are not finite: the deployed model diverged.")
+        raise ValueError(
+            "BatchNorm calibration saw activations that are not finite: the deployed model has diverged. Train with a "
+            "lower learning rate, or deploy an earlier checkpoint."
+        )
     layer.running_mean.copy_(total.mean)  # type: ignore[union-attr]
     layer.running_var.copy_(total.squares / (total.count - 1).clamp(min=1))  # type: ignore[union-attr]
 
 
 @torch.no_grad()
 def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGroup) -> None:
-    """Without data: pool the workers' running statistics by the law of total variance. Collective.
+    """Pool the workers' running statistics by the law of total variance, where there is no data. Collective.
+
+    A worker whose running statistics are not finite is left out, unless that holds for all of them.
 
     Args:
-        layers_of: the same layers of each worker of this process; those of the first one are written.
+        layers_of: the layers of each worker of this process, in the same order. The first worker's are overwritten.
         group: the processes.
     """
     for layers in zip(*layers_of, strict=True):
         mine = [(layer.running_mean.double().cpu(), layer.running_var.double().cpu()) for layer in layers]
-        every = [
-            share
-            for of_process in group.all_gather_object(mine, "pooling BatchNorm statistics")
-            for share in of_process
-        ]
-        # A worker that has met a batch which is not finite keeps that in its statistics for good, and to itself.
+        gathered = group.all_gather_object(mine, "pooling BatchNorm statistics")
+        every = [share for process in gathered for share in process]
+        # One batch that is not finite makes a worker's running statistics useless for good.
         shares = [share for share in every if all(bool(torch.isfinite(part).all()) for part in share)] or every
         means = torch.stack([share[0] for share in shares])
         variances = torch.stack([share[1] for share in shares])
@@ -169,13 +178,40 @@ def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGrou
         layers[0].running_var.copy_(variances.mean(0) + means.var(0, correction=0))
 
 
+class StatisticsCache:
+    """Keeps the BatchNorm statistics of one step's average, so that several uses at one step calibrate once."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[int, list[Tensor]] | None = None
+
+    def has(self, step: int) -> bool:
+        """Return whether the statistics of this step are kept."""
+        return self._kept is not None and self._kept[0] == step
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, step: int) -> None:
+        """Overwrite the statistics of `model` by those kept for `step`; if there are none, keep those of `model`."""
+        layers = calibrated_layers(model)
+        both = [tensor for layer in layers for tensor in (layer.running_mean, layer.running_var)]
+        current = [tensor for tensor in both if tensor is not None]
+        if self._kept is None or self._kept[0] != step:
+            self._kept = step, [tensor.clone() for tensor in current]
+            return
+        for tensor, kept in zip(current, self._kept[1], strict=True):
+            tensor.copy_(kept)
+
+
 # ---- batches of any form
 
 
 def run_model(model: nn.Module, batch: Any) -> Any:
-    """Call `model` on a batch as training loops do: `model(**mapping)`, `model(inputs)` of a tuple, or `model(tensor)`.
+    """Call a model on a batch as training loops do.
 
-    Of a mapping, only what the model's `forward` accepts is passed, so labels may be in it.
+    A mapping is passed as keyword arguments, without the keys that `forward` does not accept (labels, for example). The
+    first entry of a tuple or list, or the tensor itself, is passed as the only argument.
+
+    Raises:
+        ValueError: `forward` accepts none of the mapping's keys.
     """
     if isinstance(batch, Mapping):
         return model(**_accepted(model, batch))
@@ -192,8 +228,8 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     accepted = {name: value for name, value in batch.items() if name in parameters}
     if not accepted:
         raise ValueError(
-            f"none of the batch's keys {sorted(batch)} is an argument of forward ({', '.join(parameters)}); "
-            f"pass calibration_forward=lambda model, batch: ..."
+            f"none of the batch's keys {sorted(batch)} is an argument of forward ({', '.join(parameters)}). "
+            f"Pass calibration_forward=lambda model, batch: ..."
         )
     return accepted
 
@@ -201,23 +237,21 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def sharded_batches(
     data: Iterable[Any], group: WorkerGroup, device: torch.device, *, per_process: int = 1
 ) -> Iterator[Any]:
-    """This worker's share of the batches of `data`, moved to `device`. Collective.
+    """Yield this worker's share of the batches of `data`, moved to `device`. Collective.
 
-    A loader that Accelerate prepared over a data set of the same length on all workers is shared out; any other loader
-    or iterable is taken to hold this worker's own data. Map-style data sets are read through a loader of our own:
-    sampler, epoch, generators and loader workers of the given one stay untouched, no sample is repeated or left out,
+    If Accelerate prepared the loader and all workers hold the same samples, the batches are shared out. Any other
+    loader or iterable counts as this worker's own data. Map-style data sets are read through a separate loader: the
+    sampler, epoch, generators and loader processes of the given one stay untouched, no sample is repeated or left out,
     and the shared batches are the same for any number of workers.
 
     Args:
         data: the loader or iterable.
         group: the processes.
-        device: where the batches go.
-        per_process: workers of a process. A batch of the loader is for all of them; the shared ones are as large as one
-            worker's part.
+        device: the device to move batches to.
+        per_process: workers per process. A training batch serves all of them, so calibration batches are smaller by
+            this factor: the size of one worker's part.
     """
-    from accelerate.utils import send_to_device
-
-    # EqualSteps: all of the data, not only the steps that all workers can take.
+    # Under EqualSteps: read all of the data, not only as many batches as the shortest worker has.
     source: Any = data.loader if isinstance(data, EqualSteps) else data
     readable = (
         isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset) and _batch_size(source)
@@ -234,7 +268,7 @@ def sharded_batches(
 
 
 def _rows(loader: Any) -> list[int]:
-    """The rows of the data set that the loader draws from, in ascending order, without disturbing its sampler."""
+    """Return the data set's row numbers that the loader draws from, ascending, without disturbing its sampler."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
@@ -248,7 +282,7 @@ def _rows(loader: Any) -> list[int]:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples per batch of one worker, also where Accelerate wraps the batch sampler."""
+    """Return the samples per batch of one process, also where Accelerate wraps the batch sampler; None if unknown."""
     sampler: Any = loader.batch_sampler
     size = getattr(sampler, "batch_size", None)
     if isinstance(size, int) and getattr(sampler, "split_batches", False):
@@ -257,14 +291,14 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, per_process: int) -> DataLoader:
-    """Every `shares`-th batch of `rows`, beginning with number `share`."""
+    """Return a loader of every `shares`-th batch of `rows`, starting with batch number `share`."""
     loaded = _batch_size(loader)
     assert loaded is not None
     size = max(1, loaded // per_process)
-    # A fixed shuffle: in file order, whole batches of one class would distort the statistics of deeper layers.
-    shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED)).tolist()
+    # Shuffle: in file order, batches of a single class would distort the statistics of deeper layers.
+    shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_ORDER_SEED)).tolist()
     batches = list(BatchSampler([rows[number] for number in shuffle], size, drop_last=False))
-    if len(batches) > 1 and len(batches[-1]) == 1 < size:  # BatchNorm over (1, C) is undefined
+    if len(batches) > 1 and len(batches[-1]) == 1 < size:  # BatchNorm is undefined for shape (1, C)
         batches[-2:] = [batches[-2] + batches[-1]]
     processes: dict[str, Any] = {"num_workers": loader.num_workers, "worker_init_fn": loader.worker_init_fn}
     if loader.num_workers:
@@ -274,6 +308,6 @@ def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, per_pro
         batch_sampler=batches[share::shares],
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        generator=torch.Generator().manual_seed(_SEED + share),
+        generator=torch.Generator().manual_seed(_ORDER_SEED + share),
         **processes,
     )

@@ -1,7 +1,9 @@
-"""Launches, models and Trainers under which workers cannot gossip: refused at once, each with the way out."""
+"""Checks that refuse launches, models and Trainers under which workers cannot gossip, each with the way out."""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -14,40 +16,44 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer
 
+    from dsgdac_accel.distributed.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
 _SUPPORTED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 def refuse_unsupported_launch(accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process holds one whole replica and all processes see each other."""
+    """Raise ValueError unless every process holds a whole replica and all launched processes see each other."""
     if accelerator.distributed_type not in _SUPPORTED or getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
-            f"every worker needs a whole replica of the model in one process; got {accelerator.distributed_type} "
-            f"(DeepSpeed, FSDP, Megatron, tensor or context parallelism and XLA split or re-wrap it). "
-            f"Launch plain multi-process training: accelerate launch --multi_gpu --num_processes N."
+            f"every worker needs a whole replica of the model in one process, but {accelerator.distributed_type} was "
+            f"configured (DeepSpeed, FSDP, Megatron, tensor or context parallelism and XLA split or re-wrap the "
+            f"model). Launch plain multi-process training: accelerate launch --multi_gpu --num_processes N."
         )
     if accelerator.mixed_precision == "fp8":
-        raise ValueError("mixed_precision='fp8' replaces layers and their parameters; use 'bf16', 'fp16' or 'no'.")
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+        raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
+    launched = _launched_processes()
     if launched > 1 and accelerator.num_processes == 1:
         raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE) but Accelerate sees one, so each would train alone. "
+            f"{launched} processes were launched (WORLD_SIZE), but Accelerate sees one, so each would train alone. "
             f"On CPU pass cpu=True or set ACCELERATE_USE_CPU=true, and launch with --multi_gpu."
         )
 
 
 def refuse_unsupported_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose gradients or statistics would be shared by other means."""
+    """Raise ValueError for a model with lazy parameters, or with layers that share gradients or statistics."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name} of a lazy module has no values yet; run one batch through the model first.")
+            raise ValueError(f"{name} of a lazy module has no values yet. Run one batch through the model first.")
     for module in model.modules():
         if (
             isinstance(module, (DistributedDataParallel, DataParallel))
             or "FullyShardedDataParallel" in type(module).__name__
         ):
             raise ValueError(
-                f"the model is already wrapped in {type(module).__name__}, which shares gradients; "
-                f"pass the bare module to `prepare`."
+                f"the model is already wrapped in {type(module).__name__}, which shares gradients. "
+                f"Pass the bare module to `prepare`."
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
@@ -57,23 +63,23 @@ def refuse_unsupported_model(model: nn.Module) -> None:
 
 
 def refuse_unsupported_trainer(trainer: Trainer) -> None:
-    """Raise ValueError for a Trainer under whose arguments, launch or optimizer workers cannot gossip."""
+    """Raise ValueError for a Trainer whose arguments, launch or optimizer do not allow gossip."""
     args = trainer.args
     if args.deepspeed or args.fsdp:
         raise ValueError(
-            "DeepSpeed and FSDP split the model over the processes, and every worker needs a whole one to gossip. "
+            "DeepSpeed and FSDP split the model over the processes, but every worker needs a whole one to gossip. "
             "Leave deepspeed and fsdp out of the training arguments."
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"Trainer would spread each batch over {args.n_gpu} GPUs of this one process (DataParallel). Launch one "
-            f"process per GPU, torchrun --nproc_per_node {args.n_gpu} or accelerate launch, or show it one GPU "
-            f"(CUDA_VISIBLE_DEVICES=0)."
+            f"Trainer would spread each batch over the {args.n_gpu} GPUs of this process (DataParallel). Launch one "
+            f"process per GPU (torchrun --nproc_per_node {args.n_gpu}, or accelerate launch), or show the process one "
+            f"GPU (CUDA_VISIBLE_DEVICES=0)."
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = _launched_processes()
     if launched > args.world_size:
         raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE) but TrainingArguments sees {args.world_size}, so each "
+            f"{launched} processes were launched (WORLD_SIZE), but TrainingArguments sees {args.world_size}, so each "
             f"would train alone. On CPU set use_cpu=True in TrainingArguments."
         )
     if isinstance(trainer.model_wrapped, DistributedDataParallel):
@@ -85,10 +91,25 @@ def refuse_unsupported_trainer(trainer: Trainer) -> None:
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ValueError(
             f"optim='{optimizer}' updates parameters during the backward pass, before the workers can mix. "
-            f"Use an optimizer with a step of its own, such as adamw_torch."
+            f"Use an optimizer with a separate step, such as adamw_torch."
         )
     if optimizer.startswith("schedule_free"):
         raise ValueError(
-            f"optim='{optimizer}' swaps between two sets of weights by itself, which mixing would confuse. "
+            f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
             f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
+
+
+def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
+    """Log a warning if the gradients are the same on all workers, as with DDP or with the same batches. Collective."""
+    norms = [float(p.grad.to_dense().double().norm()) for p in model.parameters() if p.grad is not None]
+    by_worker = group.all_gather_object(math.hypot(*norms), "comparing the first gradients")
+    if len(by_worker) > 1 and 0 < by_worker[0] < math.inf and len(set(by_worker)) == 1:
+        logger.warning(
+            "the first gradients are the same on all workers: something averages them (a hook of yours, for example), "
+            "or all workers read the same batches. Gossip needs local gradients of different batches."
+        )
+
+
+def _launched_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,13 @@
-"""The deployed model: the average of the workers, swapped in for a while and taken out again without a trace."""
+"""The deployed model: the average of the workers, put into a model for a while or for good.
+
+`deployed_model` restores every byte on exit, also after an exception:
+
+- parameters: `Mixer.restore` copies back what `Mixer.swap_in_average` kept;
+- gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
+- the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
+
+Calibration of BatchNorm is in `calibration`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +30,11 @@ from dsgdac_accel.calibration import (
     sharded_batches,
 )
 from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
 
 @contextmanager
@@ -35,44 +47,46 @@ def deployed_model(
     calibration_forward: Forward | None = None,
     frozen: Collection[nn.Module] = (),
 ) -> Iterator[nn.Module]:
-    """Inside the context, `model` is the average of the workers, in eval mode; afterwards this worker trains on.
+    """Inside the context, `model` is the average of the workers in eval mode; on exit, this worker's own model again.
 
-    Parameters are averaged. BatchNorm statistics are calibrated on the data of `calibrate`, or without it pooled over
-    the workers by total variance. Every other buffer is worker 0's. On exit, also after an exception, parameters,
-    gradients, buffers, train/eval modes and random states are what they were, to the byte. Collective: enter it on all
-    workers.
+    Parameters are averaged. BatchNorm statistics are calibrated on `calibrate`, or without it pooled over the workers
+    by total variance. Every other buffer is worker 0's. On exit parameters, gradients, buffers, train/eval modes and
+    random streams are restored to the byte. Collective: enter it on all workers.
 
     Args:
-        model: the model; may be compiled or wrapped by Accelerate. Out of DDP and of `VirtualWorkers`, the inner module
-            is yielded.
-        mixers: those of all its parameters; empty for a baseline, whose workers are equal.
-        calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or any other loader or
+        model: the model; may be compiled or wrapped by Accelerate. The context yields the inner module of DDP and the
+            first replica of `VirtualWorkers`.
+        mixers: the mixers of all its parameters. Empty for a synchronous baseline, whose workers are equal.
+        group: the workers.
+        calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or another loader or
             iterable of this worker's own batches.
-        calibration_forward: called as `calibration_forward(model, batch)`.
-        frozen: BatchNorm layers whose statistics are not to be touched, beside those in eval mode while `model` trains.
+        calibration_forward: called as `calibration_forward(model, batch)`. Default: `calibration.run_model`.
+        frozen: BatchNorm layers whose statistics stay as they are, in addition to those in eval mode while `model` is
+            in train mode.
 
     Raises:
-        WorkerLostError: a worker did not come along.
-        WorkersChangedError: a worker was lost inside, and the others go on without it: enter the context once more.
+        ValueError: calibration is not possible, or the workers' buffers have different shapes.
+        WorkerLostError: a worker did not enter the context.
+        WorkersChangedError: a worker was lost inside and the survivors go on without it. Enter the context again.
     """
     if isinstance(model, DistributedDataParallel):
-        model = model.module  # DDP would broadcast buffers in every forward, and wait where shares are uneven
+        model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
     holder, model = model, first_replica(model)
-    untouched = {*frozen, *frozen_layers(holder)}
-    layers_of = [calibrated_layers(replica, untouched) for replica in replicas_of(holder)]
-    layers = layers_of[0]
-    whole = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with group.section(), preserved_state(holder), whole:
+    fixed = {*frozen, *frozen_layers(holder)}
+    layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
+    layers = layers_by_worker[0]
+    first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
+    with group.section(), preserved_state(holder), first_replica_only:
         try:
             for mixer in mixers:
                 mixer.swap_in_average()
             _deploy_buffers(model, layers, group)
             if calibrate is None:
-                pool_batch_norm(layers_of, group)
+                pool_batch_norm(layers_by_worker, group)
             else:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
-                here = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
-                batches = sharded_batches(calibrate, group, device, per_process=here)
+                local_workers = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
+                batches = sharded_batches(calibrate, group, device, per_process=local_workers)
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
             holder.eval()
             yield model
@@ -81,24 +95,108 @@ def deployed_model(
                 mixer.restore()
 
 
-def require_one_model(model: nn.Module, group: WorkerGroup) -> None:
-    """Raise ValueError on every worker unless all have the same parameters, where nothing mixes them. Collective.
+class Deployment:
+    """Deploys the average of an accelerator's workers, and knows whether the accelerator trains at the moment.
 
-    Reads all of the parameters.
+    Args:
+        training: the models and GossipSteps of the accelerator.
+        gradient_state: Accelerate's record of the loaders that are being read.
     """
+
+    def __init__(self, training: GossipTraining, gradient_state: GradientState) -> None:
+        self.training = training
+        self.gradient_state = gradient_state
+        self._open_contexts = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether a `deployed` or `evaluating` context is open."""
+        return self._open_contexts > 0
+
+    def is_training(self) -> bool:
+        """Return whether a pass over a prepared loader counts as training."""
+        return not self.active and torch.is_grad_enabled()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
+        self._open_contexts += 1
+        try:
+            yield
+        finally:
+            self._open_contexts -= 1
+
+    @contextmanager
+    def deployed(
+        self,
+        model: nn.Module,
+        loaders: Sequence[Any],
+        calibrate: Iterable[Any] | None,
+        calibration_forward: Forward | None,
+    ) -> Iterator[nn.Module]:
+        """Enter `deployed_model` for a prepared model. Contexts nest, for other models or other calibration data.
+
+        Args:
+            model: a prepared model.
+            loaders: the prepared loaders, whose position is restored on exit.
+            calibrate: as for `deployed_model`.
+            calibration_forward: as for `deployed_model`.
+
+        Raises:
+            ValueError: no optimizer was prepared, and the workers' parameters differ.
+        """
+        model, steps, group = self.training.owners.wrapper_of(model), self.training.steps, self.training.group
+        references = list(self.gradient_state.dataloader_references)
+        mixers = [] if self.active else [step.mixer for step in steps]
+        frozen = [layer for step in steps for layer in step.watch.frozen]
+        if not (steps or self.active) and group.size > 1:
+            _require_equal_parameters(model, group)
+        average = deployed_model(
+            model, mixers, group, calibrate=calibrate, calibration_forward=calibration_forward, frozen=frozen
+        )
+        try:
+            with self.evaluating(), preserved_loaders(loaders), average as deployed:
+                yield deployed
+        finally:
+            # Otherwise a pass that was left by `break` inside would count as the one that is being read.
+            self.gradient_state.dataloader_references = references
+
+    def deploy(
+        self,
+        model: nn.Module,
+        loaders: Sequence[Any],
+        calibrate: Iterable[Any] | None,
+        calibration_forward: Forward | None,
+    ) -> None:
+        """End the gossip and leave the average in every replica of `model`. Collective. Arguments as for `deployed`."""
+
+        def copy_average() -> list[Tensor]:
+            with self.deployed(model, loaders, calibrate, calibration_forward) as deployed:
+                return [tensor.detach().clone() for tensor in values_of(deployed)]
+
+        average = self.training.group.retry_after_loss(copy_average)
+        self.training.end()
+        with torch.no_grad():
+            for replica in replicas_of(self.training.owners.wrapper_of(model)):
+                for tensor, value in zip(values_of(replica), average, strict=True):
+                    tensor.copy_(value)
+
+
+def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
+    """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     group.require_equal(
         digest.hexdigest(),
         "parameters (SHA-256)",
-        "There is no average to deploy, since no optimizer was prepared and nothing has mixed the workers. Train with "
-        "one that went through `prepare(model, optimizer)`.",
+        "There is no average to deploy, because no optimizer was prepared and nothing has mixed the workers. Train "
+        "with an optimizer that went through `prepare(model, optimizer)`.",
     )
 
 
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:
-    """Worker 0's buffers for everybody, except the running statistics of `layers`, and caches that differ in shape."""
+    """Broadcast worker 0's buffers, except the running statistics of `layers` and caches that differ in shape."""
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
     others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
     mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in others.items()}
@@ -110,13 +208,16 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
         elif name in stored:
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
-                f"buffer {name} has different shapes or dtypes on the workers: {seen}. The deployed model needs one; "
-                f"keep it of one size, or register it with persistent=False if each worker can grow its own."
+                f"buffer {name} of the deployed model has different shapes or dtypes on the workers: {seen}. Keep its "
+                f"shape fixed, or register it with persistent=False so that each worker keeps its own."
             )
 
 
+# ---- state dictionaries with memory of their own
+
+
 def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dictionary with tensors of their own; names that share all of a tensor (tied weights) share the copy."""
+    """Return a state dictionary with copied tensors. Names that share a whole tensor (tied weights) share the copy."""
     copies: dict[tuple, Tensor] = {}
 
     def copy_of(tensor: Tensor) -> Tensor:
@@ -128,7 +229,7 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def separate_state(model: nn.Module) -> Iterator[None]:
-    """Inside, `model.state_dict()` gives copies, for savers that take views of one buffer for shared weights."""
+    """Inside, `model.state_dict()` returns copies: savers take views of one flat buffer for tied weights."""
 
     def copy_values(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         state.update(cloned(state))
@@ -140,22 +241,22 @@ def separate_state(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-# ---- leaving no trace
+# ---- restoring a model
 
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients, train/eval modes and random states back on exit, whatever happened inside.
+    """Restore gradients, buffers, train/eval modes and random streams on exit. Gradients are None inside.
 
-    Parameters and gradients that were converted (`model.half()`) point to their old memory again; the VALUES of
-    parameters are the mixers' business.
+    Parameters and gradients that were converted inside (`model.half()`) point to their old memory again. The VALUES of
+    parameters are not restored here: that is the mixers' part.
     """
     slots = _buffer_slots(model)
     pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
     for parameter in model.parameters():
-        parameter.grad = None  # a backward pass inside must not add to the gradient of an open accumulation window
+        parameter.grad = None  # a backward pass inside must not add to an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
-    randomness = random_state()
+    streams = random_state()
     try:
         yield
     finally:
@@ -168,13 +269,14 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, value in slots:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-                module._buffers[name] = buffer  # `model.half()` inside replaces the tensor objects
+                module._buffers[name] = buffer  # `model.half()` replaces the tensor objects
         for module, mode in modes:
             module.training = mode
-        set_random_state(randomness)
+        set_random_state(streams)
 
 
 def _buffer_slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
+    """Return every buffer's module and name, the buffer itself, and a copy of its values."""
     return [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()

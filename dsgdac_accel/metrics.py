@@ -1,7 +1,8 @@
-"""The one place where figures leave training: consensus metrics beside whatever the user logs.
+"""Consensus metrics and `ConsensusLogger`, which adds them to whatever the user logs.
 
-Three quantities that are easily confused, so named apart: "gossip/radius" is the distance of the WORKERS from their
-average; "train/loss" of a task is the workers' own, local loss; "test/..." is the DEPLOYED model, the average.
+Three quantities are easily confused, so their names keep them apart: "gossip/radius" is the distance of the WORKERS
+from their average, "train/loss" of a task is the workers' own local loss, and "test/..." is measured on the DEPLOYED
+model, the average.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from dsgdac_accel.core.step import GossipStep
 PREFIX = "gossip/"
 
 Sink = Callable[[dict[str, Any], int | None], None]
-"""Takes the values of one step and the step."""
+"""Called as `sink(values, step)`."""
 
 
 def consensus_metrics(steps: Iterable[GossipStep]) -> dict[str, float]:
-    """Latest figures under one prefix: "gossip/gamma", "gossip/radius", ...; further optimizers under "gossip/1/", ...
+    """Return the latest metrics of every optimizer, without communication.
 
-    No communication, so any worker may call it at any time.
+    The first optimizer's are named "gossip/gamma", "gossip/radius", and so on; the second one's "gossip/1/gamma", ...
     """
     return {
         f"{PREFIX}{f'{number}/' if number else ''}{name}": value
@@ -33,7 +34,13 @@ def consensus_metrics(steps: Iterable[GossipStep]) -> dict[str, float]:
 
 
 class JsonlSink:
-    """Appends a JSON object per line, flushed at once: a killed run keeps its log. NaN and inf become null."""
+    """Sink that appends one JSON object per line and flushes it, so that a killed run keeps its log.
+
+    NaN and infinity become null.
+
+    Args:
+        path: the file. Missing folders are created.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -44,18 +51,18 @@ class JsonlSink:
         self._file.write(json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}) + "\n")
 
     def close(self) -> None:
-        """Close the file; later calls fail."""
+        """Close the file. Later calls fail."""
         self._file.close()
 
 
 class ConsensusLogger:
-    """Merges the consensus metrics into logged values and hands them to every sink.
+    """Adds the consensus metrics to logged values and passes the result to every sink.
 
     Args:
-        metrics: gives the latest consensus metrics, for example `lambda: consensus_metrics(steps)`; None for a baseline
-            without gossip.
-        sinks: called as `sink(values, step)`: a tracker's `log`, a `JsonlSink`, or `records.append`-like functions.
-            On workers other than the main one pass none.
+        metrics: returns the latest consensus metrics, for example `lambda: consensus_metrics(steps)`. None for a
+            baseline without gossip.
+        sinks: called as `sink(values, step)`: a tracker's `log`, a `JsonlSink`, or a function of your own. Pass none on
+            workers other than the main one.
 
     >>> records = []
     >>> log = ConsensusLogger(lambda: {"gossip/gamma": 0.5}, [lambda values, step: records.append((step, values))])
@@ -70,11 +77,19 @@ class ConsensusLogger:
         self.sinks = list(sinks)
 
     def add_sink(self, sink: Sink) -> None:
-        """Send later records to `sink` as well."""
+        """Pass later records to `sink` as well."""
         self.sinks.append(sink)
 
     def log(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-        """Write `values` and the consensus metrics of `step` (a given value wins over a metric of the same name)."""
+        """Pass `values` and the latest consensus metrics to every sink.
+
+        Args:
+            values: what to log. A value wins over a consensus metric of the same name.
+            step: the optimizer step, passed to the sinks.
+
+        Returns:
+            The merged record.
+        """
         merged = {**values, **{name: value for name, value in self.metrics().items() if name not in values}}
         for sink in self.sinks:
             sink(merged, step)
@@ -82,7 +97,7 @@ class ConsensusLogger:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON: tensors and NumPy scalars as numbers, what is not finite as null."""
+    """Convert tensors and NumPy scalars to numbers, and NaN and infinity to None."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,8 @@
-"""Random streams: one shared seed, streams that differ per worker, and putting streams back."""
+"""Random streams: one shared seed, streams that differ per worker, and saving and restoring streams."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,73 +15,83 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 
 def shared_seed(group: WorkerGroup) -> int:
-    """Worker 0's seed, the same on all workers. Collective."""
+    """Return worker 0's torch seed, the same on all workers. Collective."""
     return group.all_gather_object(torch.initial_seed(), "agreeing on a seed")[0]
 
 
 def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:
-    """Give every worker random streams (torch, NumPy, Python) of its own, derived from worker 0's seed and `salt`.
+    """Seed torch, NumPy and Python differently on every worker, from worker 0's seed and `salt`. Collective.
 
-    Repeats when the run is repeated with the same seed. Samplers keep the order that all workers share, see `loaders`.
+    A run that is repeated with the same seed gets the same streams. Samplers are not affected: they keep the order that
+    all workers share (see `data.loaders`).
     """
-    words = _words(shared_seed(group), group.rank, *salt)
+    words = _seed_words(shared_seed(group), group.rank, *salt)
     random.seed(words[0])
     numpy.random.seed(words[1])
-    torch.manual_seed(words[2] << 32 | words[3])
+    torch.manual_seed(_torch_seed(words))
 
 
-def _words(seed: int, worker: int, *salt: int) -> list[int]:
+def _seed_words(seed: int, worker: int, *salt: int) -> list[int]:
+    """Four 32-bit words: for Python, for NumPy, and two for torch."""
     return [int(word) for word in numpy.random.SeedSequence([seed, worker, *salt]).generate_state(4)]
 
 
+def _torch_seed(words: Sequence[int]) -> int:
+    return words[2] << 32 | words[3]
+
+
 def random_state() -> dict[str, Any]:
-    """States of all global random streams: torch (CPU and the current CUDA device), NumPy, Python."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+    """Return the state of all global random streams: torch (CPU and the current CUDA device), NumPy, Python."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(),
+    }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Return to a state taken by `random_state`."""
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a state returned by `random_state`."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+    numpy.random.set_state(state["numpy"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-class StreamsOfWorkers:
-    """A stream of torch's random numbers for each worker of a process, the one that its own process would draw from.
+class WorkerStreams:
+    """One torch random stream per worker of a process, equal to the stream that a process of its own would use.
 
     Args:
-        seed: that all workers of the run share.
-        workers: numbers of the workers in this process.
+        seed: the seed that all workers of the run share.
+        workers: ranks of this process's workers among all workers.
     """
 
     def __init__(self, seed: int, workers: Sequence[int]) -> None:
-        self._cuda: list[Tensor] | None = None
         self.seed(seed, workers)
 
     def seed(self, seed: int, workers: Sequence[int]) -> None:
-        """Begin anew."""
-        self._seeds = [words[2] << 32 | words[3] for words in (_words(seed, worker) for worker in workers)]
+        """Restart the streams. Arguments as in the constructor."""
+        self._seeds = [_torch_seed(_seed_words(seed, worker)) for worker in workers]
         self._cpu = [torch.Generator().manual_seed(own).get_state() for own in self._seeds]
-        self._cuda = None  # made when first used: looking must not begin to use a GPU
+        # CUDA streams are made at first use, because making them would initialize CUDA.
+        self._cuda: list[Tensor] | None = None
 
     @contextmanager
     def swapped(self) -> Iterator[Callable[[int], None]]:
-        """Inside, call the function given with the place of a worker: what follows draws from that worker's stream."""
+        """Yield a function `use(index)`, which makes the stream of worker `index` the global one.
+
+        `index` counts the workers of this process from 0. The global stream from before is restored on exit.
+        """
         cuda = torch.cuda.is_initialized()
         if cuda and self._cuda is None:
             self._cuda = [torch.Generator("cuda").manual_seed(own).get_state() for own in self._seeds]
         outer = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
         running: int | None = None
 
-        def put_back() -> None:
+        def save_running() -> None:
             if running is not None:
                 self._cpu[running] = torch.get_rng_state()
                 if cuda and self._cuda is not None:
@@ -90,7 +99,7 @@ class StreamsOfWorkers:
 
         def use(worker: int) -> None:
             nonlocal running
-            put_back()
+            save_running()
             running = worker
             torch.set_rng_state(self._cpu[worker])
             if cuda and self._cuda is not None:
@@ -99,18 +108,18 @@ class StreamsOfWorkers:
         try:
             yield use
         finally:
-            put_back()
+            save_running()
             torch.set_rng_state(outer[0])
             if outer[1] is not None:
                 torch.cuda.set_rng_state(outer[1])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """States of all streams, (workers, bytes)."""
+        """Return the states of all streams, shape (workers, bytes) each."""
         state = {"cpu": torch.stack(self._cpu)}
         return state if self._cuda is None else state | {"cuda": torch.stack(self._cuda)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken."""
-        # Each in memory of its own: torch reads a generator's state from the beginning of the storage.
+        """Restore states returned by `state_dict`."""
+        # Clone each row: torch reads a generator's state from the beginning of the storage.
         self._cpu = [stream.clone() for stream in state["cpu"]]
         self._cuda = [stream.clone() for stream in state["cuda"]] if "cuda" in state else None

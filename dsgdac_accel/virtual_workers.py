@@ -1,46 +1,47 @@
-"""`VirtualWorkers`: several workers inside one process, so that 8, 16 or 32 of them run on one GPU or CPU."""
+"""`VirtualWorkers`: several workers inside one process, so that 8, 16 or 32 of them fit on one GPU or CPU."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes, join, requires_grad, with_scaled_gradient
-from dsgdac_accel.randomness import StreamsOfWorkers
+from dsgdac_accel.randomness import WorkerStreams
 
 logger = logging.getLogger(__name__)
 
 
 class VirtualWorkers(nn.Module):
-    """`num_workers` replicas of a model behind the interface of one, computed one after another.
+    """`num_workers` replicas of a model behind the interface of one model, computed one after another.
 
-    Not in one call by `torch.func.vmap`, which restricts what a model may do. Measured on a CPU with 8 workers
-    (`tasks/benchmark_virtual.py`), it takes 1.2 to 1.35 times as long for convolutions, and up to 1.2 for Transformers
-    with usual batches; it wins by a tenth for layers that are all linear, and by a quarter for replicas so small that
-    starting operations is what takes time.
+    A batch is split along the first dimension into one part per worker, in order. Each replica computes its part with
+    its own parameters, BatchNorm statistics and torch random stream (dropout), and the outputs are joined. The loss is
+    taken as a mean over the batch, as in data-parallel training; each replica's gradient is then that of the mean over
+    its OWN part, exactly what a process of its own would compute.
 
-    A batch is cut into one part per worker along the first dimension, in order, and each replica computes its own part
-    with its own parameters, BatchNorm statistics and stream of torch's random numbers (dropout). Outputs are joined.
-    The loss is taken as a mean over the batch, as data-parallel training takes it; what flows back into each replica is
-    then the gradient of the mean over its OWN part, exactly what its own process would compute.
+    `GossipAccelerator(gossip=GossipConfig(workers_per_process=8))` creates one in `prepare`, adds the parameters of all
+    replicas to the optimizer, clips each worker's gradient separately, and mixes the replicas with each other and with
+    those of other processes.
 
-    `GossipAccelerator(gossip=GossipConfig(workers_per_process=8))` makes one in `prepare`, completes the optimizer
-    with the parameters of all replicas, clips each worker's gradient by itself, and mixes the replicas with each other
-    and with those of other processes.
+    The replicas run in a loop, because `torch.func.vmap` restricts what a model may do. Measured on a CPU with 8
+    workers (`tasks/benchmark_virtual.py`), vmap takes 1.2 to 1.35 times as long for convolutions and up to 1.2 times
+    for Transformers with usual batches. It is faster by a tenth for purely linear models, and by a quarter for replicas
+    so small that launching operations dominates.
 
     Args:
-        model: becomes worker 0 of this process as it is; the others are copies.
-        num_workers: how many workers this process holds.
-        shared: let the workers share one set of parameters and buffers, for synchronous baselines: each part of the
-            batch still has its own BatchNorm statistics, and gradients are those of the mean over the whole batch.
+        model: becomes worker 0 of this process, unchanged; the other workers get copies.
+        num_workers: workers in this process, at least 1.
+        shared: all workers share one set of parameters and buffers, for synchronous baselines. Each part of the batch
+            still has its own BatchNorm statistics, and gradients are those of the mean over the whole batch.
 
     Raises:
         ValueError: `num_workers` < 1, or the model cannot be copied.
@@ -55,36 +56,36 @@ class VirtualWorkers(nn.Module):
         self.shared = shared
         if not shared:
             model.register_load_state_dict_post_hook(_LoadIntoOthers(self))
-        self.streams = StreamsOfWorkers(torch.initial_seed(), range(num_workers))
-        """The random streams of the replicas."""
+        self.streams = WorkerStreams(torch.initial_seed(), range(num_workers))
+        """One random stream per replica."""
         self.training = model.training
-        self._whole = 0
-        self._sizes: list[int] | None = None
-        self._seen_full_batch = self._warned = False
-        self._named: set[str] = set()
+        self._first_only = 0  # open `whole` contexts
+        self._sizes: list[int] | None = None  # set inside `cut_at`
+        self._seen_full_batch = self._warned_of_small_batch = False
+        self._warned_attributes: set[str] = set()
 
     @property
     def num_workers(self) -> int:
-        """How many workers this process holds."""
+        """Workers in this process."""
         return len(self.replicas)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Each worker's output for its part of the batch, joined. See the class."""
-        if self._whole:
+        """Run every replica on its part of the batch and join the outputs; see the class."""
+        if self._first_only:
             return self.replicas[0](*args, **kwargs)
         sizes = even_sizes(batch_size(args, kwargs), self.num_workers) if self._sizes is None else self._sizes
         self._check_sizes(sizes)
         self._follow_the_first()
         outputs, total = [], sum(sizes)
         parts = [size for size in sizes if size]
-        even = len(set(parts)) == 1  # then all are scaled alike, and joined outputs can be scaled at once
+        even = len(set(parts)) == 1  # one scale for all replicas: scale the joined outputs instead of each one
         trains_inputs = not self.shared and requires_grad((args, kwargs))
         with self._own_streams() as use:
             for worker, (part_args, part_kwargs) in enumerate(cut(args, kwargs, sizes)):
                 if sizes[worker] == 0:
                     continue
                 use(worker)
-                if trains_inputs:  # what flows back to the inputs is part of the mean over the batch again
+                if trains_inputs:  # inputs get the gradient of the mean over the whole batch
                     part_args, part_kwargs = with_scaled_gradient((part_args, part_kwargs), sizes[worker] / total)
                 output = self._run(worker, part_args, part_kwargs)
                 outputs.append(output if self.shared or even else with_scaled_gradient(output, total / sizes[worker]))
@@ -92,7 +93,7 @@ class VirtualWorkers(nn.Module):
         return with_scaled_gradient(joined, total / parts[0]) if even and not self.shared else joined
 
     def _follow_the_first(self) -> None:
-        """Modes and frozen parameters are set on the model that everybody knows, the first replica."""
+        """Copy train/eval modes and `requires_grad` from the first replica, the one that user code refers to."""
         if self.shared:
             return
         first, *others = map(_modules_of, self.replicas)
@@ -106,7 +107,7 @@ class VirtualWorkers(nn.Module):
                     parameter.requires_grad_(wanted)
 
     def _own_streams(self) -> AbstractContextManager[Callable[[int], None]]:
-        """Shared parameters are one worker's, with one stream: that of the process."""
+        """Return `WorkerStreams.swapped()`; with shared parameters, leave the process's own stream in place."""
         return nullcontext(lambda worker: None) if self.shared else self.streams.swapped()
 
     def _run(self, worker: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -116,8 +117,9 @@ class VirtualWorkers(nn.Module):
             if "more than 1 value per channel" not in str(error):
                 raise
             raise ValueError(
-                f"BatchNorm needs more than one sample, and this process's worker {worker} of {self.num_workers} got "
-                f"one ({error}). Use larger batches, fewer workers_per_process, or drop_last=True in the DataLoader."
+                f"BatchNorm needs more than one sample per worker, but this process's worker {worker} of "
+                f"{self.num_workers} got one ({error}). Use larger batches, fewer workers_per_process, or "
+                f"drop_last=True in the DataLoader."
             ) from error
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
@@ -126,23 +128,28 @@ class VirtualWorkers(nn.Module):
             return
         if not self._seen_full_batch:
             raise ValueError(
-                f"a batch is cut into one part per worker: {sum(sizes)} samples are too few for {self.num_workers} "
+                f"a batch is split into one part per worker: {sum(sizes)} samples are too few for {self.num_workers} "
                 f"workers in this process. Use batches of at least {self.num_workers}, or fewer workers_per_process."
             )
-        if not self._warned:
-            self._warned = True
+        if not self._warned_of_small_batch:
+            self._warned_of_small_batch = True
             logger.warning(
                 "a last batch of %d samples leaves some of %d workers without any: they mix without a local update. "
-                "Set drop_last=True in the DataLoader to leave such batches out.",
+                "Set drop_last=True in the DataLoader to skip such batches.",
                 sum(sizes),
                 self.num_workers,
             )
 
     @contextmanager
     def cut_at(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Inside, batches are cut into parts of these sizes, one per worker, instead of into even ones."""
+        """Inside, batches are split into parts of these sizes, one per worker, instead of even parts.
+
+        Raises ValueError unless there is one size per worker.
+        """
         if len(sizes) != self.num_workers:
-            raise ValueError(f"there are {self.num_workers} workers in this process; got {len(sizes)} sizes.")
+            raise ValueError(
+                f"there are {self.num_workers} workers in this process; got {len(sizes)} sizes. Give one size each."
+            )
         self._sizes = list(sizes)
         try:
             yield
@@ -151,21 +158,21 @@ class VirtualWorkers(nn.Module):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, worker 0 of this process alone computes whole batches: for the deployed model, when all are equal."""
-        self._whole += 1
+        """Inside, the first replica computes whole batches: for the deployed model, when all replicas are equal."""
+        self._first_only += 1
         try:
             yield
         finally:
-            self._whole -= 1
+            self._first_only -= 1
 
     # ---- parameters
 
     def by_worker(self) -> list[list[Parameter]]:
-        """The parameters of each replica, in the same order."""
+        """Return the parameters of each replica, in the same order."""
         return [list(replica.parameters()) for replica in self.replicas]
 
     def complete(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the parameters of all replicas beside those of the first one, with their settings and any state."""
+        """Add the other replicas' parameters to the optimizer, with the settings and state of the first replica's."""
         if self.shared:
             return
         first, *others = self.by_worker()
@@ -185,13 +192,13 @@ class VirtualWorkers(nn.Module):
                         optimizer.state[twin] = copy.deepcopy(optimizer.state[parameter])
 
     def mark_prepared(self) -> None:
-        """Let Accelerate know that it need not prepare this model again."""
+        """Set the mark by which Accelerate skips a model that is prepared already."""
         self.__dict__["_is_accelerate_prepared"] = True
 
-    # ---- as if it were the model
+    # ---- what the first replica answers
 
     def __getattr__(self, name: str) -> Any:
-        """What a wrapper does not have is the first replica's, such as `config` or `generate`."""
+        """Return the first replica's attribute, such as `config` or `generate`, where this wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -203,27 +210,33 @@ class VirtualWorkers(nn.Module):
 
     def _warn_of_first_only(self, name: str, value: Any) -> None:
         computes = isinstance(value, nn.Module) or (callable(value) and not hasattr(nn.Module, name))
-        if computes and self.training and not self._whole and torch.is_grad_enabled() and name not in self._named:
-            self._named.add(name)
+        if (
+            computes
+            and self.training
+            and not self._first_only
+            and torch.is_grad_enabled()
+            and name not in self._warned_attributes
+        ):
+            self._warned_attributes.add(name)
             logger.warning(
-                "%s was asked of several workers in one process and is that of the first one only; the others neither "
-                "compute nor learn by it. Let the model's forward do it.",
+                "%s runs on the first of this process's workers only, so the others do not train on it. Call it from "
+                "the model's forward.",
                 name,
             )
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """The random streams, for checkpoints."""
+        """Return the random streams, for checkpoints."""
         return self.streams.state_dict()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Go on with random streams from a checkpoint."""
+        """Restore the random streams of a checkpoint."""
         self.streams.load_state_dict(state)
 
 
 class _LoadIntoOthers:
-    """Hook of the model that everybody knows: what is loaded into it is what all replicas go on with.
+    """Hook of the first replica that copies a loaded state dict to the other replicas.
 
-    A copy of the model, or one that was pickled, is nobody's replica.
+    Deep copies and pickles of the model carry an inactive hook.
     """
 
     def __init__(self, workers: VirtualWorkers | None) -> None:
@@ -243,23 +256,103 @@ class _LoadIntoOthers:
         return _LoadIntoOthers, (None,)
 
 
+class ParameterOwners:
+    """Looks up which of this process's workers owns a parameter, and the other workers' counterparts of it.
+
+    Args:
+        models: the prepared models. Only `VirtualWorkers` among them matter; the list may grow.
+        local_workers: workers per process.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], local_workers: int) -> None:
+        self.models = models
+        self.local_workers = local_workers
+        self._places: dict[int, tuple[weakref.ref[Parameter], tuple[int, int]]] = {}
+        """By `id`: the parameter, its worker, and its position among the parameters of that worker."""
+
+    @property
+    def virtual_models(self) -> list[VirtualWorkers]:
+        """The prepared `VirtualWorkers`."""
+        return [model for model in self.models if isinstance(model, VirtualWorkers)]
+
+    def wrapper_of(self, model: nn.Module) -> nn.Module:
+        """Return the `VirtualWorkers` whose first replica is `model`; otherwise `model` itself."""
+        for virtual in self.virtual_models:
+            if model is virtual or model is extract_model_from_parallel(first_replica(virtual)):
+                return virtual
+        return model
+
+    def worker_of(self, parameter: Parameter) -> int:
+        """Return the index of the worker, among this process's, that owns a parameter.
+
+        Raises ValueError for a parameter of no prepared model.
+        """
+        place = self._place_of(parameter)
+        if place is None:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is in no prepared model, but "
+                f"each of the {self.local_workers} workers in this process needs its own. Make it part of the model, "
+                f"prepare the model before or together with its optimizer, or set workers_per_process=1."
+            )
+        return place[0]
+
+    def by_worker(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+        """Return the given parameters and their counterparts in the other workers' models, one list per worker.
+
+        Parameters of no prepared model go to the first worker.
+        """
+        if not self.virtual_models:
+            return [list(parameters)]
+        places = {id(parameter): self._place_of(parameter) for parameter in parameters}
+        positions = {place[1] for place in places.values() if place is not None}
+        if not positions:
+            return [list(parameters)]
+        split = [
+            [p for position, p in enumerate(self._parameters_of_worker(worker)) if position in positions]
+            for worker in range(self.local_workers)
+        ]
+        split[0] += [parameter for parameter in parameters if places[id(parameter)] is None]
+        return split
+
+    def _place_of(self, parameter: Parameter) -> tuple[int, int] | None:
+        """Return the worker of a parameter and its position in that worker's models; None if it has none."""
+        found = self._places.get(id(parameter))
+        if found is None or found[0]() is not parameter:  # a new parameter may have the `id` of a deleted one
+            self._places = {
+                id(own): (weakref.ref(own), (worker, position))
+                for worker in range(self.local_workers)
+                for position, own in enumerate(self._parameters_of_worker(worker))
+            }
+            found = self._places.get(id(parameter))
+        return None if found is None else found[1]
+
+    def _parameters_of_worker(self, worker: int) -> list[Parameter]:
+        return [p for model in self.virtual_models for p in model.replicas[worker].parameters()]
+
+
 def values_of(model: nn.Module) -> list[Tensor]:
-    """All that a model is made of, tied tensors once."""
+    """Return all parameters and buffers of a model, tied ones once."""
     return [*model.parameters(), *model.buffers()]
 
 
 def replicas_of(model: nn.Module) -> list[nn.Module]:
-    """The models that `VirtualWorkers` hold, a shared one once; of any other model itself alone."""
+    """Return the distinct replicas of `VirtualWorkers`, or a list with the model itself."""
     return list(dict.fromkeys(model.replicas)) if isinstance(model, VirtualWorkers) else [model]
 
 
 def first_replica(model: nn.Module) -> nn.Module:
-    """The model itself, or of `VirtualWorkers` the one that stands for all when they are equal."""
+    """Return the first replica of `VirtualWorkers`, or the model itself."""
     return model.replicas[0] if isinstance(model, VirtualWorkers) else model
 
 
+def split_by_worker(batches: Iterable[Mapping[str, Any]], num_workers: int) -> list[list[dict[str, Any]]]:
+    """Split batches as `VirtualWorkers` does, and return the parts of each worker in the order of the batches."""
+    parts = [cut((), batch, even_sizes(batch_size((), batch), num_workers)) for batch in batches]
+    return [[part[worker][1] for part in parts] for worker in range(num_workers)]
+
+
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules, shared ones as often as they occur; `model.modules()` takes ten times as long."""
+    """Return all modules, shared ones as often as they occur. `model.modules()` takes ten times as long."""
     found = [model]
     for module in found:
         found += [child for child in module._modules.values() if child is not None]
@@ -275,6 +368,6 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise ValueError(
-            f"each worker of a process needs a copy of the model, and it cannot be copied: {error}. Remove what "
-            f"`copy.deepcopy(model)` fails on, or launch a process for each worker (workers_per_process=1)."
+            f"each worker of a process needs a copy of the model, but it cannot be copied: {error}. Remove what "
+            f"`copy.deepcopy(model)` fails on, or launch one process per worker (workers_per_process=1)."
         ) from error

@@ -95,6 +95,23 @@ def clip_grad_norm_(parameters: Sequence[Parameter], max_norm: float, norm_type:
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
+def clip_worker_grad_norms_(
+    by_worker: Sequence[Sequence[Parameter]], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Clip the gradient of each worker of this process by its own norm.
+
+    Args:
+        by_worker: the parameters of each worker.
+        max_norm: the largest norm that a worker's gradient may have.
+        norm_type: order of the norm.
+
+    Returns:
+        The mean of the workers' norms before clipping, shape ().
+    """
+    norms = [clip_grad_norm_(parameters, max_norm, norm_type) for parameters in by_worker]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+
+
 @torch.no_grad()
 def _clip_sparse(parameters: Iterable[Parameter], max_norm: float, norm_type: float) -> Tensor:
     with_gradient = [p for p in parameters if p.grad is not None]

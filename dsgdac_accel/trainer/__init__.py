@@ -1,4 +1,4 @@
-"""`GossipCallback`: an unmodified Hugging Face Trainer for workers that gossip."""
+"""`GossipCallback`: gossip for an unmodified Hugging Face Trainer."""
 
 from dsgdac_accel.trainer.callback import GossipCallback
 

@@ -1,4 +1,4 @@
-"""Every worker's own state beside what the Trainer saves, in the same checkpoint folders, and the way back."""
+"""Checkpoints of a Trainer: every worker's own state beside what the Trainer saves, and resuming from it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerCheckpoints:
-    """Saves and restores what the Trainer does not: each worker's weights, moments, random streams and position.
+    """Saves and restores what the Trainer does not: each worker's weights, moments, random streams and data position.
 
     Args:
-        trainer: whose accelerator gossips.
+        trainer: a Trainer with a GossipAccelerator.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer  # by type its model and optimizer may be None, in training they are not
+        self.trainer: Any = trainer  # Any: its model and optimizer are typed as optional
         self._resuming: Path | None = None
+        """The checkpoint that `train()` resumes from."""
         self._order: Any = None
-        """Where the samplers of the training data stood when the running pass began."""
+        """State of the training data's samplers at the beginning of the current pass."""
         self._pass = -1
-        """The number of the running pass over the training data, counted from 0."""
+        """Number of the current pass over the training data, counted from 0."""
         self._began_at = 0
-        """The optimizer step at which it began."""
+        """Optimizer step at which the current pass began."""
         self._loaded: dict[str, Any] | None = None
-        """What a checkpoint says about the pass that is to go on, until it begins."""
+        """The checkpoint's data position, until the pass that it describes begins."""
 
     @property
     def _accelerator(self) -> GossipAccelerator:
@@ -52,18 +53,18 @@ class TrainerCheckpoints:
     # ---- saving
 
     def save(self, trial: Any) -> None:
-        """Write this worker's state into the checkpoint folder that the Trainer is about to fill. Collective."""
+        """Write the workers' states into the checkpoint folder that the Trainer is about to fill. Collective."""
         trainer, accelerator = self.trainer, self._accelerator
         folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         with self._as_prepared():
             accelerator.save_state(folder)
         if accelerator.is_main_process:
-            # Of an earlier run in the same folder: the checkpoint is whole only when the Trainer has written it anew.
+            # An earlier run may have left this file. The checkpoint is complete once the Trainer has written it anew.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
     @contextmanager
     def _as_prepared(self) -> Iterator[None]:
-        """With the scheduler that the Trainer steps, and, of the loaders whose batches it counts, the order."""
+        """Inside, the accelerator saves the Trainer's scheduler, and the data order instead of loader positions."""
         accelerator = self._accelerator
         kept = accelerator._dataloaders, accelerator._schedulers, accelerator._custom_objects
         accelerator._dataloaders, accelerator._schedulers = [], [self.trainer.lr_scheduler]
@@ -80,13 +81,14 @@ class TrainerCheckpoints:
         return inner_loader(self.trainer.callback_handler.train_dataloader)
 
     def begin_pass(self, state: TrainerState) -> bool:
-        """Tell samplers which epoch begins, and where they stood when it began in the run that is resumed.
+        """Set the samplers' epoch, and in a resumed run their state from when the pass began.
 
-        Returns whether the pass goes on in its middle, so that the Trainer leaves out its first batches.
+        Returns:
+            Whether the pass continues in its middle, so that the Trainer skips its first batches.
         """
         loaded, self._loaded = self._loaded, None
         goes_on = self._pass < 0 and self._resuming is not None and self.in_mid_epoch(state)
-        steps = state.global_step if goes_on else 0  # without a word in the checkpoint, what the Trainer takes it for
+        steps = state.global_step if goes_on else 0  # the Trainer's assumption, if the checkpoint has no position
         self._pass += 1
         if loaded is not None:
             set_order_state(self._loader, loaded["order"], lenient=True)
@@ -98,21 +100,21 @@ class TrainerCheckpoints:
         return goes_on
 
     def state_dict(self) -> dict[str, Any]:
-        """The order of the pass that is to go on, the running one or at its end the next, and how far it is."""
+        """Return the order of the current pass (at its end, the next one), its number, and its optimizer steps."""
         state = self.trainer.state
         order = self._order if self.in_mid_epoch(state) else order_state(self._loader)
         return {"order": order, "pass": self._pass, "steps": state.global_step - self._began_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for the pass that begins next."""
+        """Keep a state for the pass that begins next."""
         self._loaded = state
 
     @contextmanager
     def exact_skipping(self) -> Iterator[None]:
-        """Inside, a Trainer that resumes in the middle of a pass leaves out what was taken of it, of any loader.
+        """Inside, a Trainer that resumes in the middle of a pass skips exactly the batches that were taken.
 
-        The Trainer calls a function of Accelerate for this, which knows nothing of equal steps, and leaves out too
-        little where worker 0 reads the batches of all.
+        The Trainer calls Accelerate's `skip_first_batches`, which does not know `EqualSteps` and skips too few batches
+        where worker 0 reads the batches of all workers. The context replaces it.
         """
         original = transformers.trainer.skip_first_batches
 
@@ -127,16 +129,16 @@ class TrainerCheckpoints:
             transformers.trainer.skip_first_batches = original
 
     def _rest_of(self, loader: Any, count: int) -> Any:
-        """What is left of a pass, of which the Trainer says that `count` batches of each worker were taken."""
+        """Return the rest of a pass of which, by the Trainer's count, each worker took `count` batches."""
         inner = inner_loader(loader)
-        if known_length(loader) is None:  # the Trainer takes all steps of the run for those of one pass
+        if known_length(loader) is None:  # the Trainer then counts all steps of the run as those of one pass
             steps = self.trainer.state.global_step - self._began_at
             count = steps * self.trainer.args.gradient_accumulation_steps
             if self._pass > 0 and hasattr(inner.dataset, "set_epoch"):
                 logger.warning(
-                    "this run goes on in pass %d over training data without a length, and the Trainer calls set_epoch "
-                    "as in pass 1 of a new run: what the data order by it comes in another order. Give the data set a "
-                    "length (__len__) to go on exactly.",
+                    "this run resumes in pass %d over training data without a length, but the Trainer calls set_epoch "
+                    "as in pass 1 of a new run, so the data may come in another order. Give the data set a length "
+                    "(__len__) to resume exactly.",
                     self._pass + 1,
                 )
         return self._accelerator.skip_first_batches(loader, count)
@@ -144,29 +146,31 @@ class TrainerCheckpoints:
     # ---- resuming
 
     def choose(self, resume: Any) -> Any:
-        """What `Trainer.train(resume_from_checkpoint=...)` is to resume from.
+        """Return the checkpoint for `Trainer.train(resume_from_checkpoint=...)`, the same on all workers. Collective.
 
-        For True the newest whole checkpoint; for "auto", too, but nothing where there is none.
+        Args:
+            resume: what the user passed. True and "auto" choose the newest complete checkpoint; with "auto" it is no
+                error that there is none. Anything else is returned as it is.
         """
         self._resuming = self._loaded = None
         self._pass = -1
         if not resume:
             return resume
-        chosen = {True: self._newest, "auto": self._newest_whole}.get(resume, lambda: resume)()
+        chosen = {True: self._newest, "auto": self._newest_complete}.get(resume, lambda: resume)()
         chosen = self._accelerator.group.all_gather_object(chosen and str(chosen), "choosing a checkpoint")[0]
         if chosen is None:
-            return None if resume == "auto" else resume  # the Trainer says that there is none
+            return None if resume == "auto" else resume  # the Trainer raises
         self._resuming = Path(chosen)
         return chosen
 
     def _newest(self) -> Path | None:
-        """The newest checkpoint that is whole, or, where none is, the last: reading it says why it is not."""
+        """Return the newest complete checkpoint. If there is none, the last one: reading it raises the reason."""
         folder = Path(self.trainer.args.output_dir)
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        return self._newest_whole() or (Path(last) if last else None)
+        return self._newest_complete() or (Path(last) if last else None)
 
-    def _newest_whole(self) -> Path | None:
-        """The newest checkpoint that is whole: a run killed while saving leaves one that is not."""
+    def _newest_complete(self) -> Path | None:
+        """Return the newest complete checkpoint: a run that is killed while saving leaves an incomplete one."""
         folder = Path(self.trainer.args.output_dir)
         if not folder.is_dir():
             return None
@@ -177,20 +181,23 @@ class TrainerCheckpoints:
         return None
 
     @property
-    def holds_workers(self) -> bool:
-        """Whether the checkpoint to resume from has the states of workers, optimizer and schedule included."""
+    def has_worker_states(self) -> bool:
+        """Whether the checkpoint to resume from has every worker's state, optimizer and schedule included."""
         return self._resuming is not None and (self._resuming / MANIFEST).exists()
 
     def restore(self, state: TrainerState) -> dict[str, Any] | None:
-        """Give this worker its own state back, if the Trainer resumes; returns that of its random streams. Collective.
+        """Restore this worker's own state if the Trainer resumes. Collective.
+
+        Returns:
+            The restored random streams; None if there are none.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or of another model or number of workers.
+            CheckpointError: the checkpoint is damaged, or from another model or number of workers.
         """
         if self._resuming is None:
             return None
         accelerator = self._accelerator
-        if not self.holds_workers:
+        if not self.has_worker_states:
             self._start_from_one_model(state)
             return None
         with self._as_prepared():
@@ -198,19 +205,19 @@ class TrainerCheckpoints:
         return random_state()
 
     def _start_from_one_model(self, state: TrainerState) -> None:
-        """From a checkpoint of a Trainer without gossip, whose model and optimizer the Trainer has loaded already."""
+        """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already."""
         accelerator = self._accelerator
         if accelerator.gossip_config.on_other_worker_count == "refuse":
             raise CheckpointError(
                 f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with save_only_model=True, by "
-                f"a Trainer without gossip, or not to the end. To start all workers from its model, set "
+                f"a Trainer without gossip, or incompletely. To start all workers from its model, set "
                 f"on_other_worker_count='deployed' in GossipConfig."
             )
         for step in accelerator.gossip_steps:
             step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.num_workers})
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
-        """Whether the run resumes in the middle of an epoch, whose first batches the Trainer skips."""
+        """Return whether training is in the middle of an epoch, whose first batches the Trainer skips on resuming."""
         return not self.trainer.args.ignore_data_skip and abs(state.epoch - round(state.epoch)) > 1e-6
 
 

@@ -263,7 +263,7 @@ def test_closures_are_refused():
     [
         (lambda: nn.DataParallel(nn.Linear(1, 1)), "already wrapped in DataParallel"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), "Keep plain BatchNorm"),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), "run one batch"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "Run one batch"),
         (lambda: nn.Linear(2, 2).bfloat16(), "mixed_precision='bf16'"),
     ],
 )

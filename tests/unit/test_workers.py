@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers
 from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes, join
-from dsgdac_accel.randomness import StreamsOfWorkers, seed_workers_differently
+from dsgdac_accel.randomness import WorkerStreams, seed_workers_differently
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def make_batch(size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 def gradients_of_own_process(worker: int, x: torch.Tensor, y: torch.Tensor, seed: int) -> nn.Module:
     """A model trained on this worker's samples alone, with its stream of random numbers."""
     model = make_model()
-    with StreamsOfWorkers(seed, [worker]).swapped() as use:
+    with WorkerStreams(seed, [worker]).swapped() as use:
         use(0)
         (model(x) - y).square().mean().backward()
     return model
@@ -77,7 +77,7 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
         seed_workers_differently(SimpleNamespace(rank=rank, all_gather_object=lambda seed, what: [seed]))
         expected.append(torch.rand(6))
     torch.set_rng_state(outside)
-    streams = StreamsOfWorkers(7, range(3))
+    streams = WorkerStreams(7, range(3))
     drawn = [torch.empty(0)] * 3
     for visited in ([0, 1, 2], [2, 0, 1]):
         with streams.swapped() as use:
@@ -85,7 +85,7 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
                 use(worker)
                 drawn[worker] = torch.cat([drawn[worker], torch.rand(2)])
         assert torch.equal(torch.get_rng_state(), outside)
-    resumed = StreamsOfWorkers(1, range(3))
+    resumed = WorkerStreams(1, range(3))
     resumed.load_state_dict(streams.state_dict())
     with resumed.swapped() as use:
         for worker in range(3):
@@ -397,7 +397,7 @@ def test_what_several_workers_cannot_share_is_refused():
     model, loose = make_model(), nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \(3,\) that is in no prepared model"):
         accelerator.prepare(model, torch.optim.SGD([*model.parameters(), loose], lr=0.1))
-    with pytest.raises(ValueError, match="VirtualWorkers of 3 workers, and workers_per_process is 2"):
+    with pytest.raises(ValueError, match="VirtualWorkers of 3 workers, but workers_per_process is 2"):
         accelerator.prepare(VirtualWorkers(make_model(), 3))
     with pytest.raises(ValueError, match="workers_per_process must be an integer >= 1; got 0"):
         GossipConfig(workers_per_process=0)
@@ -432,7 +432,7 @@ def test_what_only_the_first_replica_computes_is_warned_of_once(caplog):
     model = VirtualWorkers(LanguageModel(), 2)
     for _ in range(2):
         model.head(torch.zeros(1, 8, dtype=torch.float64))
-    assert caplog.text.count("head was asked of several workers") == 1
+    assert caplog.text.count("head runs on the first of this process's workers only") == 1
     assert model.config == {"use_cache": False}
     assert "config" not in caplog.text
 

@@ -1,0 +1,594 @@
+"""`GossipAccelerator`: an `accelerate.Accelerator` whose workers gossip parameters instead of averaging gradients.
+
+The accelerator translates Accelerate's calls and computes nothing. `GossipTraining` has the gossip, `Deployment` the
+average of the workers, `WorkerGroup` the communication.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.data import IterableDataset
+
+from dsgdac_accel.calibration import Forward
+from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
+from dsgdac_accel.compatibility import refuse_unsupported_launch, refuse_unsupported_model
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.gradients import clip_worker_grad_norms_
+from dsgdac_accel.core.parameter_guard import as_parameter_list
+from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.data.dataloader_state import (
+    DataPosition,
+    ResumedBatches,
+    data_position,
+    epoch_of,
+    record_passes,
+    recorder_of,
+)
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
+from dsgdac_accel.data.loaders import (
+    differ_per_worker,
+    share_own_samplers,
+    share_sampler_seed,
+    survive_losses,
+    warn_of_own_shards,
+)
+from dsgdac_accel.deployed_model import Deployment, cloned
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
+from dsgdac_accel.distributed.signals import STOP_SIGNALS
+from dsgdac_accel.distributed.stopping import StopOnSignals
+from dsgdac_accel.gossip_training import GossipTraining
+from dsgdac_accel.metrics import ConsensusLogger
+from dsgdac_accel.randomness import shared_seed
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
+
+
+class GossipOptimizer(AcceleratedOptimizer):
+    """A prepared optimizer: `step()` takes the local step and one mix."""
+
+    gossip: GossipStep | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
+
+        Raises:
+            ValueError: a closure is given, or `start_epoch` is set and no prepared loader is being read.
+        """
+        if closure is not None:
+            raise ValueError(
+                "optimizer.step(closure) evaluates the loss at several points, which does not fit one mix per step. "
+                "Call accelerator.backward(loss) and then optimizer.step() without a closure."
+            )
+        if self.gossip is None or not self.gradient_state.sync_gradients:
+            super().step()
+            return
+        local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
+        if local_step or self.scaler is not None:  # after an overflow the scaler skips the update and lowers its scale
+            super().step()
+        self.gossip.after_local_step()
+
+    def _epoch(self) -> int | None:
+        epoch = epoch_of(self.gradient_state.active_dataloader)
+        if epoch is None and self.gossip is not None and self.gossip.config.start_epoch is not None:
+            raise ValueError(
+                "start_epoch counts the passes over a prepared loader, but none is being read at this step. "
+                "Pass the loader through `prepare`, or set start_step instead."
+            )
+        return epoch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the GossipStep: process groups cannot be pickled."""
+        return {key: value for key, value in super().__getstate__().items() if key != "gossip"}
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Always False: every step mixes and counts, so schedulers tick with it and all workers keep the same lr."""
+        return False
+
+
+class GossipAccelerator(Accelerator):
+    """Accelerate for DSGD-AC and DAdam-AC: replace `Accelerator` by this class, and the script gossips.
+
+    Intended differences from `Accelerator`: models are not wrapped in DDP; all workers start from worker 0's state;
+    random streams then differ per worker while the data order is shared; schedulers tick once per optimizer step on
+    every worker; training passes over data of uneven length stop at the shortest worker's.
+
+    Args:
+        gossip: topology, gamma schedule and policies. Default: DSGD-AC on the one-peer ring with p = 3.
+        *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
+
+    Raises:
+        ValueError, TypeError: workers cannot gossip with this launch or these settings. The message has the way out.
+    """
+
+    # Process-wide, like Accelerate's shared state.
+    _user_owns_process_group = False
+    """Whether the default process group existed before Accelerate. `end_training` then leaves it running."""
+    _adopted_group: WorkerGroup | None = None
+    """The group of the last accelerator that was adopted in this process."""
+
+    def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
+        config = _checked_config(gossip)
+        if not PartialState._shared_state:
+            GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
+        if len(args) < 5 and not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)
+        handlers = list(kwargs.pop("kwargs_handlers", None) or [])
+        if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
+            timeout = timedelta(seconds=config.timeout)
+            handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
+        announce_waiting()
+        super().__init__(*args, kwargs_handlers=handlers, **kwargs)
+        self._begin_gossip(config)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, gossip: GossipConfig | None = None) -> GossipAccelerator:
+        """Turn an existing accelerator into a gossiping one, in place. Collective.
+
+        For frameworks that build their own accelerator. Every reference to `accelerator` sees the gossiping one.
+
+        Raises:
+            ValueError, TypeError: as for the constructor, or something has been prepared already.
+        """
+        config = _checked_config(gossip)
+        if accelerator._models or accelerator._optimizers:
+            raise ValueError(
+                "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
+            )
+        refuse_unsupported_launch(accelerator)
+        earlier = GossipAccelerator._adopted_group
+        kind = type(accelerator)
+        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
+        adopted = cast(GossipAccelerator, accelerator)
+        # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
+        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout)
+        adopted._begin_gossip(config, earlier if reusable else None)
+        GossipAccelerator._adopted_group = adopted.group
+        return adopted
+
+    def _begin_gossip(self, config: GossipConfig, group: WorkerGroup | None = None) -> None:
+        refuse_unsupported_launch(self)
+        self.gossip_config = config
+        self.group = group or WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
+        self.group.when_workers_change(self._follow_survivors)
+        self.group.policy.cover_collectives(self)
+        self.training = GossipTraining(self.group, config, self._models)
+        self.deployment = Deployment(self.training, self.gradient_state)
+        self.checkpoints = AcceleratorCheckpoints(
+            self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
+        )
+        self.stopping = StopOnSignals(self.group)
+        self.consensus_logger = ConsensusLogger(self.training.metrics, [self._log_to_trackers])
+        self._log_kwargs: dict | None = None
+
+    def _follow_survivors(self) -> None:
+        """Give Accelerate's state the number and ranks of the survivors, and with them the main process."""
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            shared["num_processes"], shared["process_index"] = self.group.size, self.group.rank
+            shared["local_process_index"] = self.group.local_rank
+
+    @property
+    def gossip_steps(self) -> list[GossipStep]:
+        """The GossipStep of each prepared optimizer. Empty after `deploy` and `free_memory`."""
+        return self.training.steps
+
+    @property
+    def workers_per_process(self) -> int:
+        """Workers in every process."""
+        return self.gossip_config.workers_per_process
+
+    @property
+    def num_workers(self) -> int:
+        """All workers of the run: processes times `workers_per_process`."""
+        return self.training.num_workers
+
+    # ---- preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, as `Accelerator.prepare`. Collective."""
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                refuse_unsupported_model(obj)
+        first_model, first_optimizer = len(self._models), len(self._optimizers)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
+        self.training.start_equal(self._models[first_model:], new_optimizers)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
+                optimizer.gossip = self.training.new_step(optimizer.optimizer)
+        self.training.plan(prepared_scheduler.scheduler for prepared_scheduler in self._schedulers)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Apply device placement, autocast and compilation as usual, but no DDP: gradients stay local.
+
+        With several workers per process the model becomes `VirtualWorkers`, unless it is for evaluation only.
+        """
+        refuse_unsupported_model(model)
+        count = self.workers_per_process
+        if isinstance(model, VirtualWorkers) and model.num_workers != count:
+            raise ValueError(
+                f"the model is VirtualWorkers of {model.num_workers} workers, but workers_per_process is {count}. Set "
+                f"GossipConfig(workers_per_process={model.num_workers})."
+            )
+        if count == 1 or evaluation_mode:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        workers = model if isinstance(model, VirtualWorkers) else VirtualWorkers(model, count)
+        before = len(self._models)
+        for number, replica in enumerate(workers.replicas):
+            # One autocast region per replica: a region caches the casts of parameters that change meanwhile.
+            workers.replicas[number] = super().prepare_model(
+                replica, device_placement=device_placement, evaluation_mode=True
+            )
+        self._models[before:] = [workers]
+        workers.mark_prepared()
+        return workers
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that each of its steps also mixes."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        placement = self.device_placement if device_placement is None else device_placement
+        prepared = GossipOptimizer(optimizer, device_placement=placement, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler so that it ticks once per optimizer step, not once per process."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Shard a loader over the workers; where they get unequally many batches, training stops at the shortest."""
+        share_sampler_seed(data_loader, self.group)
+        if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
+            # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
+            self.dataloader_config.data_seed = shared_seed(self.group)
+        is_training = self.deployment.is_training
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = record_passes(prepared, self._dataloaders, is_training)
+        share_own_samplers(prepared, self.group)
+        differ_per_worker(prepared, self.group)
+        survive_losses(prepared, self.group)
+        if isinstance(prepared, DataLoaderDispatcher):
+            return prepared  # worker 0 reads for all, so all get equally many
+        warn_of_own_shards(data_loader, self.group)
+        if known_length(prepared) == 0:
+            raise ValueError(
+                f"this worker would get no batch: the data set has {len(data_loader.dataset)} samples for "
+                f"{self.group.size} workers with batches of {data_loader.batch_size} "
+                f"(drop_last={data_loader.drop_last}). "
+                f"Use more data, smaller batches or fewer workers."
+            )
+        equal = EqualSteps(prepared, self.group, active=is_training)
+        return equal if equal.needed else prepared
+
+    def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
+        """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
+        return EqualSteps(loader, self.group, active=self.deployment.is_training)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As `Accelerator.skip_first_batches`; after `load_state` in mid-epoch better use `resumed_batches`.
+
+        Called for what was taken of the loaded pass, it does the same.
+        """
+        recorder = recorder_of(dataloader)
+        if recorder is not None and 0 < num_batches == recorder.loaded_batches:
+            return self.resumed_batches(dataloader)
+        if isinstance(dataloader, EqualSteps):
+            return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
+        inner = inner_loader(dataloader)
+        if isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
+            num_batches *= inner.batches_per_fetch  # Accelerate would leave out that many of what worker 0 reads
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def resumed_batches(self, loader: Iterable[Any], replay: bool | None = None) -> ResumedBatches:
+        """Return the batches that the next pass over a prepared loader has to take.
+
+        After `load_state` these are the rest of the interrupted pass, with the same batches and random numbers as in
+        an unbroken run; otherwise the whole pass. A loop may always be written
+        `for batch in accelerator.resumed_batches(loader)`.
+
+        Args:
+            loader: a prepared loader.
+            replay: how to skip the batches taken before. True fetches and drops them, which also brings random streams
+                of loader processes and datasets to their saved state. False skips them in the sampler, which takes no
+                time. None replays where loader processes or an iterable dataset need it.
+        """
+        return ResumedBatches(loader, replay)
+
+    def data_position(self, loader: Any) -> DataPosition:
+        """Return the epoch of a prepared loader that is being read or comes next, and the batches taken of it.
+
+        After `load_state`: `for epoch in range(accelerator.data_position(loader).epoch, epochs): ...`.
+
+        Raises:
+            TypeError: the loader was not prepared.
+        """
+        return data_position(loader)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing: prepared loaders stop at the shortest worker anyway. `even_batches` is ignored."""
+        yield
+
+    def make_equal(self, models: list[nn.Module]) -> None:
+        """Broadcast worker 0's parameters, frozen ones included, and buffers. `prepare` does this. Collective."""
+        self.training.make_equal(models)
+
+    # ---- gradients
+
+    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip this worker's own gradient, as `Accelerator.clip_grad_norm_`; sparse gradients are supported.
+
+        Several workers of a process are clipped by their own norms.
+
+        Returns:
+            The norm before clipping, shape (); with several workers per process, the mean of their norms.
+        """
+        self.unscale_gradients()
+        return clip_worker_grad_norms_(
+            self.training.owners.by_worker(as_parameter_list(parameters)), max_norm, norm_type
+        )
+
+    def clip_grad_value_(self, parameters: Iterable[Parameter], clip_value: float) -> None:
+        """As `Accelerator.clip_grad_value_`, for all workers of this process."""
+        by_worker = self.training.owners.by_worker(as_parameter_list(parameters))
+        super().clip_grad_value_([parameter for mine in by_worker for parameter in mine], clip_value)
+
+    # ---- the deployed model
+
+    def deployed_model(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """Inside the context, `model` is the average of the workers in eval mode. Collective.
+
+        On exit training continues as if nothing had happened: every byte is restored. All prepared models are averaged;
+        `model` is put into eval mode, and its buffers are deployed. Contexts nest, for another model or another
+        calibration.
+
+        Args:
+            model: a prepared model.
+            calibrate: a loader of training data, from which BatchNorm statistics are measured. Without it they are
+                pooled over the workers. See `deployed_model.deployed_model`.
+            calibration_forward: called as `calibration_forward(model, batch)`. Default: `calibration.run_model`.
+
+        Raises:
+            ValueError: no optimizer was prepared, and the workers' parameters differ.
+        """
+        return self.deployment.deployed(model, self._dataloaders, calibrate, calibration_forward)
+
+    def not_training(self) -> AbstractContextManager[None]:
+        """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
+        return self.deployment.evaluating()
+
+    def deploy(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> None:
+        """End the gossip and leave the average of the workers in `model`, in ordinary memory. Collective.
+
+        Arguments as for `deployed_model`. To train again, prepare model and optimizer again.
+        """
+        self.deployment.deploy(model, self._dataloaders, calibrate, calibration_forward)
+
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the deployed model as `Accelerator.save_model` saves a model. Collective.
+
+        BatchNorm statistics are pooled. For calibrated ones, call this inside `deployed_model(model, calibrate=...)`.
+        """
+        save = super().save_model
+
+        def save_average() -> None:
+            with self.deployed_model(model) as deployed:
+                save(deployed, save_directory, *args, **kwargs)
+            self.group.barrier("saving the model")
+
+        self.group.retry_after_loss(save_average)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a state dictionary: the average's inside `with deployed_model(model)`, this worker's own outside.
+
+        Tensors are copies, because parameters are views of one buffer, which savers would take for tied weights.
+        """
+        if not self.deployment.active and self.num_workers > 1:
+            warnings.warn(
+                "get_state_dict outside `with accelerator.deployed_model(model)` returns this worker's weights, not "
+                "the average of the workers. Call it inside.",
+                stacklevel=2,
+            )
+        if unwrap:
+            model = self.unwrap_model(model, keep_torch_compile=False)  # the keys of the eager model
+        return cloned(super().get_state_dict(model, unwrap=False))
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As `Accelerator.unwrap_model`. For `VirtualWorkers`, return the model that was given to `prepare`."""
+        return super().unwrap_model(first_replica(model), *args, **kwargs)
+
+    # ---- checkpoints
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        wait: bool = True,
+        facts: Mapping[str, Any] | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save the state of every worker, as `Accelerator.save_state` does for one. Collective.
+
+        A checkpoint holds models, optimizers, schedulers, gradient scaler, random streams, positions in topology, gamma
+        schedule and prepared loaders, registered objects, and inside an accumulation window the gradients. Nothing is
+        pickled, and training is not disturbed. Automatic naming and `total_limit` work as in Accelerate, but older
+        checkpoints are deleted only after this one is complete.
+
+        Args:
+            output_dir: folder on a file system that all workers share. Leave it out with automatic naming.
+            safe_serialization, save_model_func_kwargs: Accelerate's; ignored, files are always safetensors.
+            wait: False writes in the background after a copy to host memory. The checkpoint becomes complete a little
+                later, and the next `save_state` or `finish_saving` raises its errors.
+            facts: plain values for the manifest, such as the run's configuration.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
+            RuntimeError: called inside `deployed_model`.
+        """
+        return self.checkpoints.save(output_dir, wait=wait, facts=facts)
+
+    def finish_saving(self) -> Path | None:
+        """Wait until the checkpoint that is written in the background, if any, is complete. Collective.
+
+        Returns:
+            Its folder; None if there was none, or if a worker was lost that may not have written its part.
+
+        Raises:
+            CheckpointError: on all workers, if any of them could not write its part.
+        """
+        return self.checkpoints.finish()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_other_worker_count: Literal["refuse", "deployed"] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load each worker's own state from `save_state` into the same prepared objects. Collective.
+
+        Training then continues bit by bit as if it had not stopped. Take the rest of the interrupted pass from
+        `resumed_batches`.
+
+        Args:
+            input_dir: the checkpoint. Leave it out with automatic naming to load the newest complete one.
+            load_kwargs, load_model_func_kwargs: Accelerate's; ignored.
+            on_other_worker_count: what to do with a checkpoint of more or fewer workers: "refuse", or "deployed" to
+                start all workers from the average of the saved ones. Parameters and floating-point optimizer states
+                are then averaged, BatchNorm statistics are pooled, everything else is worker 0's, and random streams
+                are seeded anew. Default: the GossipConfig's.
+
+        Raises:
+            WorkerCountError: another number of workers, refused.
+            CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
+            RuntimeError: called inside `deployed_model`.
+        """
+        self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
+
+    # ---- stopping on a signal
+
+    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
+        """Inside, a signal to any worker makes `should_stop` True on all of them, after the same step. Collective.
+
+            with accelerator.stop_on_signals():
+                for batch in loader:
+                    ...
+                    optimizer.step()
+                    if accelerator.should_stop():
+                        accelerator.save_state(folder)
+                        raise SystemExit(EXIT_STOPPED)
+
+        Outside, a signal takes its usual effect. See `StopOnSignals.listening`.
+
+        Args:
+            signals: which signals. Default: SIGTERM and SIGUSR1.
+        """
+        return self.stopping.listening(signals)
+
+    def should_stop(self) -> bool:
+        """Return whether a signal stops the run at this step. Call it after every optimizer step, on all workers."""
+        return self.stopping.should_stop()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The signal that stops the run and its worker, as in "SIGTERM to worker 1"; None if none does."""
+        return self.stopping.reason
+
+    # ---- measuring and logging
+
+    def measure_consensus(self, again: bool = True) -> dict[str, float]:
+        """Measure the exact consensus radius and return all consensus metrics. Collective.
+
+        Args:
+            again: False skips a radius that was measured at this very step.
+        """
+        return self.training.measure_consensus(again)
+
+    def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:
+        """Return x_i - x_bar of each worker of this process by parameter name. Call it inside `deployed_model(model)`.
+
+        The names are in the model's order. Tied parameters occur once, parameters without training not at all: they are
+        equal on all workers.
+        """
+        return self.training.consensus_errors(model)
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Log `values` and the consensus metrics, to the trackers and to every other sink of `consensus_logger`.
+
+        Args:
+            values: what to log.
+            step: default: the number of optimizer steps taken.
+            log_kwargs: as for `Accelerator.log`.
+        """
+        if self.is_main_process:
+            if step is None and self.gossip_steps:
+                step = self.gossip_steps[0].mixer.step
+            self._log_kwargs = log_kwargs
+            self.consensus_logger.log(values, step)
+
+    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
+        super().log(values, step=step, log_kwargs=self._log_kwargs)
+
+    # ---- ending
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As `Accelerator.free_memory`; also ends the gossip and frees its buffers."""
+        self.training.end()
+        for optimizer in self._optimizers:
+            optimizer.gossip = None  # the next `prepare` makes a new GossipStep
+        for model in self._models:
+            vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
+        released = super().free_memory(*objects)
+        self.training.restart(self._models)
+        return released
+
+    def end_training(self) -> None:
+        """Finish exchanges and background saves, close the trackers, and end the process group that Accelerate made."""
+        self.finish_saving()
+        self.training.drain()
+        if self.group.size > 1:
+            self.group.close()
+        if self._user_owns_process_group:
+            for tracker in self.trackers:
+                tracker.finish()
+        else:
+            super().end_training()
+
+
+def _checked_config(gossip: GossipConfig | None) -> GossipConfig:
+    config = GossipConfig() if gossip is None else gossip
+    if not isinstance(config, GossipConfig):
+        raise TypeError(f"gossip must be a GossipConfig; got {type(gossip).__name__}. Write gossip=GossipConfig(...).")
+    return config

@@ -1,0 +1,171 @@
+"""What an accelerator trains by gossip: its models, one `GossipStep` per optimizer, and who owns which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.parameter_guard import ModelWatch, as_parameter_list
+from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.doctor import quick_check
+from dsgdac_accel.metrics import consensus_metrics
+from dsgdac_accel.randomness import seed_workers_differently, shared_seed
+from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
+
+
+class GossipTraining:
+    """Starts the workers equal, makes a `GossipStep` for every optimizer, and measures how far the workers are apart.
+
+    Args:
+        group: the workers.
+        config: topology, gamma schedule and policies.
+        models: the accelerator's list of prepared models, which grows with every `prepare`.
+    """
+
+    def __init__(self, group: WorkerGroup, config: GossipConfig, models: Sequence[nn.Module]) -> None:
+        self.group = group
+        self.config = config
+        self.steps: list[GossipStep] = []
+        """One per prepared optimizer."""
+        self.restart(models)
+
+    def restart(self, models: Sequence[nn.Module]) -> None:
+        """Forget all models. `models` is the accelerator's new list of prepared ones."""
+        self.models = models
+        self.owners = ParameterOwners(models, self.config.workers_per_process)
+        self._workers_seeded = False
+
+    # ---- preparing
+
+    def start_equal(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Start newly prepared models on all workers from worker 0's state, and optimizers on all replicas. Collective.
+
+        Virtual workers get a random stream each.
+        """
+        for optimizer in optimizers:
+            for virtual in self.owners.virtual_models:
+                virtual.complete(optimizer)
+        self.make_equal(models, optimizers)
+        new = {id(model) for model in models}
+        numbered = [(number, v) for number, v in enumerate(self.owners.virtual_models) if id(v) in new]
+        if numbered:
+            seed, local = shared_seed(self.group), self.config.workers_per_process
+            for number, virtual in numbered:
+                virtual.streams.seed(seed + number, range(self.group.rank * local, (self.group.rank + 1) * local))
+
+    def make_equal(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Broadcast worker 0's parameters, frozen ones included, and buffers. Collective.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ between the workers.
+        """
+        if self.group.size == 1 or not (models or optimizers):
+            return
+        named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
+        named += [
+            (f"optimizer parameter {number}", parameter)
+            for optimizer in optimizers
+            for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
+        ]
+        new = {id(tensor): (name, tensor) for name, tensor in reversed(named)}  # the model's names win
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in new.values()]
+        self.group.require_equal(layout, "model (names, shapes, dtypes)")
+        for name, tensor in new.values():
+            self.group.broadcast_(tensor, f"starting from equal values of {name}")
+
+    def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
+        """Return a new `GossipStep` for an optimizer. Collective.
+
+        The first one also seeds the workers differently and checks that their versions and configurations are equal.
+
+        Raises:
+            ValueError: a parameter is in two optimizers, or the workers cannot gossip together.
+        """
+        watch = ModelWatch(self.models)
+        mine = {id(p) for p in as_parameter_list(optimizer.param_groups)}
+        for step in self.steps:
+            for parameter in as_parameter_list(step.optimizer.param_groups):
+                if id(parameter) in mine:
+                    name = watch.names.get(id(parameter), "a parameter")
+                    raise ValueError(f"{name} is in two optimizers and would be mixed twice. Give it to one of them.")
+        several = self.config.workers_per_process > 1
+        step = GossipStep(optimizer, self.group, self.config, watch, self.owners.worker_of if several else None)
+        self.steps.append(step)
+        if self.group.size > 1 and not self._workers_seeded:
+            self._workers_seeded = True
+            # A process of several workers draws from a stream that none of its workers uses.
+            salt = (self.config.workers_per_process,) if several else ()
+            seed_workers_differently(self.group, *salt)
+            quick_check(self.group, self.config)
+        return step
+
+    def plan(self, schedulers: Iterable[Any]) -> None:
+        """Let gamma look ahead along each scheduler of a gossiping optimizer."""
+        for scheduler in schedulers:
+            optimizer = getattr(scheduler, "optimizer", None)
+            for step in self.steps:
+                if step.optimizer in (optimizer, getattr(optimizer, "optimizer", None)):
+                    step.plan(scheduler)
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
+        return any(self.owners.wrapper_of(model) is prepared for prepared in self.models)
+
+    # ---- measuring
+
+    @property
+    def num_workers(self) -> int:
+        """All workers of the run: processes times `workers_per_process`."""
+        return self.group.size * self.config.workers_per_process
+
+    def metrics(self) -> dict[str, float]:
+        """Return the latest consensus metrics, without communication."""
+        return consensus_metrics(self.steps)
+
+    def measure_consensus(self, again: bool = True) -> dict[str, float]:
+        """Measure the consensus radius and return all consensus metrics. Collective.
+
+        Args:
+            again: False skips the optimizers whose radius was measured at this very step.
+        """
+        for step in self.steps:
+            last = step.mixer.last_consensus
+            if again or last is None or last.step != step.mixer.step:
+                step.mixer.measure_consensus()
+        return self.metrics()
+
+    def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:
+        """Return x_i - x_bar by parameter name, one dictionary per worker of this process.
+
+        The names are in the model's order. Tied parameters occur once, parameters without training not at all: they are
+        equal on all workers.
+
+        Raises:
+            RuntimeError: no average is deployed.
+        """
+        inner = extract_model_from_parallel(first_replica(self.owners.wrapper_of(model)), keep_torch_compile=False)
+        by_worker: list[dict[int, Tensor]] = [{} for _ in range(self.config.workers_per_process)]
+        for step in self.steps:
+            for mine, errors in zip(by_worker, step.mixer.consensus_errors(), strict=True):
+                mine.update(errors)
+        named = list(inner.named_parameters())  # in the model's order, not the optimizer's
+        return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in by_worker]
+
+    # ---- ending
+
+    def drain(self) -> None:
+        """Wait for the exchanges in flight."""
+        for step in self.steps:
+            step.mixer.drain()
+
+    def end(self) -> None:
+        """End all gossip: wait for the exchanges in flight and give the parameters memory of their own."""
+        for step in self.steps:
+            step.mixer.release()
+        self.steps.clear()
