@@ -14,7 +14,7 @@ def make_accelerator(**options) -> GossipAccelerator:
 
 
 class Vectors(Dataset):
-    """Random but fixed vectors, in the batch form that is asked for."""
+    """Random but fixed vectors in a given batch form."""
 
     def __init__(self, length: int, form: str = "tensor"):
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""GossipAccelerator keeps Accelerate's promises: steps, schedules, clipping, precision, neighbours."""
+"""GossipAccelerator behaves like Accelerate: steps, schedules, clipping, other users of the process group, refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def train_without_mixing(rank: int, launched: bool) -> tuple[torch.Tensor, bool]:
-    """gamma = 0 throughout: every worker must be its own one-process run."""
+    """Train with gamma = 0 throughout; every worker must equal a one-process run."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,7 +113,7 @@ def rates_apart(rank: int) -> None:
         optimizer.step()
 
 
-def test_rates_that_drift_apart_are_an_error_on_all_workers():
+def test_learning_rates_that_differ_are_an_error_on_all_workers():
     for outcome in try_workers(rates_apart, 2):
         assert outcome.exit_code == 1
         assert "same learning rate at step 2" in outcome.error
@@ -161,11 +161,11 @@ def test_accumulation_with_a_left_over_window_clips_once_per_step_on_the_summed_
         assert clipped == pytest.approx(norms[rank])
 
 
-# ---- neighbours
+# ---- other users of the process
 
 
 def beside_others(rank: int) -> float:
-    """A user's collectives between backward and step, two of our objects, and the user's group afterwards."""
+    """Run user collectives between backward and step with two accelerators, then use the user's group again."""
     total = 0.0
     for _ in range(2):
         accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))
@@ -183,7 +183,7 @@ def beside_others(rank: int) -> float:
     return total + float(last)
 
 
-def test_it_lives_beside_other_users_of_the_process_group():
+def test_other_users_of_the_process_group_are_not_disturbed():
     assert run_workers(beside_others, 3) == [2 * (3 * 3 + 3 + 6 + 9) + 3.0] * 3
 
 
@@ -229,7 +229,7 @@ def test_a_notebook_can_launch_it_after_the_import(tmp_path):
     assert "worker 1 of 2" in done.stdout
 
 
-def test_launched_alone_it_is_the_plain_optimizer_to_the_bit():
+def test_a_single_process_equals_the_plain_optimizer_to_the_bit():
     model, plain = make_model(), make_model()
     accelerator = GossipAccelerator(gossip=GossipConfig(topology="one_peer_exponential"), cpu=True)
     raw = torch.optim.Adam(plain.parameters(), lr=0.1)
@@ -321,7 +321,7 @@ def test_gossip_must_be_a_gossip_config():
         GossipAccelerator(gossip={"power": 3}, cpu=True)
 
 
-# ---- what is told
+# ---- warnings and metrics
 
 
 def rates_seen(lrs: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -336,12 +336,12 @@ def rates_seen(lrs: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "learning rate rises" in record.message]
 
 
-def test_a_rate_that_rises_beyond_what_was_seen_is_warned_of_once(caplog):
+def test_a_learning_rate_above_the_largest_seen_is_warned_of_once(caplog):
     assert len(rates_seen([0.1, 0.1, 0.2, 0.3], caplog)) == 1
 
 
 @pytest.mark.parametrize("lrs", [[0.1, 0.3, 0.2, 0.1], [0.3, 0.3, 0.0, 0.1, 0.2]], ids=["falls", "begins anew"])
-def test_a_rate_below_the_largest_one_is_nothing_to_warn_of(lrs, caplog):
+def test_a_learning_rate_below_the_largest_seen_is_not_warned_of(lrs, caplog):
     assert rates_seen(lrs, caplog) == []
 
 
@@ -358,7 +358,7 @@ def disagreements(rank: int) -> list[float]:
     return found
 
 
-def test_who_sits_a_round_out_keeps_what_it_found_in_the_last_one():
+def test_a_worker_that_sits_out_a_round_keeps_its_last_disagreement():
     sat_out = 0
     for found in run_workers(disagreements, 3):
         assert all(value > 0 for value in found[2:])
@@ -373,7 +373,7 @@ def skipped_and_whole(rank: int) -> list[list[float]]:
     return [[batch.tolist() for batch in part] for part in (loader, accelerator.skip_first_batches(loader, 2))]
 
 
-def test_skipping_counts_the_batches_of_each_worker_also_where_worker_0_reads_for_all():
+def test_skip_first_batches_counts_per_worker_also_if_worker_0_reads_for_all():
     for whole, rest in run_workers(skipped_and_whole, 2):
         assert rest == whole[2:]
 
@@ -387,5 +387,5 @@ def train_again_without_gossip(rank: int) -> bool:
     return isinstance(Accelerator(cpu=True).prepare(model), DistributedDataParallel)
 
 
-def test_a_deployed_model_can_be_trained_on_by_ddp():
+def test_ddp_can_train_a_deployed_model_further():
     assert run_workers(train_again_without_gossip, 2) == [True, True]

@@ -74,7 +74,7 @@ FORMS = [
 def test_calibration_is_exact_for_any_batch_form_and_equal_on_all_workers(form, length, batch, prepared, options):
     results = run_workers(calibrate_on, 3, form, length, batch, prepared, options)
     x = Vectors(length).x
-    x = x if prepared else x.repeat(3, 1)  # a loader of the worker's own: here every worker read all of it
+    x = x if prepared else x.repeat(3, 1)  # a local loader: every worker reads all of it
     for state in results:
         torch.testing.assert_close(state["norm.running_mean"], x.mean(0), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(state["norm.running_var"], x.var(0), rtol=1e-6, atol=1e-7)
@@ -119,7 +119,7 @@ class Prefetcher:
         return (batch - 100 for batch in self.loader)
 
 
-def test_a_wrapper_around_a_loader_is_read_as_it_is():
+def test_a_wrapper_around_a_loader_is_iterated_itself():
     accelerator = GossipAccelerator(cpu=True)
     model = accelerator.prepare(Net())
     data = torch.randn(8, 3) + 100
@@ -133,7 +133,7 @@ def test_a_wrapper_around_a_loader_is_read_as_it_is():
 Batch = namedtuple("Batch", "pixel_values labels")
 
 
-def test_a_batch_that_the_model_cannot_take_is_explained():
+def test_a_batch_without_a_forward_argument_is_an_error_with_the_way_out():
     accelerator = GossipAccelerator(cpu=True)
     model = accelerator.prepare(Net())
     batches = [{"images": torch.randn(4, 3)}]
@@ -149,7 +149,7 @@ def test_a_batch_that_the_model_cannot_take_is_explained():
         torch.testing.assert_close(deployed.norm.running_mean, batches[0]["images"].mean(0))
 
 
-def test_no_calibration_data_is_an_error_with_the_way_out():
+def test_empty_calibration_data_is_an_error_with_the_way_out():
     accelerator = GossipAccelerator(cpu=True)
     model = accelerator.prepare(Net())
     with pytest.raises(ValueError, match="calibrate=None"), accelerator.deployed_model(model, calibrate=[]):
@@ -157,7 +157,7 @@ def test_no_calibration_data_is_an_error_with_the_way_out():
 
 
 @pytest.mark.parametrize("momentum", [None, 0.3])
-def test_layers_that_the_user_froze_keep_their_statistics(momentum):
+def test_frozen_layers_keep_their_statistics(momentum):
     accelerator = GossipAccelerator(cpu=True)
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False))
     model.append(nn.BatchNorm1d(3, track_running_stats=False))
@@ -185,7 +185,7 @@ def test_frozen_batch_norm_stays_frozen_when_the_model_is_put_into_eval_mode_fir
         assert not torch.equal(deployed[1].running_mean, torch.zeros(3))
 
 
-def test_a_batch_of_one_is_explained():
+def test_a_batch_of_one_sample_is_an_error_with_the_way_out():
     accelerator = GossipAccelerator(cpu=True)
     model = accelerator.prepare(Net())
     with (
@@ -196,7 +196,7 @@ def test_a_batch_of_one_is_explained():
 
 
 class OwnBatches:
-    """A batch sampler without a sampler inside, over the first half of the rows, with a generator of its own."""
+    """A batch sampler without an inner sampler, over the first half of the rows, with its own generator."""
 
     batch_size, drop_last = 2, False
 
@@ -233,7 +233,7 @@ class Rows(Dataset):
         return torch.full((3,), float(index))
 
 
-def test_a_batch_sampler_of_the_users_own_is_calibrated_on_its_rows_and_keeps_its_order():
+def test_a_custom_batch_sampler_is_calibrated_on_its_rows_and_keeps_its_order():
     calibrated, plain = run_workers(own_batches, 2, True), run_workers(own_batches, 2, False)
     for (epochs, mean), (undisturbed, _) in zip(calibrated, plain, strict=True):
         assert mean == 3.5

@@ -1,4 +1,4 @@
-"""The deployed model is the average, calibrated exactly, and looking at it leaves no trace."""
+"""The deployed model is the average of the workers, and leaving it restores every byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_integer_buffers_are_worker_0s_and_load_strictly():
         Net().load_state_dict(state, strict=True)
 
 
-# ---- no trace
+# ---- restoring
 
 
 def snapshot(model: nn.Module, accelerator: GossipAccelerator) -> list:
@@ -100,7 +100,7 @@ def test_every_byte_of_training_state_is_restored(how):
 
 
 def train_and_evaluate(rank: int, every: int, workers: int) -> dict[str, torch.Tensor]:
-    """Evaluations in mid-epoch and in mid-window, with the training loader for calibration and one broken off early."""
+    """Evaluate in mid-epoch and mid-window, calibrate on the training loader, and leave some test passes early."""
     torch.manual_seed(3)
     accelerator = make_accelerator(gradient_accumulation_steps=2)
     model = Net()
@@ -174,7 +174,7 @@ def state_dicts(rank: int) -> tuple[list[str], bool]:
         return sorted(accelerator.get_state_dict(model)), True
 
 
-def test_what_would_lose_workers_says_so():
+def test_a_state_dict_of_one_worker_is_warned_of():
     for names, _ in run_workers(state_dicts, 2):
         assert "linear.weight" in names
 
@@ -219,7 +219,7 @@ def grown_cache(rank: int, persistent: bool) -> str:
         return str(error)
 
 
-def test_buffers_of_different_shapes_stay_the_workers_own_or_are_refused_by_name():
+def test_buffers_of_different_shapes_stay_local_or_are_refused_by_name():
     assert run_workers(grown_cache, 2, False) == ["4", "50"]
     for message in run_workers(grown_cache, 2, True):
         assert "buffer cache" in message
@@ -289,7 +289,7 @@ def without_optimizer(rank: int, trains: bool) -> str:
         return str(error)
 
 
-def test_workers_that_nothing_mixes_are_no_average():
+def test_deploying_unmixed_workers_is_refused_unless_they_are_equal():
     assert all("no optimizer was prepared" in told for told in run_workers(without_optimizer, 2, True))
     first, second = run_workers(without_optimizer, 2, False)
     assert first == second
@@ -304,10 +304,10 @@ def on_the_main_process_only(rank: int) -> None:
         with accelerator.deployed_model(model):
             pass
     else:
-        time.sleep(5)  # busy with something of its own
+        time.sleep(5)  # does other work
 
 
-def test_who_evaluates_alone_is_told_to_do_so_on_all_workers():
+def test_evaluating_on_one_worker_only_is_an_error_with_the_way_out():
     told = " ".join(outcome.error for outcome in try_workers(on_the_main_process_only, 3))
     assert "workers 1, 2 did not answer within 3 s in averaging the workers at step 0" in told
     assert "on all workers, not under `is_main_process`" in told

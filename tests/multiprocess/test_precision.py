@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 def overflow(rank: int, who: str, fused: bool) -> dict:
     accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=2, **FAST))
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # stands in for the one that fp16 has on a GPU
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # stands in for the GradScaler of fp16 on a GPU
     model = make_model().float()
     raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scheduler = torch.optim.lr_scheduler.LinearLR(raw, 1.0, 0.1, 8)
@@ -70,7 +70,7 @@ def poison(rank: int, steps: set[int], limit: int) -> dict:
     return {"x": history, "skipped": accelerator.gossip_steps[0].nonfinite_steps}
 
 
-def test_a_nan_gradient_is_skipped_locally_and_never_reaches_a_neighbour():
+def test_a_nan_gradient_is_skipped_locally_and_never_reaches_a_neighbor():
     first, second = run_workers(poison, 2, {2, 4}, 10)
     assert (first["skipped"], second["skipped"]) == (0, 2)
     for trace in (first, second):
@@ -84,7 +84,7 @@ def test_too_many_nan_gradients_in_a_row_stop_the_run_naming_the_worker():
     assert second.exit_code == first.exit_code == 1
     assert "worker 1, step 3: 3 steps in a row" in second.error
     assert "max_consecutive_nonfinite=3" in second.error
-    assert "worker 1, step 3: 3 steps in a row" in first.error, "the other worker says why"
+    assert "worker 1, step 3: 3 steps in a row" in first.error, "the other worker reports the reason"
 
 
 def diverge(rank: int, topology: str) -> None:
@@ -104,7 +104,7 @@ def diverge(rank: int, topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", ["one_peer_ring", "complete", "ring"])
-def test_parameters_that_overflow_stop_the_run_before_they_are_mixed(topology):
+def test_nonfinite_parameters_stop_the_run_before_they_are_mixed(topology):
     outcomes = try_workers(diverge, 3, topology)
     assert all(outcome.exit_code == 1 for outcome in outcomes)
     told = " ".join(outcome.error for outcome in outcomes)
@@ -124,7 +124,7 @@ def bf16(rank: int) -> tuple[list[torch.dtype], bool]:
     return [inner[0], model[0].weight.dtype], bool(torch.isfinite(flat(model)).all())
 
 
-def test_bf16_computes_low_and_keeps_parameters_in_float32():
+def test_bf16_computes_in_low_precision_and_keeps_parameters_in_float32():
     for dtypes, finite in run_workers(bf16, 2):
         assert dtypes == [torch.bfloat16, torch.float32]
         assert finite
@@ -143,7 +143,7 @@ def fp16_start(rank: int) -> tuple[float, int]:
     return accelerator.scaler.get_scale(), accelerator.gossip_steps[0].mixer.step
 
 
-def test_fp16_may_look_for_its_loss_scale_for_longer_than_the_limit_of_nan_steps():
+def test_the_search_for_the_fp16_loss_scale_does_not_count_as_nonfinite_steps():
     for scale, steps in run_workers(fp16_start, 2):
         assert scale < 2.0**97, "more overflows in a row than max_consecutive_nonfinite"
         assert steps == 12

@@ -34,7 +34,7 @@ def accelerator_with(**options) -> GossipAccelerator:
 
 
 class Indices(Dataset):
-    """Sample i is the number i, with random numbers from every stream beside it."""
+    """Sample i is the number i with a random number from every stream."""
 
     def __init__(self, length: int):
         self.length = length
@@ -48,7 +48,7 @@ class Indices(Dataset):
 
 
 class OwnBatches:
-    """A batch sampler of the user's own, shuffling with all three global streams."""
+    """A custom batch sampler that shuffles with all three global random streams."""
 
     def __init__(self, length: int, batch_size: int):
         self.length, self.batch_size, self.drop_last = length, batch_size, False
@@ -92,7 +92,7 @@ def test_all_workers_start_from_worker_0_to_the_bit(how):
         assert radius == 0.0
         assert all(torch.equal(mine, first) for mine, first in zip(tensors, results[0][1:], strict=True))
     torch.manual_seed(0)
-    assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "worker 0's own"
+    assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "equal to worker 0's model"
 
 
 # ---- order and randomness
@@ -153,7 +153,7 @@ def test_shards_are_disjoint_reshuffled_and_repeatable_while_randomness_differs(
         assert set(mine + other) == set(range(18))
         assert len(set(mine) & set(other)) <= extra
     assert len({tuple(epoch) for epoch in epochs_0}) == len(epochs_0) >= 2, "reshuffled every epoch"
-    assert not (draws_0[:, None, :] == draws_1[None, :, :]).any(), "no stream may give two workers the same number"
+    assert not (draws_0[:, None, :] == draws_1[None, :, :]).any(), "a stream gave two workers the same number"
     assert not torch.equal(masks_0, masks_1)
     for before, after in zip(results, again, strict=True):
         assert before[0] == after[0]
@@ -170,7 +170,7 @@ def seed_after_prepare(rank: int) -> list[torch.Tensor]:
     return torch.rand(5)
 
 
-def test_equal_seeds_set_after_prepare_are_told_apart_at_the_first_step():
+def test_workers_seeded_alike_after_prepare_differ_from_the_first_step_on():
     first, second = run_workers(seed_after_prepare, 2)
     assert not torch.equal(first, second)
 
@@ -249,7 +249,7 @@ def test_uneven_data_stops_at_the_shortest(kind):
 
 
 def train_uneven_loaders(rank: int, iterable: bool) -> tuple[list[int], list[list[bool]], int, list[int]]:
-    """Data sets of the workers' own, of different lengths, through `prepare`; evaluation must still see all of it."""
+    """Prepare loaders of data sets with different lengths; evaluation must still see all samples."""
     config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
     accelerator = GossipAccelerator(
         gossip=GossipConfig(timeout=20, start_epoch=1), dataloader_config=config, gradient_accumulation_steps=2
@@ -280,7 +280,7 @@ def test_prepared_loaders_of_uneven_length_stop_at_the_shortest(iterable):
     results = run_workers(train_uneven_loaders, 2, iterable)
     for mixes, syncs, _, epochs in results:
         assert mixes == [3, 6]
-        assert syncs == [[False, True, False, True, True]] * 2, "the left-over window is stepped by all"
+        assert syncs == [[False, True, False, True, True]] * 2, "all workers step at the incomplete last window"
         assert epochs == [0] * 5 + [1] * 5
     assert [seen for _, _, seen, _ in results] == [8, 5]
 
@@ -292,7 +292,7 @@ def too_little_data(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_data_set_smaller_than_one_global_batch_is_refused_by_numbers():
+def test_a_data_set_smaller_than_one_global_batch_is_refused_with_its_numbers():
     for message in run_workers(too_little_data, 2):
         assert "3 samples" in message
         assert "2 workers" in message
@@ -377,12 +377,12 @@ def broken_off_epochs(rank: int) -> list[float]:
             optimizer.step()
             scheduler.step()
             gammas.append(accelerator.gossip_steps[0].gamma)
-        with torch.no_grad():  # reading the training data to evaluate is no epoch
+        with torch.no_grad():  # reading the training data for evaluation does not count as an epoch
             sum(1 for _ in loader)
     return gammas
 
 
-def test_start_epoch_counts_training_passes_also_if_they_are_broken_off():
+def test_start_epoch_counts_training_passes_including_interrupted_ones():
     for gammas in run_workers(broken_off_epochs, 2):
         assert gammas == [1, 1, 1, 1, 1, 0.5, 0.25, 0.125]
 

@@ -18,7 +18,7 @@ GOSSIP = {"power": 2.0, "start_step": 3, "timeout": 30}
 
 
 class Watched(GossipCallback):
-    """Notes this worker's weights and gamma after every optimizer step."""
+    """Records this worker's weights and gamma after every optimizer step."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +39,7 @@ def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 def train(rank: int, folder: str, cases: list[tuple[str, int]]) -> list[dict]:
     results = []
     for name, accumulation in cases:
-        model = Model(seed=rank)  # not equal: the callback starts everybody from worker 0's
+        model = Model(seed=rank)  # different models: the callback starts all workers from worker 0's
         callback = Watched(GossipConfig(**GOSSIP))
         settings = arguments(
             folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulation, max_steps=-1,
@@ -67,14 +67,14 @@ def train(rank: int, folder: str, cases: list[tuple[str, int]]) -> list[dict]:
 
 
 def windows(rows: list[list[int]], accumulation: int) -> list[list[list[int]]]:
-    """Micro-batches per optimizer step: within an epoch `accumulation` each, the last step with what is left."""
+    """Return the micro-batches of each optimizer step: `accumulation` each, and the rest in an epoch's last step."""
     per_epoch = len(rows) // EPOCHS
     epochs = [rows[start : start + per_epoch] for start in range(0, len(rows), per_epoch)]
     return [epoch[i : i + accumulation] for epoch in epochs for i in range(0, per_epoch, accumulation)]
 
 
 def simulate(results: list[dict], name: str, accumulation: int) -> tuple[torch.Tensor, list[float]]:
-    """Weights of all workers after every step (T, n, D), from the rows that each of them has read."""
+    """Return the weights of all workers after every step, shape (T, n, D), from the rows that each has read."""
     data = Rows(ROWS)
     models = [Model(seed=0) for _ in results]
     optimizers = [optimizer_of(name, model) for model in models]

@@ -1,4 +1,4 @@
-"""What a Trainer with GossipCallback evaluates, saves, compares and leaves behind is the average of the workers."""
+"""A Trainer with GossipCallback evaluates, saves, compares and ends with the average of the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY_3 = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", 
 
 
 class Weights(TrainerCallback):
-    """Notes this worker's weights after every optimizer step."""
+    """Records this worker's weights after every optimizer step."""
 
     def __init__(self) -> None:
         self.weights: dict[int, torch.Tensor] = {}
@@ -55,11 +55,11 @@ def loss_of(state: dict[str, torch.Tensor]) -> float:
         return model.eval()(EVALUATION.x, EVALUATION.y)["loss"].item()
 
 
-# ---- leaving training alone
+# ---- training is not changed
 
 
 class Meddler(TrainerCallback):
-    """Evaluates, predicts, saves and forces a checkpoint at odd moments, also inside an accumulation window."""
+    """Evaluates, predicts, saves and forces a checkpoint at unusual moments, also inside an accumulation window."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +99,7 @@ def train_and_meddle(rank: int, folder: Path) -> dict:
     }
 
 
-def test_evaluating_and_saving_leave_training_alone(tmp_path):
+def test_evaluating_and_saving_do_not_change_training(tmp_path):
     results = run_workers(train_and_meddle, 2, tmp_path)
     for result in results:
         assert result["alone"].keys() == result["disturbed"].keys() == set(range(1, 7))
@@ -117,7 +117,7 @@ def test_evaluating_and_saving_leave_training_alone(tmp_path):
 
 
 class Growing(Model):
-    """Has a cache that is as long as the longest batch so far, as position tables are."""
+    """Has a cache as long as the longest batch so far, like a position table."""
 
     def __init__(self) -> None:
         super().__init__(batch_norm=True)
@@ -149,7 +149,7 @@ def test_a_buffer_may_grow_in_evaluation_and_loaders_do_not_pile_up(tmp_path):
 
 
 def noisy_metric(prediction) -> dict[str, float]:
-    """Differs between the workers, as a metric measured on a clock would; falls for good after its third call."""
+    """Differs between the workers, like a metric measured on a clock, and only falls after its third call."""
     noisy_metric.calls += 1
     return {"score": min(noisy_metric.calls, 3) - torch.distributed.get_rank() * noisy_metric.calls}
 
@@ -178,7 +178,7 @@ def stop_early(rank: int, folder: Path) -> dict:
     }
 
 
-def test_best_model_and_early_stop_are_decided_alike(tmp_path):
+def test_all_workers_agree_on_the_best_model_and_the_early_stop(tmp_path):
     results = run_workers(stop_early, 2, tmp_path)
     for result in results:
         assert (result["step"], result["metric"]) == (15, 3)
@@ -206,7 +206,7 @@ def save_slowly(rank: int, folder: Path) -> dict:
     return {"deployed": flat(trainer.model), "loss": trainer.evaluate()["eval_loss"], "logged": history[0]["eval_loss"]}
 
 
-def test_nobody_reads_the_best_model_before_it_is_written(tmp_path):
+def test_no_worker_reads_the_best_model_before_it_is_written(tmp_path):
     results = run_workers(save_slowly, 3, tmp_path)
     assert all(torch.equal(result["deployed"], results[0]["deployed"]) for result in results)
     assert all(result["loss"] == pytest.approx(result["logged"], rel=1e-12) for result in results)
@@ -258,7 +258,7 @@ def use_afterwards(rank: int, folder: Path) -> dict:
     model = trainer.model
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     if rank == 0:
-        trainer.save_model(str(folder / "alone"))  # the others are not needed any more
+        trainer.save_model(str(folder / "alone"))  # not collective any more
     first = flat(model)
     trainer.train()
     return {
@@ -269,7 +269,7 @@ def use_afterwards(rank: int, folder: Path) -> dict:
     }
 
 
-def test_the_average_stays_in_ordinary_memory_and_can_be_trained_on(tmp_path):
+def test_the_average_stays_in_ordinary_memory_and_can_be_trained_further(tmp_path):
     results = run_workers(use_afterwards, 2, tmp_path)
     saved = load_file(tmp_path / "alone" / "model.safetensors")
     names = [name for name, _ in Model(batch_norm=True).named_parameters()]
@@ -300,7 +300,7 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize("gossip_fails", [False, True])
-def test_a_trainer_without_gossip_that_comes_after_averages_gradients(gossip_fails, tmp_path):
+def test_a_later_trainer_without_gossip_averages_gradients(gossip_fails, tmp_path):
     (wrapped, first), (_, second) = run_workers(plain_after_gossip, 2, tmp_path, gossip_fails)
     assert wrapped
     assert torch.equal(first, second)

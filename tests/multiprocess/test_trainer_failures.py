@@ -1,4 +1,4 @@
-"""A worker lost while a Trainer trains, evaluates or saves ends the others in time, naming it."""
+"""A worker lost while a Trainer trains, evaluates or saves stops the others in time, with its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = 4.0
 
 
 class Failure(TrainerCallback):
-    """Lets worker 1 fail in some way at some moment of step 4."""
+    """Makes worker 1 fail in a given way at a given event of step 4."""
 
     def __init__(self, rank: int, how: str, when: str) -> None:
         self.rank, self.how = rank, how
@@ -69,7 +69,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory):
-    """The selected cases, some at a time: most of their time is waiting for a worker that is lost."""
+    """Launch the selected cases, several at a time: they mostly wait for a lost worker."""
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     selected = [item.callspec.params["case"] for item in here]
 

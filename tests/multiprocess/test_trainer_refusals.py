@@ -1,4 +1,4 @@
-"""Ways to set GossipCallback up: each works, or is refused in one sentence that names the way out."""
+"""Every way to set up GossipCallback works, or is refused with the way out."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_way_to_set_it_up_trains(tmp_path):
 
 
 def search(rank: int, folder: Path) -> list[bool]:
-    """Trials of a hyperparameter search make an Accelerator each."""
+    """Train as a hyperparameter search does, which creates an Accelerator per trial."""
     trainer = build(folder, model={"model_init": lambda: Model()}, callbacks=[GossipCallback(GOSSIP)])
     trainer.train()
     before = len(os.listdir("/proc/self/fd"))
@@ -116,8 +116,8 @@ def search(rank: int, folder: Path) -> list[bool]:
     return wrapped
 
 
-def test_a_new_accelerator_for_every_trial_gossips_too(tmp_path):
-    assert run_workers(search, 2, tmp_path) == [[False] * 4] * 2, "nor does each trial cost sockets"
+def test_the_new_accelerator_of_every_trial_gossips(tmp_path):
+    assert run_workers(search, 2, tmp_path) == [[False] * 4] * 2, "no DDP, and no sockets per trial"
 
 
 # ---- what is refused

@@ -1,4 +1,4 @@
-"""Stopping a Trainer with GossipCallback and going on from its checkpoints, in new processes."""
+"""Stopping a Trainer with GossipCallback and resuming from its checkpoints, in new processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Watched(TrainerCallback):
-    """After every optimizer step: this worker's weights and buffers, gamma, and the partner of the step."""
+    """Records this worker's weights and buffers, gamma, and the partner after every optimizer step."""
 
     def __init__(self, kill_at: int | None = None) -> None:
         self.seen: dict[int, tuple] = {}
@@ -111,7 +111,7 @@ def run(rank: int, folder: Path, names: list[str], resume: str, kill_at: int | N
     return found
 
 
-def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path):
+def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path):
     names = list(RUNS)
     unbroken = run_workers(run, 2, tmp_path, names, "no", timeout=150.0)
     resumed = run_workers(run, 2, tmp_path, names, "oldest", timeout=150.0)
@@ -125,7 +125,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path):
                 assert torch.equal(buffers, expected[1]), f"{name}: buffers of step {step}"
                 assert (gamma, partner) == expected[2:], f"{name}: step {step}"
             assert torch.equal(rest[name]["deployed"], whole[name]["deployed"]), name
-            assert rest[name]["gammas"] == whole[name]["gammas"], "the log goes on without a gap"
+            assert rest[name]["gammas"] == whole[name]["gammas"], "the log has a gap"
             assert rest[name]["rows"] == whole[name]["rows"][-len(rest[name]["rows"]) :]
     for name in names:
         first, second = (result[name]["seen"][max(result[name]["seen"])][0] for result in unbroken)
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(tmp_path):
 # ---- killed
 
 
-def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path):
+def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(tmp_path):
     name = "odd step in mid-epoch"
     unbroken = run_workers(run, 2, tmp_path / "unbroken", [name], "no")
     outcomes = try_workers(run, 2, tmp_path / "killed", [name], "no", 13)
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path):
     assert "worker 1" in outcomes[0].error.splitlines()[-1]
     folder = tmp_path / "killed" / name
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-10"}
-    # A third one, which was killed while it was saved: worker files there, but nothing of the Trainer's.
+    # A third checkpoint whose save was killed: it has the worker files but not the Trainer's.
     shutil.copytree(folder / "checkpoint-10", folder / "checkpoint-12")
     (folder / "checkpoint-12" / "trainer_state.json").unlink()
     resumed = run_workers(run, 2, tmp_path / "killed", [name], "newest")
@@ -249,7 +249,7 @@ def test_another_number_of_workers_is_refused_or_starts_from_the_deployed_model(
 @pytest.mark.skipif(
     transformers.__version__.startswith("5.0."), reason="5.0 itself cannot resume several processes on CPU"
 )
-def test_a_checkpoint_of_a_trainer_without_gossip_is_a_start_if_that_is_asked_for(tmp_path):
+def test_a_checkpoint_of_a_trainer_without_gossip_is_refused_or_starts_all_workers(tmp_path):
     run_workers(stock, 2, tmp_path)
     checkpoint = tmp_path / "stock" / "checkpoint-5"
     for said in run_workers(try_to_resume, 2, tmp_path, str(checkpoint)):

@@ -1,4 +1,4 @@
-"""The step inside a Trainer: gradients stay this worker's own, whatever the loss, the data and the numbers are."""
+"""The step inside a Trainer: gradients stay local for any loss, data and precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_MIXING = GossipConfig(constant=0.0, timeout=30)
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Rows of 5 tokens of which 1 to 5 count, so that batches hold very different numbers of tokens."""
+    """Rows of 5 tokens of which 1 to 5 count, so that token counts differ a lot between batches."""
 
     def __init__(self, length: int = 24) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -77,13 +77,13 @@ def train_on_tokens(rank: int, folder: Path) -> dict:
 
 
 class Own(TrainerCallback):
-    """Keeps this worker's weights of the last step, before they are averaged."""
+    """Records this worker's weights after the last step, before they are averaged."""
 
     def on_step_end(self, args, state, control, **kwargs):
         self.weights = flat(kwargs["model"])
 
 
-def test_a_loss_over_tokens_counts_the_tokens_of_this_worker_alone(tmp_path):
+def test_a_loss_over_tokens_counts_this_workers_tokens_only(tmp_path):
     data = Sentences()
     results = run_workers(train_on_tokens, 2, tmp_path)
     first, second = (set(chain.from_iterable(result["rows"][:6])) for result in results)
@@ -142,13 +142,13 @@ def train_with_poison(rank: int, folder: Path, scaled: bool) -> dict:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_gradient_that_is_not_finite_costs_a_local_update_and_nothing_else(scaled, tmp_path):
+def test_a_nonfinite_gradient_skips_a_local_update_and_nothing_else(scaled, tmp_path):
     results = run_workers(train_with_poison, 2, tmp_path, scaled)
     before, after = (torch.stack([result["weights"][step] for result in results]) for step in (1, 2))
     mean, gamma = before.mean(0), 3 / 5
     expected = before + gamma * (mean - before)
     torch.testing.assert_close(after[1], expected[1], rtol=0, atol=1e-6)
-    # In fp16 an overflow anywhere skips the update of all, so that the loss scales stay equal.
+    # In fp16 an overflow on any worker skips the update on all, so that loss scales stay equal.
     assert torch.allclose(after[0], expected[0], rtol=0, atol=1e-6) == scaled
     for result in results:
         assert torch.isfinite(result["weights"][-1]).all()
@@ -187,7 +187,7 @@ def test_bf16_computes_in_low_precision_and_mixes_in_full(tmp_path):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """`Rows` one after another, without a length."""
+    """`Rows` as a stream without a length."""
 
     def __iter__(self):
         rows = Rows(40)
@@ -204,7 +204,7 @@ def by_length() -> dict[str, Any]:
 
 
 class Lengths(Rows):
-    """`Rows` with an "input_ids" of its own length each, for the sampler alone."""
+    """`Rows` with "input_ids" of different lengths, which only the sampler reads."""
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return {**super().__getitem__(row), "input_ids": [0] * (1 + row % 7)}
@@ -255,16 +255,16 @@ def test_the_workers_read_disjoint_parts_of_any_data(tmp_path):
             if name in ("grouped", "shuffled"):
                 assert set(a) | set(b) == set(range(48)), name
     for name in ("grouped", "shuffled"):
-        assert first[name][1][:8] != first[name][1][8:], "another order in every epoch"
+        assert first[name][1][:8] != first[name][1][8:], "the order must change with the epoch"
     spread = [max(row % 7 for row in rows) - min(row % 7 for row in rows) for rows in first["grouped"][1]]
-    assert sum(spread) / len(spread) < 2, "rows of like length are together"
+    assert sum(spread) / len(spread) < 2, "rows of similar length must be together"
 
 
 # ---- noticing gradients that are not local
 
 
 class Averager(TrainerCallback):
-    """What DDP would do, by hand."""
+    """Averages gradients by hand, as DDP does."""
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         for parameter in kwargs["model"].parameters():
@@ -289,7 +289,7 @@ def average_gradients(rank: int, folder: Path) -> list[str]:
     return messages
 
 
-def test_gradients_that_are_the_same_everywhere_are_noticed_at_the_first_step(tmp_path):
+def test_equal_gradients_on_all_workers_are_warned_of_at_the_first_step(tmp_path):
     for messages in run_workers(average_gradients, 2, tmp_path):
         assert messages[0] == "end"
         assert [message for message in messages if "first gradients are the same on all workers" in message]
@@ -298,7 +298,7 @@ def test_gradients_that_are_the_same_everywhere_are_noticed_at_the_first_step(tm
 # ---- alone
 
 
-def test_without_a_launcher_it_is_the_plain_trainer_to_the_last_bit(tmp_path):
+def test_a_single_process_equals_the_plain_trainer_to_the_bit(tmp_path):
     for value in run_workers(train_alone, 1, tmp_path):
         assert torch.equal(value[0], value[1])
 

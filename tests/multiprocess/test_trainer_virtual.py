@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer whose processes hold several workers each: the same weights as with a process for each."""
+"""A Trainer with several workers per process trains the same weights as with one process per worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH, WORKERS = 4, 4
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Token rows of which unequally many carry a label."""
+    """Token rows with different numbers of labels."""
 
     def __len__(self) -> int:
         return 64
@@ -35,7 +35,7 @@ def language_model() -> torch.nn.Module:
 
 
 class Watched(GossipCallback):
-    """Notes the weights of all workers of this process at the end, before they are averaged."""
+    """Records the weights of all workers of this process at the end, before they are averaged."""
 
     def on_train_end(self, args, state, control, **kwargs):
         wrapped = self.trainer.model_wrapped
@@ -69,7 +69,7 @@ def train_one(per_process: int, folder: str, kind: str) -> dict:
 
 
 def resumed(per_process: int, folder: str, settings: TrainingArguments, data: Rows) -> list[torch.Tensor]:
-    """Weights at the end of a run that goes on from the checkpoint of step 3."""
+    """Return the final weights of a run that resumes from the checkpoint of step 3."""
     callback = Watched(GossipConfig(power=1, timeout=60, workers_per_process=per_process))
     other = Model(batch_norm=True, seed=5)
     trainer = Trainer(other, settings, train_dataset=data, eval_dataset=data, callbacks=[callback])

@@ -144,7 +144,7 @@ def train_with_dropout(rank: int, per_process: int, folder: str | None, stop_at:
     torch.manual_seed(11)
     accelerator = GossipAccelerator(gossip=GossipConfig(timeout=30, power=1, workers_per_process=per_process))
     model = make_random_model()
-    torch.manual_seed(11)  # of the run, whatever building the model has drawn
+    torch.manual_seed(11)  # the seed of the run, independent of what building the model has drawn
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     first = 0
@@ -164,7 +164,7 @@ def train_with_dropout(rank: int, per_process: int, folder: str | None, stop_at:
     return [torch.cat([t.detach().double().flatten() for t in (*r.parameters(), *r.buffers())]) for r in replicas]
 
 
-def test_dropout_is_that_of_a_process_of_its_own():
+def test_dropout_equals_that_of_separate_processes():
     alone = [own for result in run_workers(train_with_dropout, 4, 1, None, None) for own in result]
     for processes in (1, 2):
         split = run_workers(train_with_dropout, processes, 4 // processes, None, None)

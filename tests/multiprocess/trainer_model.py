@@ -1,4 +1,4 @@
-"""A tiny model and data for the Hugging Face Trainer, in float64, and what a worker does with them."""
+"""A tiny model, data and training arguments for the Hugging Face Trainer, in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Model(nn.Module):
-    """Two layers; the loss is the mean over the batch. Remembers which rows it has trained on."""
+    """Two layers, with the mean loss over the batch. Records the rows that it was trained on."""
 
     def __init__(self, dropout: float = 0.0, batch_norm: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def arguments(folder: str, **changes: Any) -> TrainingArguments:
-    """Quiet ones on the CPU."""
+    """Return quiet training arguments for the CPU."""
     settings = {
         "use_cpu": True, "per_device_train_batch_size": 3, "max_steps": 12, "learning_rate": 0.1, "report_to": [],
         "save_strategy": "no", "logging_strategy": "no", "lr_scheduler_type": "linear", "disable_tqdm": True,

@@ -1,4 +1,4 @@
-"""The deployed model in one process: which statistics are measured or pooled, and what of the model stays as it was."""
+"""The deployed model in one process: which statistics are measured or pooled, and what is restored."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_statistics_of_diverged_workers_are_left_out_unless_all_have_diverged(gr
     assert layers[0].running_var.isnan().all()
 
 
-def test_a_model_in_eval_mode_has_no_layers_frozen_by_their_mode(group):
+def test_no_layer_counts_as_frozen_in_a_model_in_eval_mode(group):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[0].eval()
     assert frozen_layers(model) == [model[0]]
@@ -46,7 +46,7 @@ def test_a_model_in_eval_mode_has_no_layers_frozen_by_their_mode(group):
 
 
 @pytest.mark.parametrize("calibrate", [None, BATCHES])
-def test_the_deployed_model_is_in_eval_mode_and_afterwards_in_its_own(group, calibrate):
+def test_the_deployed_model_is_in_eval_mode_and_gets_its_own_modes_back(group, calibrate):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 1))
     model[1].eval()
     with deployed_model(model, [], group, calibrate=calibrate) as deployed:
@@ -54,7 +54,7 @@ def test_the_deployed_model_is_in_eval_mode_and_afterwards_in_its_own(group, cal
     assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
-def test_a_forward_that_takes_any_name_is_given_all_of_the_batch():
+def test_a_forward_with_keyword_arguments_gets_the_whole_batch():
     class Model(nn.Module):
         def forward(self, x, **others):
             return sorted(others)
@@ -62,7 +62,7 @@ def test_a_forward_that_takes_any_name_is_given_all_of_the_batch():
     assert run_model(Model(), {"x": 1, "mask": 2, "labels": 3}) == ["labels", "mask"]
 
 
-def test_copies_share_memory_where_all_of_a_tensor_is_shared_and_have_their_own_shapes():
+def test_cloned_keeps_whole_shared_tensors_shared_and_separates_views():
     whole = torch.arange(6.0)
     state = {"a": whole, "b": whole, "begin": whole[:2], "square": whole.view(2, 3), "empty": torch.empty(0), "n": 3}
     copies = cloned(state)

@@ -1,4 +1,4 @@
-"""Where figures go: one logger, any sink."""
+"""ConsensusLogger merges the consensus metrics into records and passes them to any sink."""
 
 from __future__ import annotations
 

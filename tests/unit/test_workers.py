@@ -1,4 +1,4 @@
-"""VirtualWorkers in one process: each replica computes what its own process would."""
+"""VirtualWorkers in one process: each replica computes what a process of its own would."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_batch(size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_of_own_process(worker: int, x: torch.Tensor, y: torch.Tensor, seed: int) -> nn.Module:
-    """A model trained on this worker's samples alone, with its stream of random numbers."""
+    """Return a model with the gradient of this worker's samples alone, under its random stream."""
     model = make_model()
     with WorkerStreams(seed, [worker]).swapped() as use:
         use(0)
@@ -48,7 +48,7 @@ def gradients_of_own_process(worker: int, x: torch.Tensor, y: torch.Tensor, seed
 
 
 @pytest.mark.parametrize("sizes", [None, [5, 4, 3], [2, 2, 8]])
-def test_each_replica_computes_what_its_own_process_would(sizes):
+def test_each_replica_computes_what_a_process_of_its_own_would(sizes):
     workers = VirtualWorkers(make_model(), 3)
     workers.streams.seed(7, range(3))
     x, y = make_batch()
@@ -58,7 +58,7 @@ def test_each_replica_computes_what_its_own_process_would(sizes):
     else:
         with workers.cut_at(sizes):
             (workers(x) - y).square().mean().backward()
-    assert torch.equal(torch.get_rng_state(), before), "replicas draw from streams of their own"
+    assert torch.equal(torch.get_rng_state(), before), "replicas must not draw from the global stream"
     for worker, (mine, own) in enumerate(zip(x.split(sizes or 4), y.split(sizes or 4), strict=True)):
         expected = gradients_of_own_process(worker, mine, own, seed=7)
         for name, parameter in expected.named_parameters():
@@ -68,7 +68,7 @@ def test_each_replica_computes_what_its_own_process_would(sizes):
             assert torch.equal(workers.replicas[worker].get_buffer(name), buffer)
 
 
-def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
+def test_worker_streams_equal_those_of_separate_processes_and_resume_from_a_checkpoint():
     torch.manual_seed(7)
     outside = torch.get_rng_state()
     expected = []
@@ -93,7 +93,7 @@ def test_streams_go_on_where_their_own_processes_would_and_after_a_checkpoint():
             assert torch.equal(torch.cat([drawn[worker], torch.rand(2)]), expected[worker])
 
 
-def test_a_salt_gives_a_worker_other_random_numbers_and_the_same_again():
+def test_a_salt_changes_a_workers_random_numbers_repeatably():
     def drawn(*salt):
         torch.manual_seed(7)
         seed_workers_differently(SimpleNamespace(rank=1, all_gather_object=lambda seed, what: [seed]), *salt)
@@ -111,7 +111,7 @@ class Output(ModelOutput):
 
 
 class LanguageModel(nn.Module):
-    """Computes its own loss, as Transformers models do."""
+    """Computes its own loss, like Transformers models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,11 +130,11 @@ class LanguageModel(nn.Module):
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.arange(24).reshape(4, 6) % 10
     labels = (ids + 1) % 10
-    labels[0, 2:] = -100  # the workers have unequally many tokens
+    labels[0, 2:] = -100  # token counts differ between the workers
     return ids, labels
 
 
-def test_losses_of_the_model_itself_are_each_workers_own():
+def test_a_loss_computed_by_the_model_is_computed_per_worker():
     workers = VirtualWorkers(LanguageModel(), 2)
     ids, labels = tokens()
     output = workers(input_ids=ids, labels=labels, scale=2.0)
@@ -151,11 +151,11 @@ def test_losses_of_the_model_itself_are_each_workers_own():
         torch.testing.assert_close(workers.replicas[worker].head.weight.grad, alone.head.weight.grad)
         torch.testing.assert_close(output.logits[rows], alone(ids[rows], labels[rows], scale=2.0).logits)
     torch.testing.assert_close(output.loss, sum(losses) / 2)
-    assert workers.config == {"use_cache": False}, "a wrapper answers for the model"
+    assert workers.config == {"use_cache": False}, "the wrapper passes attributes through"
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_number_of_tokens_of_a_window_is_each_workers_own(own):
+def test_the_token_count_of_a_window_is_passed_to_each_worker(own):
     ids, labels = tokens()
     counts = torch.tensor([(labels[:2] != -100).sum(), (labels[2:] != -100).sum()])
     workers = VirtualWorkers(LanguageModel(), 2)
@@ -172,7 +172,7 @@ def test_the_number_of_tokens_of_a_window_is_each_workers_own(own):
         torch.testing.assert_close(workers.replicas[worker].head.weight.grad, alone.head.weight.grad)
 
 
-def test_shared_workers_are_one_model_with_batch_statistics_of_each_part():
+def test_shared_workers_are_one_model_with_batch_statistics_per_part():
     x, y = make_batch()
     model, reference = make_model(), make_model()
     for module in (model[2], reference[2]):
@@ -186,7 +186,7 @@ def test_shared_workers_are_one_model_with_batch_statistics_of_each_part():
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_structures_are_cut_and_joined_as_they_are():
+def test_splitting_and_joining_keep_the_structure():
     x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
     table = torch.eye(2)
     parts = cut((x, {"y": y, "table": table, "name": "a"}), {"flags": [y, None]}, [2, 1])
@@ -217,11 +217,11 @@ def test_structures_are_cut_and_joined_as_they_are():
         ([True, False], torch.tensor([True, False])),
     ],
 )
-def test_single_numbers_are_joined_by_their_kind(values, joined):
+def test_scalars_are_joined_by_their_dtype(values, joined):
     torch.testing.assert_close(join([torch.tensor(value) for value in values], [1, 2]), joined)
 
 
-def test_a_last_small_batch_leaves_workers_without_an_update(caplog):
+def test_a_small_last_batch_leaves_workers_without_an_update_and_is_warned_of_once(caplog):
     workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
     x, _ = make_batch()
     workers(x).sum().backward()
@@ -232,7 +232,7 @@ def test_a_last_small_batch_leaves_workers_without_an_update(caplog):
     assert caplog.text.count("a last batch of 2 samples leaves some of 3 workers without any") == 1
 
 
-def test_an_evaluation_may_have_small_batches_and_says_nothing_of_those_of_training(caplog):
+def test_small_batches_are_fine_in_evaluation_and_do_not_count_as_training_batches(caplog):
     workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
     x, _ = make_batch()
     workers.eval()
@@ -244,7 +244,7 @@ def test_an_evaluation_may_have_small_batches_and_says_nothing_of_those_of_train
         workers(x[:2])
 
 
-def test_sizes_and_whole_batches_are_those_of_their_context():
+def test_cut_at_and_whole_apply_inside_their_context_only():
     workers = VirtualWorkers(nn.Linear(4, 2).double(), 3)
     with torch.no_grad():
         for number, replica in enumerate(workers.replicas):
@@ -280,12 +280,12 @@ def test_sizes_and_whole_batches_are_those_of_their_context():
         (lambda: VirtualWorkers(_Uncopyable(), 2), "it cannot be copied: no copies"),
     ],
 )
-def test_what_cannot_be_cut_or_copied_is_refused(make, words):
+def test_batches_that_cannot_be_split_and_models_that_cannot_be_copied_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_a_models_own_errors_are_passed_on():
+def test_errors_of_the_model_are_raised_unchanged():
     with pytest.raises(ValueError, match=r"^a mistake of the model's$"):
         VirtualWorkers(_Mistaken(), 2)(torch.zeros(4, 1))
 
@@ -305,7 +305,7 @@ class _Uncopyable(nn.Module):
         raise RuntimeError("no copies")
 
 
-def test_the_optimizer_is_completed_with_every_replica():
+def test_the_optimizer_gets_the_parameters_of_every_replica():
     model = make_model()
     named = list(model.named_parameters())
     optimizer = torch.optim.SGD(
@@ -317,7 +317,7 @@ def test_the_optimizer_is_completed_with_every_replica():
     optimizer.state[first]["momentum_buffer"] = torch.ones_like(first)
     workers = VirtualWorkers(model, 3)
     workers.complete(optimizer)
-    workers.complete(optimizer)  # once more changes nothing
+    workers.complete(optimizer)  # idempotent
     assert [len(group["params"]) for group in optimizer.param_groups] == [6, 3]
     assert optimizer.param_groups[0]["param_names"][2:4] == ["replicas.1.0.weight", "replicas.1.4.weight"]
     twin = workers.replicas[2][0].weight
@@ -334,13 +334,13 @@ def prepared(count: int = 3, **options):
     accelerator = GossipAccelerator(gossip=GossipConfig(workers_per_process=count, **options))
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kept = list(model.parameters())  # as of a loop that made the list before `prepare`
+    kept = list(model.parameters())  # as a loop that lists parameters before `prepare`
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, model, optimizer, kept
 
 
 @pytest.mark.parametrize("listed_before", [False, True])
-def test_each_worker_is_clipped_by_itself(listed_before):
+def test_each_worker_is_clipped_by_its_own_norm(listed_before):
     accelerator, model, _, kept = prepared()
     x, y = make_batch()
     accelerator.backward((model(x) - 10 * y).square().mean())
@@ -355,7 +355,7 @@ def test_each_worker_is_clipped_by_itself(listed_before):
             torch.testing.assert_close(parameter.grad, gradient / (norm + 1e-6))
 
 
-def test_a_worker_whose_gradient_is_not_finite_sits_out_alone(caplog):
+def test_only_the_worker_with_a_nonfinite_gradient_skips_its_update(caplog):
     accelerator, model, optimizer, _ = prepared(topology="complete", power=0)
     x, y = make_batch()
     for step in range(3):
@@ -372,7 +372,7 @@ def test_a_worker_whose_gradient_is_not_finite_sits_out_alone(caplog):
     assert len(optimizer.optimizer.state) == len(list(model.parameters()))
 
 
-def test_all_workers_are_one_deployed_model():
+def test_the_deployed_model_averages_all_virtual_workers():
     accelerator, model, _, _ = prepared()
     with torch.no_grad():
         for number, replica in enumerate(model.replicas):
@@ -384,7 +384,7 @@ def test_all_workers_are_one_deployed_model():
         assert deployed is accelerator.unwrap_model(model) is model.replicas[0]
         assert torch.equal(deployed[0].weight, torch.ones_like(deployed[0].weight))
         torch.testing.assert_close(deployed[1].running_var, torch.full_like(deployed[1].running_var, 1 + 2 / 3))
-        assert torch.equal(model(x), deployed(x)), "the wrapper answers as the deployed model"
+        assert torch.equal(model(x), deployed(x)), "the wrapper must compute the deployed model"
         assert set(accelerator.get_state_dict(model)) == set(make_model().state_dict())
     assert model.training
     assert [float(r[0].weight[0, 0].detach()) for r in model.replicas] == [0.0, 1.0, 2.0]
@@ -392,7 +392,7 @@ def test_all_workers_are_one_deployed_model():
     assert all(bool((replica[0].weight == 1).all()) for replica in model.replicas)
 
 
-def test_what_several_workers_cannot_share_is_refused():
+def test_loose_parameters_and_other_worker_counts_are_refused():
     accelerator = GossipAccelerator(gossip=GossipConfig(workers_per_process=2))
     model, loose = make_model(), nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \(3,\) that is in no prepared model"):
@@ -410,7 +410,7 @@ def test_the_other_replicas_follow_the_first():
     inner[0].requires_grad_(False)
     inner[1].eval()
     accelerator.backward(model(x).mean())
-    optimizer.step()  # what was once trained goes on being mixed
+    optimizer.step()  # parameters that were trained once stay mixed
     assert all(replica[0].weight.grad is None for replica in model.replicas)
     assert not any(replica[1].training for replica in model.replicas)
     inner.load_state_dict(make_model().state_dict())
@@ -419,16 +419,16 @@ def test_the_other_replicas_follow_the_first():
             assert torch.equal(mine, loaded)
     kept = copy.deepcopy(inner)
     kept.load_state_dict({name: value + 1 for name, value in kept.state_dict().items()})
-    assert torch.equal(model.replicas[1][0].weight, make_model()[0].weight), "a copy of the model is nobody's replica"
+    assert torch.equal(model.replicas[1][0].weight, make_model()[0].weight), "copies do not load into the replicas"
     assert pickle.loads(pickle.dumps(inner)) is not None
     own = {name: value.clone() for name, value in model.state_dict().items() if name != "_extra_state"}
     own["replicas.2.0.weight"] += 1
     model.load_state_dict(own, strict=False)
-    assert torch.equal(model.replicas[2][0].weight, own["replicas.2.0.weight"]), "each its own, if each is given"
+    assert torch.equal(model.replicas[2][0].weight, own["replicas.2.0.weight"]), "each replica loads its own"
     assert torch.equal(model.replicas[1][0].weight, own["replicas.1.0.weight"])
 
 
-def test_what_only_the_first_replica_computes_is_warned_of_once(caplog):
+def test_calling_a_submodule_of_the_first_replica_is_warned_of_once(caplog):
     model = VirtualWorkers(LanguageModel(), 2)
     for _ in range(2):
         model.head(torch.zeros(1, 8, dtype=torch.float64))
@@ -437,7 +437,7 @@ def test_what_only_the_first_replica_computes_is_warned_of_once(caplog):
     assert "config" not in caplog.text
 
 
-def test_gradients_through_several_models_are_each_workers_own():
+def test_gradients_through_several_models_are_per_worker():
     torch.manual_seed(3)
     first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
     chain = VirtualWorkers(first, 3), VirtualWorkers(second, 3)
@@ -451,7 +451,7 @@ def test_gradients_through_several_models_are_each_workers_own():
         (alone[1](torch.tanh(alone[0](alone[0](mine)))) - own).square().mean().backward()
         for virtual, expected in zip(chain, alone, strict=True):
             torch.testing.assert_close(virtual.replicas[worker].weight.grad, expected.weight.grad, rtol=1e-12, atol=0)
-        # Outside of the workers, the loss is the mean over the whole batch.
+        # Outside the workers, the loss is the mean over the whole batch.
         torch.testing.assert_close(inputs.grad[4 * worker : 4 * worker + 4], mine.grad / 3, rtol=1e-12, atol=1e-15)
 
 
@@ -478,10 +478,10 @@ def test_models_and_optimizers_are_prepared_one_by_one():
     assert len(optimizer.param_groups[0]["params"]) == 4
     other = accelerator.prepare(other)
     x = torch.ones(64, 4, dtype=torch.float64)
-    assert not torch.equal(model(x) == 0, other(x) == 0), "each model drops out by a stream of its own"
+    assert not torch.equal(model(x) == 0, other(x) == 0), "each model must have its own dropout stream"
 
 
-def test_a_workers_nan_stays_out_of_pooled_statistics():
+def test_statistics_that_are_nan_are_not_pooled():
     accelerator, model, _, _ = prepared()
     for replica in model.replicas:
         replica[1].running_mean.fill_(2.0)
@@ -511,7 +511,7 @@ def test_replicas_see_their_updates_under_autocast(precision):
     assert outputs[1].dtype == torch.float32
 
 
-def test_counts_of_older_checkpoints_are_read():
+def test_nonfinite_counts_of_older_checkpoints_are_read():
     accelerator, *_ = prepared(1)
     step = accelerator.gossip_steps[0]
     step.load_state_dict(step.state_dict() | {"consecutive_nonfinite": 2})
