@@ -1,7 +1,7 @@
 """`GossipAccelerator`: an `accelerate.Accelerator` whose workers gossip parameters instead of averaging gradients.
 
-The accelerator translates Accelerate's calls and computes nothing. `GossipTraining` has the gossip, `Deployment` the
-average of the workers, `WorkerGroup` the communication.
+The accelerator translates Accelerate's calls for its parts and computes nothing: `GossipTraining` has the gossip,
+`Deployment` the average of the workers, `LoaderSharding` the data, `AcceleratorCheckpoints` the checkpoints.
 """
 
 from __future__ import annotations
@@ -36,17 +36,10 @@ from dsgdac_accel.data.dataloader_state import (
     ResumedBatches,
     data_position,
     epoch_of,
-    record_passes,
     recorder_of,
 )
-from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
-from dsgdac_accel.data.loaders import (
-    differ_per_worker,
-    share_own_samplers,
-    share_sampler_seed,
-    survive_losses,
-    warn_of_own_shards,
-)
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader
+from dsgdac_accel.data.sharding import LoaderSharding
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
@@ -54,7 +47,6 @@ from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.metrics import ConsensusLogger
-from dsgdac_accel.randomness import shared_seed
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
 
@@ -169,6 +161,7 @@ class GossipAccelerator(Accelerator):
         self.group.policy.cover_collectives(self)
         self.training = GossipTraining(self.group, config, self._models)
         self.deployment = Deployment(self.training, self.gradient_state)
+        self.sharding = LoaderSharding(self.group, self.deployment.is_training)
         self.checkpoints = AcceleratorCheckpoints(
             self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
@@ -259,38 +252,19 @@ class GossipAccelerator(Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Shard a loader over the workers; where they get unequally many batches, training stops at the shortest."""
-        share_sampler_seed(data_loader, self.group)
-        if self.group.size > 1 and self.use_seedable_sampler and self.dataloader_config.data_seed is None:
-            # Accelerate takes the process's own seed: shards of workers that are seeded differently would overlap.
-            self.dataloader_config.data_seed = shared_seed(self.group)
-        is_training = self.deployment.is_training
+        """Shard a loader over the workers. If they get unequally many batches, training stops at the shortest."""
+        self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        prepared = record_passes(prepared, self._dataloaders, is_training)
-        share_own_samplers(prepared, self.group)
-        differ_per_worker(prepared, self.group)
-        survive_losses(prepared, self.group)
-        if isinstance(prepared, DataLoaderDispatcher):
-            return prepared  # worker 0 reads for all, so all get equally many
-        warn_of_own_shards(data_loader, self.group)
-        if known_length(prepared) == 0:
-            raise ValueError(
-                f"this worker would get no batch: the data set has {len(data_loader.dataset)} samples for "
-                f"{self.group.size} workers with batches of {data_loader.batch_size} "
-                f"(drop_last={data_loader.drop_last}). "
-                f"Use more data, smaller batches or fewer workers."
-            )
-        equal = EqualSteps(prepared, self.group, active=is_training)
-        return equal if equal.needed else prepared
+        return self.sharding.complete(prepared, data_loader, self._dataloaders)
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
         """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
-        return EqualSteps(loader, self.group, active=self.deployment.is_training)
+        return self.sharding.equal_steps(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As `Accelerator.skip_first_batches`; after `load_state` in mid-epoch better use `resumed_batches`.
+        """As `Accelerator.skip_first_batches`. After `load_state` in mid-epoch, prefer `resumed_batches`.
 
-        Called for what was taken of the loaded pass, it does the same.
+        If `num_batches` is what was taken of the loaded pass, this does the same.
         """
         recorder = recorder_of(dataloader)
         if recorder is not None and 0 < num_batches == recorder.loaded_batches:
@@ -299,7 +273,7 @@ class GossipAccelerator(Accelerator):
             return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
         inner = inner_loader(dataloader)
         if isinstance(inner, DataLoaderDispatcher) and not isinstance(inner.dataset, IterableDataset):
-            num_batches *= inner.batches_per_fetch  # Accelerate would leave out that many of what worker 0 reads
+            num_batches *= inner.batches_per_fetch  # Accelerate counts the batches that worker 0 reads for all
         return super().skip_first_batches(dataloader, num_batches)
 
     def resumed_batches(self, loader: Iterable[Any], replay: bool | None = None) -> ResumedBatches:
