@@ -1,7 +1,7 @@
 """Decentralized training with controlled disagreement (DSGD-AC, DAdam-AC) for Hugging Face Accelerate.
 
-Importing it has no side effects: no process group, no device and no Accelerate state is touched. What it offers is
-imported when it is first asked for, because torch and Transformers take seconds.
+Importing this package has no side effects: it touches no process group, no device and no Accelerate state. Public names
+are imported on first use, because torch and Transformers take seconds to import.
 """
 
 import importlib
@@ -70,7 +70,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is offered, from its module."""
+    """Import a public name from its module on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"dsgdac_accel.{_MODULES[name]}"), name)
