@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.calibration import calibrate_batch_norm, frozen_layers, pool_batch_norm, run_model
+from dsgdac_accel.calibration import (
+    StatisticsCache,
+    calibrate_batch_norm,
+    frozen_layers,
+    pool_batch_norm,
+    run_model,
+)
 from dsgdac_accel.deployed_model import cloned, deployed_model
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
@@ -52,6 +58,23 @@ def test_the_deployed_model_is_in_eval_mode_and_gets_its_own_modes_back(group, c
     with deployed_model(model, [], group, calibrate=calibrate) as deployed:
         assert not any(module.training for module in deployed.modules())
     assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_statistics_are_reused_at_the_same_step_only():
+    cache, model = StatisticsCache(), nn.Sequential(nn.BatchNorm1d(2))
+
+    def applied(mean, step):
+        model[0].running_mean.fill_(mean)
+        cache.apply(model, step)
+        return model[0].running_mean.tolist()
+
+    assert not cache.has(4)
+    assert applied(1.0, step=4) == [1.0, 1.0]
+    assert cache.has(4)
+    assert applied(2.0, step=4) == [1.0, 1.0], "those kept for this step"
+    assert not cache.has(5)
+    assert applied(3.0, step=5) == [3.0, 3.0]
+    assert not cache.has(4)
 
 
 def test_a_forward_with_keyword_arguments_gets_the_whole_batch():

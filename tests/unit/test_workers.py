@@ -77,6 +77,7 @@ def test_worker_streams_equal_those_of_separate_processes_and_resume_from_a_chec
         seed_workers_differently(SimpleNamespace(rank=rank, all_gather_object=lambda seed, what: [seed]))
         expected.append(torch.rand(6))
     torch.set_rng_state(outside)
+    assert len({tuple(numbers.tolist()) for numbers in expected}) == 3, "every worker has its own stream"
     streams = WorkerStreams(7, range(3))
     drawn = [torch.empty(0)] * 3
     for visited in ([0, 1, 2], [2, 0, 1]):
