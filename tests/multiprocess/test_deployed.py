@@ -275,6 +275,24 @@ def test_a_backward_pass_inside_leaves_an_open_accumulation_window_alone():
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
 
 
+def test_a_pass_left_by_break_inside_does_not_become_the_active_one():
+    accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Net()
+    training, testing = (DataLoader(Vectors(12), batch_size=4) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, training, testing = accelerator.prepare(model, optimizer, training, testing)
+    steps = []
+    for batch in training:
+        with accelerator.accumulate(model):
+            steps.append(accelerator.sync_gradients)
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+        with accelerator.deployed_model(model):
+            next(iter(testing))
+        assert accelerator.gradient_state.active_dataloader is training
+    assert steps == [False, True, True], "the last window has one batch"
+
+
 def without_optimizer(rank: int, trains: bool) -> str:
     accelerator = make_accelerator()
     model = accelerator.prepare(Net())
