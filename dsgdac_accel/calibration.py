@@ -268,7 +268,7 @@ def sharded_batches(
 
 
 def _rows(loader: Any) -> list[int]:
-    """Return the data set's row numbers that the loader draws from, ascending, without disturbing its sampler."""
+    """Return the dataset's row numbers that the loader draws from, ascending, without disturbing its sampler."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler

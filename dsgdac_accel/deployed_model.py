@@ -67,7 +67,7 @@ def deployed_model(
     Raises:
         ValueError: calibration is not possible, or the workers' buffers have different shapes.
         WorkerLostError: a worker did not enter the context.
-        WorkersChangedError: a worker was lost inside and the survivors go on without it. Enter the context again.
+        WorkersChangedError: a worker was lost inside and the survivors continue without it. Enter the context again.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches

@@ -60,7 +60,7 @@ class LoaderSharding:
         warn_of_own_shards(loader, self.group)
         if known_length(prepared) == 0:
             raise ValueError(
-                f"this worker would get no batch: the data set has {len(loader.dataset)} samples for "
+                f"this worker would get no batch: the dataset has {len(loader.dataset)} samples for "
                 f"{self.group.size} workers with batches of {loader.batch_size} (drop_last={loader.drop_last}). "
                 f"Use more data, smaller batches or fewer workers."
             )

@@ -137,7 +137,7 @@ class TrainerCheckpoints:
             if self._pass > 0 and hasattr(inner.dataset, "set_epoch"):
                 logger.warning(
                     "this run resumes in pass %d over training data without a length, but the Trainer calls set_epoch "
-                    "as in pass 1 of a new run, so the data may come in another order. Give the data set a length "
+                    "as in pass 1 of a new run, so the data may come in another order. Give the dataset a length "
                     "(__len__) to resume exactly.",
                     self._pass + 1,
                 )

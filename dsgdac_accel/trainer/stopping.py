@@ -77,7 +77,7 @@ class SignalStop:
         self._accelerator.group.barrier("stopping the run")
         message = (
             f"stopped by {self._accelerator.stop_reason} at step {state.global_step} of {state.max_steps}; checkpoint "
-            f'in {trainer.args.output_dir}; train(resume_from_checkpoint="auto") goes on from it'
+            f'in {trainer.args.output_dir}; train(resume_from_checkpoint="auto") continues from it'
         )
         if trainer.is_world_process_zero():
             print(message, file=sys.stderr, flush=True)
