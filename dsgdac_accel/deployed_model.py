@@ -2,7 +2,7 @@
 
 `deployed_model` restores every byte on exit, also after an exception:
 
-- parameters: `Mixer.restore` copies back what `Mixer.swap_in_average` kept;
+- parameters: `Buckets.restore` copies back what `Buckets.back_up` kept when the average was swapped in;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
 - the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
 

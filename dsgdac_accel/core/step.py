@@ -237,7 +237,8 @@ class GossipStep:
         """Continue as if never stopped; the caller loads the parameters."""
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.guard.load(state["nonfinite_steps"], state["consecutive_nonfinite"])
+        counts = state["consecutive_nonfinite"]  # a single number in checkpoints of processes with one worker
+        self.guard.load(state["nonfinite_steps"], [counts] if isinstance(counts, int) else counts)
         latest = state["latest"]
         self.gamma, self.lr = latest["gamma"], latest["lr"]
         self.mixer.arrivals.disagreement = latest["disagreement"]
