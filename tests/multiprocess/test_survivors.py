@@ -97,7 +97,8 @@ def train(rank, case, folder, config):
     return {
         "parameters": parameters, "average": average, "skipped_steps": mixer.skipped_steps,
         "mixes_from": mixer._mixes_from, "numbers": group.original_ranks, "evaluations": evaluations, "gammas": gammas,
-        "saved": saved and saved.name, "communications": counted and counted[0], "main": accelerator.is_main_process, "steps": mixer.step,
+        "saved": saved and saved.name, "communications": counted and counted[0], "main": accelerator.is_main_process,
+        "steps": mixer.step,
     }  # fmt: skip
 
 
