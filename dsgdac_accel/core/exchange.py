@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -230,13 +229,14 @@ class Exchange:
         try:
             self._works = self.group.guarded(posted.result, self._what, self._only_peer)
             while self._works:
-                work, peer = self._works[0]
-                self.group.guarded(partial(self._wait_for, work, deadline), self._what, peer)
+                # No local variable for the work: it would keep open the connection that survivors wait to see closed.
+                self.group.guarded(lambda: self._wait_for_first(deadline), self._what, self._works[0][1])
                 del self._works[0]
         finally:
             self.waited_seconds = time.perf_counter() - started
 
-    def _wait_for(self, work: Any, deadline: float) -> None:
+    def _wait_for_first(self, deadline: float) -> None:
+        work = self._works[0][0]
         if self.group.backend == "nccl":
             work.wait()  # orders the streams, the host continues; NCCL's watchdog keeps the timeout
         else:
