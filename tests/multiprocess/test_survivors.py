@@ -282,7 +282,7 @@ def test_survivors_checkpoints_resume_from_their_average_only(tmp_path):
     newest = newest_checkpoint(tmp_path, "step-*")
     assert read_manifest(newest).facts["lost"] == [1]
     for refusal in run_workers(resume, 2, newest, "refuse", 2):
-        assert "went on without worker 1" in refusal
+        assert "continued without worker 1" in refusal
         assert "on_other_worker_count='deployed'" in refusal
     for launched in (2, 3):
         for parameters, step in run_workers(resume, launched, newest, "deployed", launched):
