@@ -1,7 +1,7 @@
-"""Checks that a configuration class makes of its own values.
+"""Checks of single values: numbers, integers, words, flags and files.
 
-Each check returns the value in its plain Python type, so that equal settings compare and print alike, or raises an
-error that names the rule, the value and the way out.
+Each check returns the value in its plain Python type, so that equal settings compare and print alike, or raises a
+ValueError that names the rule, the value and the way out.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 LARGEST_INTEGER = 2**63 - 1
-"""That torch and the file formats below it can hold."""
+"""Largest integer that torch and the file formats can hold."""
 
 LARGEST_FLOAT32 = 3.4e38
-"""For numbers that meet float32 parameters."""
+"""Largest value of a setting that is combined with float32 parameters."""
 
 LONGEST_TIMEOUT = 1e9
-"""In seconds: 31 years, which every clock on the way can count in milliseconds."""
+"""Longest timeout in seconds (31 years): every clock involved can count it in milliseconds."""
 
 LARGEST_SEED = 2**32 - 1
-"""Of the seeds that NumPy takes."""
+"""Largest seed that NumPy accepts."""
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """The known word nearest to a misspelt one as a sentence, or "" when none is near.
+    """A sentence that suggests the known word nearest to a misspelled one, or "" if none is near.
 
-    Upper case and dashes are no differences: both are common slips for the lower_case names used here.
+    Case and dashes are ignored: both are common slips for lower_case names.
 
     >>> did_you_mean("one-peer-rng", ["one_peer_ring", "complete"])
     " Did you mean 'one_peer_ring'?"
@@ -54,9 +54,21 @@ def check_number(
     above: float = -math.inf,
     advice: str = "",
 ) -> float:
-    """A finite number in [minimum, maximum] and greater than `above`, as a float.
+    """Require a finite number in [minimum, maximum] that is greater than `above`.
 
-    Raises ValueError for anything else; True and False are no numbers.
+    Args:
+        name: the setting, for the message.
+        value: anything; True and False are not numbers.
+        minimum: smallest allowed number.
+        maximum: largest allowed number.
+        above: the number must be strictly greater than this.
+        advice: the way out, appended to the message.
+
+    Returns:
+        The number as a float.
+
+    Raises:
+        ValueError: the value is anything else.
 
     >>> check_number("power", 3, minimum=0)
     3.0
@@ -67,19 +79,32 @@ def check_number(
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
         number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         number = math.inf
-    # A limit that nobody comes near is news only to who went beyond it.
-    is_told = number > maximum or (maximum < LARGEST_FLOAT32 and not math.isfinite(above))
-    told = maximum if is_told else math.inf
-    rule = f"{name} must be {_range_text(minimum, told, above)}; got {value!r}."
+    # Mention the upper bound only when it was exceeded or is part of a small range.
+    is_mentioned = number > maximum or (maximum < LARGEST_FLOAT32 and not math.isfinite(above))
+    mentioned = maximum if is_mentioned else math.inf
+    rule = f"{name} must be {_range_text(minimum, mentioned, above)}; got {value!r}."
     if not (math.isfinite(number) and minimum <= number <= maximum and number > above):
         raise ValueError(_with_advice(rule, advice))
     return number
 
 
 def check_integer(name: str, value: object, *, minimum: int, maximum: int = LARGEST_INTEGER, advice: str = "") -> int:
-    """An integer in [minimum, maximum], as an int; True, False and 3.0 are no integers.
+    """Require an integer in [minimum, maximum]; True, False and 3.0 are not integers.
+
+    Args:
+        name: the setting, for the message.
+        value: anything.
+        minimum: smallest allowed integer.
+        maximum: largest allowed integer.
+        advice: the way out, appended to the message.
+
+    Returns:
+        The integer as an int.
+
+    Raises:
+        ValueError: the value is anything else.
 
     >>> check_integer("log_every", 50, minimum=0)
     50
@@ -89,14 +114,14 @@ def check_integer(name: str, value: object, *, minimum: int, maximum: int = LARG
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     is_too_large = is_integer and value > maximum  # type: ignore[operator]
-    bounds = f"from {minimum} to {maximum}" if is_too_large else f">= {minimum}"  # a limit that nobody comes near
+    bounds = f"from {minimum} to {maximum}" if is_too_large else f">= {minimum}"
     if not is_integer or not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(_with_advice(f"{name} must be an integer {bounds}; got {value!r}.", advice))
     return int(value)  # type: ignore[call-overload]
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> str:
-    """One of a few words.
+    """Require one of a few words, and suggest the nearest one otherwise.
 
     >>> check_choice("order", "mix_frist", ["local_first", "mix_first"])
     Traceback (most recent call last):
@@ -109,7 +134,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False; 0, 1 and words are neither.
+    """Require True or False; 0, 1 and words are neither.
 
     >>> check_flag("overlap", 1)
     Traceback (most recent call last):
@@ -121,7 +146,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_writable(name: str, path: Path) -> Path:
-    """A file that can be written, in a folder that is made if need be; what is in the file stays.
+    """Require a file that can be written. Its folder is created if needed; its content stays.
 
     >>> check_writable("output", Path("/"))
     Traceback (most recent call last):
@@ -139,6 +164,17 @@ def check_writable(name: str, path: Path) -> Path:
             f"{name} must be a file that can be written; {path} is not ({reason}). Choose another one."
         ) from None
     return path
+
+
+def absolute_path(path: Path, folder: Path) -> Path:
+    """A path relative to a folder, with ~ expanded, as an absolute path.
+
+    >>> absolute_path(Path("data/train"), Path("/runs"))
+    PosixPath('/runs/data/train')
+    """
+    result = (folder / path.expanduser()).absolute()
+    # The parent of a symbolic link's target is not the link's own parent: only the file system can resolve `..`.
+    return result.resolve() if ".." in result.parts else result
 
 
 def _range_text(minimum: float, maximum: float, above: float) -> str:

@@ -13,12 +13,12 @@ import contextlib
 import os
 import sys
 
-from dsgdac_accel.config import config_from_command_line
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
 from tasks.benchmarks.measurement import measure
 from tasks.benchmarks.report import check_output, report
 from tasks.common.cli_errors import quiet_ends, starting_up, training
+from tasks.common.config import config_from_command_line
 
 
 def main() -> None:

@@ -21,45 +21,46 @@ import torch
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer, check_number, check_writable
-from dsgdac_accel.config import config_from_command_line, config_to_dict
+from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.core.mixer import Mixer
 from tasks.benchmarks.measurement import quartiles_of
 from tasks.benchmarks.models import build_workload, check_model_name
 from tasks.benchmarks.training import Training, this_device
+from tasks.common.config import config_from_command_line
 
 _WARM_UP = 2  # steps: the first makes the optimizer's state, the second finds all memory there
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixingBenchmarkConfig:
-    """Trainings whose mixing is measured."""
+    """Training runs whose mixing is measured."""
 
     cases: tuple[str, ...] = ("wrn-16-4 sgd 16",)
-    """What is trained: '<model> <optimizer> <samples per worker>', with a model as of `tasks/benchmark.py`."""
+    """Training runs: '<model> <optimizer> <samples per worker>', with a model of `tasks/benchmark.py`."""
 
     image_size: int = 32
-    """Height and width of random images."""
+    """Height and width of the random images, in pixels."""
 
     mixed_precision: Literal["no", "bf16"] = "no"
-    """What forward and backward compute in; parameters are mixed in float32."""
+    """Autocast type of forward and backward. Parameters are mixed in float32."""
 
     steps: int = 20
-    """Measured of each case."""
+    """Measured steps per case."""
 
     passes: int = 50
-    """Mixes without training, and copies between them, for the bandwidth."""
+    """Mixes without training, and copies between them, to measure the bandwidth."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0, workers_per_process=8))
-    """How the workers mix: an even number of them, by the one-peer ring."""
+    """How the workers mix: an even number of them, on the one-peer ring."""
 
     most_of_step: float = 0.02
-    """The aim for the share of a step."""
+    """Target: largest share of a step that mixing takes."""
 
     least_of_copy: float = 0.8
-    """The aim for the bandwidth, of that of a copy."""
+    """Target: smallest bandwidth of mixing, as a fraction of that of a copy."""
 
     output: Path | None = None
-    """JSON file for the result; null only prints."""
+    """JSON file for the result. null only prints."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "steps", "passes"):
@@ -67,7 +68,7 @@ class MixingBenchmarkConfig:
         for name in ("most_of_step", "least_of_copy"):
             check_number(name, getattr(self, name), above=0)
         if not self.cases:
-            raise ValueError("cases must name at least one training. Write 'wrn-16-4 sgd 16', say.")
+            raise ValueError("cases must name at least one training run; got none. Write 'wrn-16-4 sgd 16', say.")
         for case in self.cases:
             check_model_name(Training.of(case).model, self.image_size)
         workers, topology = self.gossip.workers_per_process, self.gossip.topology

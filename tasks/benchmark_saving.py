@@ -22,7 +22,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.config import config_from_command_line
+from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("none", "background", "waiting")
@@ -37,31 +37,31 @@ class SavingBenchmarkConfig:
     """An image model of `tasks/images/models.py`."""
 
     image_size: int = 32
-    """Height and width of the random images."""
+    """Height and width of the random images, in pixels."""
 
     batch_size: int = 4
     """Images per worker and step."""
 
     optimizer: Literal["sgd", "adam"] = "adam"
-    """sgd keeps its momentum, adam two moments: two or three numbers are saved per parameter and worker."""
+    """sgd saves two numbers per parameter and worker (with its momentum), adam three (with its two moments)."""
 
     every: int = 200
-    """Steps of a turn, and so between two checkpoints."""
+    """Steps per turn, which is also the distance between checkpoints."""
 
     rounds: int = 7
-    """Times that each variant gets its turn."""
+    """Turns of each variant."""
 
     variants: tuple[str, ...] = ("none", "background")
-    """none (the reference), background (training goes on while files are written), waiting (it does not)."""
+    """none (the reference), background (training goes on while files are written), waiting (training waits)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
     """Topology and timeout."""
 
     folder: Path | None = None
-    """Where checkpoints go, each deleted after its turn; null takes a temporary folder."""
+    """Folder for the checkpoints, each deleted after its turn. null takes a temporary folder."""
 
     output: Path | None = None
-    """JSON file for the result; null only prints."""
+    """JSON file for the result. null only prints."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "batch_size", "every", "rounds"):

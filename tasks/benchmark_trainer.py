@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dsgdac_accel import GossipCallback, GossipConfig, Mixer, WorkerGroup, build_topology
-from dsgdac_accel.config import config_from_command_line
 from tasks.benchmarks.measurement import quartiles
+from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("local", "core", "callback")
@@ -31,7 +31,7 @@ _WARM_UP = 2  # steps of each turn that are not timed
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerBenchmarkConfig:
-    """One comparison of Trainer steps."""
+    """A comparison of Trainer steps."""
 
     model: str = "wrn-16-4"
     """An image model of `tasks/images/models.py`."""
@@ -40,7 +40,7 @@ class TrainerBenchmarkConfig:
     """Images (32x32) per worker and step."""
 
     rounds: int = 9
-    """Times that each variant gets its turn."""
+    """Turns of each variant."""
 
     steps: int = 4
     """Timed steps per turn."""

@@ -23,9 +23,9 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.config import config_from_command_line
 from tasks.benchmarks.measurement import quartiles
 from tasks.benchmarks.training import Training, this_device
+from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("accumulation", "separate", "virtual", "vmap")
@@ -38,27 +38,27 @@ class VirtualBenchmarkConfig:
     """Comparisons of step times."""
 
     cases: tuple[str, ...] = ("mlp sgd 64",)
-    """What is trained: '<model> <optimizer> <images per worker>', with an image model of `tasks/images/models.py`."""
+    """Training runs: '<model> <optimizer> <images per worker>', with an image model of `tasks/images/models.py`."""
 
     image_size: int = 32
-    """Height and width of the random images."""
+    """Height and width of the random images, in pixels."""
 
     rounds: int = 15
-    """Times that each variant gets its turn."""
+    """Turns of each variant."""
 
     steps: int = 2
-    """Per turn."""
+    """Steps per turn."""
 
     variants: tuple[str, ...] = VARIANTS
-    """accumulation (the reference), separate (so many models, each with an optimizer, without this library: what the
-    work costs by itself), virtual (workers_per_process), vmap (all replicas in one call of stacked parameters)."""
+    """accumulation (the reference), separate (as many models, each with an optimizer, without this library: the cost of
+    the work alone), virtual (workers_per_process), vmap (all replicas in one call, with stacked parameters)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0, power=0, workers_per_process=8))
-    """Workers of the process, which are the micro-batches of the one that accumulates. vmap mixes by the one-peer
-    ring with gamma 1, so that has to be what `virtual` does where both are measured."""
+    """Workers of the process: the worker that accumulates takes as many micro-batches. vmap mixes on the one-peer ring
+    with gamma 1, so `virtual` must do the same if both are measured."""
 
     output: Path | None = None
-    """JSON file for the result; null only prints."""
+    """JSON file for the result. null only prints."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "rounds", "steps"):
@@ -66,7 +66,9 @@ class VirtualBenchmarkConfig:
         for case in self.cases:
             Training.of(case)
         if self.workers % 2:
-            raise ValueError(f"workers_per_process must be even, since they mix in pairs here; got {self.workers}.")
+            raise ValueError(
+                f"workers_per_process must be even, since workers mix in pairs here; got {self.workers}. Use 8, say."
+            )
         unknown = [variant for variant in self.variants if variant not in VARIANTS]
         if unknown or "accumulation" not in self.variants:
             raise ValueError(
@@ -75,7 +77,7 @@ class VirtualBenchmarkConfig:
 
     @property
     def workers(self) -> int:
-        """Of the process."""
+        """Workers of the process."""
         return self.gossip.workers_per_process
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 
-from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.curvature import CurvatureReport
 from tasks.common.algorithms import make_accelerator
 from tasks.common.checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from tasks.common.cli_errors import starting_up
+from tasks.common.config import ConfigError, parse_config
 from tasks.common.diagnostics import (
     CurvatureConfig,
     Measurable,

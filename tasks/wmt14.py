@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import MarianMTModel
 
-from dsgdac_accel.config import ConfigError
 from dsgdac_accel.curvature import CurvatureReport
 from dsgdac_accel.deployed_model import cloned
 from tasks.common.algorithms import SYNCHRONOUS, make_accelerator
 from tasks.common.checkpoints import Checkpoints, checkpoint_to_resume, step_of_own
 from tasks.common.cli_errors import quiet_ends, starting_up
+from tasks.common.config import ConfigError
 from tasks.common.diagnostics import described, logged, measure_in_training
 from tasks.common.output_dir import RunFolder, lost_workers, writing_model
 from tasks.common.progress import Clock, WaitingTime, figures, progress_bar, require_finite, rest_of_epoch

@@ -1,4 +1,4 @@
-"""Settings of the benchmark."""
+"""Settings of the step benchmark."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tasks.benchmarks.targets import Target
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """A slower network than this machine's own, between its workers. Each has one full-duplex line to a switch."""
+    """A slower network between the workers than this machine's own: each has one full-duplex link to a switch."""
 
     rate_mbit: float = 100.0
-    """Megabits (10^6 bits) per second that a worker can send, and receive at the same time."""
+    """Megabits (10^6 bits) per second that a worker can send, and can receive at the same time."""
 
     delay_ms: float = 10.0
-    """Milliseconds from one worker to another, one way."""
+    """One-way delay between two workers, in milliseconds."""
 
     queue_kb: float = 512.0
-    """KiB that wait for a line at most. Much more hides effects, since everything then waits behind everything."""
+    """Largest queue of a link, in KiB (>= 64). Much more hides effects, since everything then waits in line."""
 
     by: Literal["auto", "namespaces", "relay"] = "auto"
-    """namespaces: the kernel's own (tbf and netem; Linux, root); relay: a process that carries the connections
-    (anywhere); auto: namespaces where they are possible, else the relay."""
+    """How the network is slowed down. namespaces uses the kernel (tbf and netem; Linux, root), relay a process that
+    forwards the connections (anywhere), auto namespaces where possible and otherwise the relay."""
 
     def __post_init__(self) -> None:
         check_number("rate_mbit", self.rate_mbit, above=0, advice="Leave the network out for this machine's own.")
@@ -38,26 +38,26 @@ class NetworkConfig:
 
     @property
     def bytes_per_second(self) -> float:
-        """In each direction."""
+        """Bytes per second in each direction."""
         return self.rate_mbit * 1e6 / 8
 
     def described(self) -> str:
-        """In words, for the report."""
+        """The network in words, for the report."""
         return f"{self.rate_mbit:g} Mb/s, {self.delay_ms:g} ms one way, {self.queue_kb:g} KiB queues"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallConfig:
-    """Workers that sleep at random steps, as one does whose machine is busy with something else."""
+    """Workers that sleep at random steps, as if their machine were busy."""
 
     probability: float = 0.0
-    """Of a step being one with a sleep before it, for each worker by itself."""
+    """Probability in [0, 1] that a worker sleeps before a step, independent of the others."""
 
     milliseconds: float = 50.0
-    """Of each sleep."""
+    """Length of each sleep."""
 
     workers: int | None = None
-    """How many of the workers sleep, the first ones; null: all."""
+    """Number of workers that sleep, the first ones. null takes all."""
 
     def __post_init__(self) -> None:
         check_number("probability", self.probability, minimum=0, maximum=1)
@@ -68,77 +68,82 @@ class StallConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig:
-    """One comparison of ways to take a step."""
+    """A comparison of ways to take a step."""
 
     model: str = "wrn-16-4"
-    """transformer-10m, transformer-40m, tiny-<tensors> (many small tensors, as tiny-400), sleeping-<parameters> (its
-    computation is a sleep, so that two cores can hold many workers), or an image model of tasks/images/models.py."""
+    """transformer-10m, transformer-40m, tiny-<tensors> (many small tensors, as tiny-400), sleeping-<parameters> (it
+    sleeps instead of computing, so that two cores can hold many workers), or an image model of
+    tasks/images/models.py."""
 
     image_size: int = 32
-    """Height and width of the random images."""
+    """Height and width of the random images, in pixels."""
 
     batch_size: int = 32
     """Samples per worker and step."""
 
     compute_ms: float = 90.0
-    """Of a sleeping model: milliseconds of forward (a third) and backward (the rest)."""
+    """Milliseconds that a sleeping model takes for forward (a third) and backward (the rest)."""
 
     variants: tuple[str, ...] = ("local", "ddp", "decent_dp", "gossip", "gossip+no_overlap", "gossip+mix_first")
     """Ways to take the same step:
     local (no communication), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
-    decent_dp[:ring|:one-peer-exp|:complete] (its package, in one bucket; left out where it is not installed),
+    decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
     gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8][+every_K]."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
-    """How torch's SGD is computed, the same for all variants."""
+    """Implementation of torch's SGD, the same for all variants."""
 
     rounds: int = 9
-    """Times that each variant gets its turn."""
+    """Turns of each variant."""
 
     steps: int = 3
     """Steps per turn."""
 
     workers: int | None = None
-    """Processes to start; null: those of the launcher (torchrun), or one."""
+    """Processes to start. null takes those of the launcher (torchrun), or one."""
 
     network: NetworkConfig | None = None
-    """A slower network between the workers; null: this machine's own."""
+    """A slower network between the workers. null is this machine's own."""
 
     stalls: StallConfig = field(default_factory=StallConfig)
     """Workers that sleep at random steps."""
 
     targets: tuple[str, ...] = ()
-    """What is expected of medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp',
+    """Expected medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp',
     'memory gossip <= 1.0' (parameter copies beyond model, gradients and optimizer)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
-    """Topology, timeout and everything else of the gossip variants that their names do not say."""
+    """Settings of the gossip variants that their names do not give, such as topology and timeout."""
 
     output: Path | None = None
-    """JSON file for the result (.json), with a plot beside it (.png); null only prints."""
+    """JSON file for the result (.json), with a plot beside it (.png). null only prints."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "batch_size", "rounds", "steps"):
+        for name in ("batch_size", "rounds", "steps"):
             check_integer(name, getattr(self, name), minimum=1)
+        check_integer("image_size", self.image_size, minimum=1, maximum=4096)
         check_number("compute_ms", self.compute_ms, minimum=0)
-        object.__setattr__(self, "model", self.model.strip().lower())  # others compare it
+        object.__setattr__(self, "model", self.model.strip().lower())  # other modules compare the name
         check_model_name(self.model, self.image_size)
         if self.output is not None and self.output.suffix != ".json":
             raise ValueError(f"output must be a file that ends in .json; got {self.output}. The plot is put beside it.")
+        self._check_workers()
+        self._check_variants()
+
+    def _check_workers(self) -> None:
         if self.workers is not None:
             check_integer("workers", self.workers, minimum=1)
             launched = os.environ.get("WORLD_SIZE")
             if launched is not None and int(launched) != self.workers:
                 raise ValueError(
-                    f"workers must be what was launched, {launched}; got {self.workers}. Start the script with python "
-                    f"alone, which launches them, or leave workers out."
+                    f"workers must be the number that was launched, {launched}; got {self.workers}. Start the script "
+                    f"with python alone, which launches them, or leave workers out."
                 )
         if self.gossip.workers_per_process != 1:
             raise ValueError(
                 f"workers_per_process must be 1 in this benchmark; got {self.gossip.workers_per_process}. Launch more "
                 f"processes instead."
             )
-        self._check_variants()
 
     def _check_variants(self) -> None:
         if not self.variants:
@@ -146,11 +151,14 @@ class BenchmarkConfig:
         names = [VariantName.parse(variant) for variant in self.variants]
         for text in self.variants:
             if self.variants.count(text) > 1:
-                raise ValueError(f"variants must differ; {text!r} is there twice.")
+                raise ValueError(f"variants must differ; got {text!r} twice. Keep one.")
         for name in names:
             name.settings(self.gossip)
         for text in self.targets:
             target = Target.parse(text)
             missing = [name for name in target.variants if name not in self.variants]
             if missing:
-                raise ValueError(f"targets must be of variants that are measured; {missing[0]!r} of {text!r} is not.")
+                raise ValueError(
+                    f"targets must be about variants that are measured; got {missing[0]!r} in {text!r}. Add it to "
+                    f"variants, or drop the target."
+                )

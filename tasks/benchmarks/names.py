@@ -1,4 +1,4 @@
-"""What a variant is called, and what that means."""
+"""Names of the variants of a benchmark, and the settings that they stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsgdac_accel.checks import check_choice
 
 KINDS = ("local", "ddp", "decent_dp", "gossip")
 DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
-"""Of the package decent-dp, as it calls them."""
+"""Topologies of the package decent-dp, by its own names."""
 _COMM_DTYPES = ("bf16", "int8")
 _EVERY = re.compile(r"every_([1-9]\d*)")
 _OPTIONS = {
@@ -39,7 +39,11 @@ class VariantName:
 
     @classmethod
     def parse(cls, text: str) -> VariantName:
-        """Raises ValueError for a kind, a topology or an option that does not exist."""
+        """Read a name.
+
+        Raises:
+            ValueError: the kind, the topology or an option does not exist.
+        """
         head, *options = text.split("+")
         kind, colon, topology = head.partition(":")
         check_choice("variants", kind, KINDS)
@@ -53,14 +57,14 @@ class VariantName:
             known = _OPTIONS[kind]
             if option not in known and not ("every_<k>" in known and _EVERY.fullmatch(option)):
                 listed = ", ".join(known) or "none"
-                raise ValueError(f"options of a variant of kind {kind} are: {listed}; got {option!r} in {text!r}.")
+                raise ValueError(f"options of variants of kind {kind} are: {listed}; got {option!r} in {text!r}.")
         decided = [_decides(option) for option in options]
         if len(set(decided)) < len(decided):
             raise ValueError(f"options of a variant must not repeat or contradict each other; got {text!r}.")
         return cls(kind, topology if colon else None, tuple(options))
 
     def changes(self) -> dict[str, Any]:
-        """The settings of `GossipConfig` that the name says."""
+        """The settings of `GossipConfig` that the name gives."""
         found: dict[str, Any] = {}
         if self.kind != "gossip":
             return found
@@ -78,12 +82,12 @@ class VariantName:
         return found
 
     def settings(self, config: GossipConfig) -> GossipConfig:
-        """`config` with what the name says."""
+        """`config` with the settings that the name gives."""
         return replace(config, **self.changes())
 
 
 def _decides(option: str) -> str:
-    """What the option is about: a name has one option for it at most."""
+    """The setting that an option decides. A name has at most one option for each setting."""
     if option in _COMM_DTYPES:
         return "comm_dtype"
     return "mix_every" if _EVERY.fullmatch(option) else option

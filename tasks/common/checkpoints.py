@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from dsgdac_accel import StoppedBySignal
 from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, prune_checkpoints, read_manifest
-from dsgdac_accel.config import ConfigError, config_to_dict
+from dsgdac_accel.config import config_to_dict
+from tasks.common.config import ConfigError
 from tasks.common.output_dir import AnyAccelerator, flat_config
 
 PATTERN = "step-*"

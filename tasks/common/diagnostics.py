@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.curvature import (
     CurvatureReport,
     LossFunction,
@@ -26,30 +25,31 @@ from dsgdac_accel.curvature import (
     set_parameters,
 )
 from tasks.common.checkpoints import PATTERN
+from tasks.common.config import ConfigError, parse_config
 from tasks.common.output_dir import AnyAccelerator, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig:
-    """Curvature of the training loss at the deployed model, and of the workers' disagreement in it."""
+    """Curvature of the training loss at the deployed model, and of the differences between the workers in it."""
 
     every: int | None = None
-    """Epochs between measurements, the last epoch's always among them; null measures never."""
+    """Epochs between measurements. The last epoch is always measured; null measures nothing."""
 
     batches: int | None = 32
-    """Training batches whose mean loss is looked at, drawn by the seed; null takes all of the training data."""
+    """Number of training batches, drawn by the seed, whose mean loss is measured. null takes all training data."""
 
     batch_size: int = 32
-    """Samples in each; in training mode, eigenvalues of models with BatchNorm depend on it."""
+    """Samples per batch. Eigenvalues of models with BatchNorm depend on it, since they are in training mode."""
 
     iterations: int = 30
-    """Of Lanczos: 30 give the largest eigenvalue, some 80 the smallest as well."""
+    """Lanczos iterations. 30 give the largest eigenvalue; about 80 also give the smallest one."""
 
     probes: int = 50
-    """Random directions for the trace and the baseline B; 0 leaves them out."""
+    """Random directions for the trace and the baseline B. 0 leaves both out."""
 
     noise_batches: int = 32
-    """Batches for the alignment of the gradient noise, at most all; 0 leaves it out."""
+    """Batches for the alignment of the gradient noise, at most all of them. 0 leaves it out."""
 
     def __post_init__(self) -> None:
         for name in ("every", "batches"):
@@ -129,16 +129,16 @@ def described(report: CurvatureReport) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureOfRun:
-    """What to measure of a run, by `curvature RUN --key value`."""
+    """Settings of `curvature RUN --key value`."""
 
     run: Path
     """Output folder of the run."""
 
     checkpoint: Path | None = None
-    """A checkpoint of all its workers; null takes the newest one in the run's folder."""
+    """A checkpoint of all workers. null takes the newest one in the folder of the run."""
 
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
-    """How to measure; `every` plays no part."""
+    """How to measure. `every` is not used."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.config.conversion import convert
-from dsgdac_accel.config.strict_yaml import join_path, read_yaml
+from tasks.common.config import convert, join_path, read_yaml
 
 FOLDER = Path(__file__).resolve().parents[1]
 """Folder of the scripts."""

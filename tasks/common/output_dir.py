@@ -14,8 +14,9 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
-from dsgdac_accel.config import config_fingerprint, config_to_dict, write_config
+from dsgdac_accel.config import config_to_dict
 from tasks.common.algorithms import SynchronousAccelerator
+from tasks.common.config import config_fingerprint, write_config
 from tasks.common.plotting import PANELS, plot_run
 
 TRACKER = "tracker"

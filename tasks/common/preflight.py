@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 
 from dsgdac_accel import GossipAccelerator, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, read_manifest
-from dsgdac_accel.config import ConfigError, parse_config
 from dsgdac_accel.doctor import Finding, Report, examine
 from dsgdac_accel.doctor.comparison import check_settings, check_versions, collect_facts
 from tasks.common.checkpoints import checkpoint_to_resume
+from tasks.common.config import ConfigError, parse_config
 from tasks.common.known_tasks import config_class_of, script_for
 
 _RUN_CLASSES = {"cifar": "ImageRun", "wmt14": "TranslationRun"}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from dsgdac_accel.config import parse_config
 from tasks.common.algorithms import SYNCHRONOUS
 from tasks.common.cli_errors import leave, starting_up, training
+from tasks.common.config import parse_config
 from tasks.common.output_dir import AnyAccelerator
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config")
 
@@ -71,7 +71,7 @@ def run_task(
 
 def announce_demo(demo: Path, patterns: Sequence[str]) -> None:
     """Say, on the first worker, that `demo` is run because no --config was given, and name the task's other configs."""
-    asked = any(word.split("=")[0] in ("--config", "--help", "-h") for word in sys.argv[1:])
+    asked = any(word.split("=")[0] in ("--config", "--print_config", "--help", "-h") for word in sys.argv[1:])
     if asked or os.environ.get("RANK", "0") != "0":
         return
     files = sorted(file for pattern in patterns for file in CONFIGS.glob(f"{pattern}.yaml") if file != demo)

@@ -2,61 +2,71 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from accelerate.utils import LoggerType
-
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
+from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
+from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
 from tasks.images.decoding import Resampling
+from tasks.images.models import KNOWN_NAMES, POOLED_CNN_NAME, TRANSFORMER_NAME, WIDE_RESNET_NAME
+from tasks.images.transformer import HEADS
+from tasks.images.wide_resnet import blocks_per_group
+
+_LARGEST_IMAGE = 4096  # pixels a side
+_LARGEST_SIZE = 10_000  # of a depth, a width or a number of channels in a model's name
+_LARGEST_WIDE_RESNET = 100  # times 64 channels in the last group
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which images."""
+    """Images and labels."""
 
     name: str | None = "digits"
-    """digits (embedded in scikit-learn, no network), cifar10, cifar100, or a data set's name on the Hub."""
+    """Data set: digits (part of scikit-learn, needs no network), cifar10, cifar100, or the name of one on the Hub."""
 
     path: Path | None = None
-    """Local data instead: a folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/, or what
-    save_to_disk of `datasets` wrote."""
+    """Folder of local data, used instead of name: train*.parquet and test*.parquet, train/<class>/ and test/<class>/,
+    or the result of save_to_disk of `datasets`."""
 
     image_column: str | None = None
-    """Column of the images; null finds it by type and name."""
+    """Column of the images. null finds it by type and name."""
 
     label_column: str | None = None
-    """Column of the labels; null finds it by type and name."""
+    """Column of the labels. null finds it by type and name."""
 
     test_split: str | None = None
-    """Split to evaluate on; null takes test, else validation."""
+    """Split to evaluate on. null takes test, or else validation."""
 
     test_fraction: float | None = None
-    """Hold out this part of the training split as the test split."""
+    """Part of the training split, in (0, 1), that is held out as the test split."""
 
     image_size: int | None = None
-    """Resize all images to this square."""
+    """Resize all images to squares of this many pixels a side."""
 
     resampling: Resampling = "bilinear"
-    """How image_size resizes: bilinear, or box, the mean over the area that each new pixel covers (pooling)."""
+    """How image_size resizes: bilinear, or box, which averages the area that each new pixel covers."""
 
     train_limit: int | None = None
-    """Train on so many images of the training split only, the first ones unless draw_by_seed; null uses all."""
+    """Number of training images to use. They are the first ones unless draw_by_seed is true; null uses all."""
 
     test_limit: int | None = None
-    """Evaluate on so many images of the test split only, the first ones unless draw_by_seed; null uses all."""
+    """Number of test images to use. They are the first ones unless draw_by_seed is true; null uses all."""
 
     draw_by_seed: bool = False
-    """Let the run's seed draw the held-out test split (test_fraction, digits) and the images that the limits keep: runs
-    of one seed share them, other seeds have others. By default all seeds have those of seed 0 and the first ones."""
+    """Let the seed of the run choose the held-out test split (test_fraction, digits) and the images within the limits.
+    false gives every seed the images of seed 0 and the first ones."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "train_limit", "test_limit"):
+        for name in ("train_limit", "test_limit"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
+                check_integer(name, getattr(self, name), minimum=1, advice="Leave it out to use all.")
+        if self.image_size is not None:
+            advice = "It is the number of pixels a side."
+            check_integer("image_size", self.image_size, minimum=1, maximum=_LARGEST_IMAGE, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +74,8 @@ class CifarConfig:
     """A run of the image task. The defaults are the paper's CIFAR settings for 8 workers."""
 
     algorithm: Literal["sgd", "dsgd", "dsgd_ac", "sam", "adam", "dadam", "dadam_ac"] = "dsgd_ac"
-    """sgd averages gradients (stock DDP), dsgd gossips with gamma 1, dsgd_ac with controlled disagreement; adam, dadam
-    and dadam_ac are the same with Adam. sam is sgd with sharpness-aware minimization, at twice the compute."""
+    """sgd averages gradients (DDP), dsgd mixes with gamma 1, dsgd_ac mixes with adaptive consensus; adam, dadam and
+    dadam_ac do the same with Adam. sam is sgd with sharpness-aware minimization, at twice the compute."""
 
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """Topology and gamma schedule of dsgd, dsgd_ac, dadam and dadam_ac."""
@@ -74,130 +84,150 @@ class CifarConfig:
     """Images and labels."""
 
     model: str = "wrn-28-10"
-    """wrn-<depth>-<width> (Zagoruyko and Komodakis), transformer-<layers>-<width> (4 heads, the rows of the image as
-    tokens; transformer is transformer-2-32), cnn-<channels>-<channels>-... (with max-pooling), cnn or mlp."""
+    """wrn-<depth>-<width> (Zagoruyko and Komodakis), transformer-<layers>-<width> (4 heads, the rows of the image are
+    the tokens; transformer is transformer-2-32), cnn-<channels>-<channels>-... (with max-pooling), cnn or mlp."""
 
     dropout: float = 0.0
-    """Dropout inside the blocks of a wide ResNet or a Transformer."""
+    """Dropout in the blocks of a wide ResNet or a Transformer, in [0, 1)."""
 
     num_train_epochs: int = 200
     """Passes over the training data."""
 
     global_batch_size: int = 128
-    """GLOBAL batch: images per optimizer step over all workers and accumulation steps."""
+    """Images per optimizer step, over all workers and accumulation steps."""
 
     gradient_accumulation_steps: int = 1
-    """Micro-batches that make up one optimizer step on each worker."""
+    """Micro-batches per optimizer step on each worker."""
 
     learning_rate: float = 0.1
-    """Peak learning rate at this batch_size (the paper: 0.1 at 128, scaled linearly)."""
+    """Peak learning rate at this global_batch_size (in the paper 0.1 at 128, scaled linearly)."""
 
     warmup_epochs: float = 10.0
-    """Epochs of linear warm-up, per step, before the cosine to 0."""
+    """Epochs of linear warm-up, at most num_train_epochs. A cosine to 0 follows. Both change in every step."""
 
     momentum: float = 0.9
-    """Momentum of SGD, and of sam; local to each worker."""
+    """Momentum of sgd, dsgd, dsgd_ac and sam, in [0, 1). Each worker has its own."""
 
     betas: tuple[float, float] = (0.974, 0.999)
-    """Adam's decay rates; the moments are local to each worker."""
+    """Decay rates of Adam's moments. Each worker has its own moments."""
 
     adam_epsilon: float = 1e-9
-    """Adam's epsilon."""
+    """Epsilon in Adam's denominator."""
 
     weight_decay: float = 5e-4
-    """L2 penalty on all parameters, added to the gradient, also Adam's."""
+    """L2 penalty on all parameters. It is added to the gradient, also with Adam."""
 
     sam_rho: float = 0.05
-    """Distance that sam ascends along the gradient before it takes the one to descend by."""
+    """Radius of sam: the length of the ascent step along the gradient."""
 
     label_noise: float = 0.0
-    """Fraction of the training labels drawn anew, uniformly over all classes; test labels stay clean."""
+    """Fraction of the training labels to redraw uniformly from all classes. Test labels stay as they are."""
 
     crop_padding: int = 4
-    """Pixels of zero padding for the random crop; 0 switches it off."""
+    """Pixels of zero padding for the random crop. 0 switches it off."""
 
     flip: bool = True
-    """Random horizontal flips; switch off where mirror images are another class (digits)."""
+    """Random horizontal flips. Switch them off if a mirror image belongs to another class (digits)."""
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast for forward and backward; parameters stay float32."""
+    """Autocast type of forward and backward. Parameters stay float32."""
 
     channels_last: bool = False
-    """Memory format of model and images; faster convolutions on GPUs and often on CPUs."""
+    """Memory format of model and images. It speeds up convolutions on GPUs and often on CPUs."""
 
     compile: bool = False
-    """torch.compile the model."""
+    """Compile the model with torch.compile."""
 
     eval_every: int = 1
-    """Epochs between evaluations of the deployed model; the last epoch is always evaluated."""
+    """Epochs between evaluations of the deployed model. The last epoch is always evaluated."""
 
     eval_batch_size: int = 500
     """Images per worker and batch in evaluation."""
 
     calibrate: bool = True
-    """Measure the deployed model's BatchNorm statistics on the training data before each evaluation."""
+    """Measure the BatchNorm statistics of the deployed model on the training data before each evaluation."""
 
     logging_steps: int = 10
     """Optimizer steps between records in metrics.jsonl and the trackers."""
 
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Accelerate trackers to log to; an empty list for none."""
+    """Trackers of Accelerate to log to. An empty list uses none."""
 
     dataloader_num_workers: int = 0
-    """Processes per worker that read batches; the data is in memory, so 0 is fastest."""
+    """Loader processes per worker. The data is in memory, so 0 is fastest."""
 
     seed: int = 0
-    """Of initialisation, data order, label noise and, per worker, augmentation."""
+    """Seed of initialization, data order, label noise and, for each worker, augmentation."""
 
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """When and how to measure the curvature at the deployed model."""
 
     save_steps: int | None = None
-    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
-    null saves none."""
+    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints. The last step is always saved; null
+    saves none."""
 
     save_total_limit: int = 2
-    """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
+    """Number of checkpoints to keep. Older ones are deleted once a newer one is complete."""
 
     resume_from_checkpoint: Literal["auto", "never"] | Path = "auto"
-    """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
-    not stopped; a path goes on from that checkpoint; never begins anew."""
+    """auto resumes from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
+    not stopped. A path resumes from that checkpoint. never starts from the beginning."""
 
     output_dir: Path = Path("runs/cifar")
-    """Where config, metrics, summary, plots and the deployed model go."""
+    """Folder for the configuration, metrics, summary, plots and the deployed model."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_train_epochs",
-            "global_batch_size",
-            "gradient_accumulation_steps",
-            "eval_every",
-            "eval_batch_size",
-            "logging_steps",
-        ):
+        check_run(self, plain_algorithm="dsgd")
+        for name in ("global_batch_size", "eval_batch_size"):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("crop_padding", "dataloader_num_workers"):
-            check_integer(name, getattr(self, name), minimum=0)
-        check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
-        check_integer("save_total_limit", self.save_total_limit, minimum=1)
-        if self.save_steps is not None:
-            check_integer("save_steps", self.save_steps, minimum=1)
-        for name in ("learning_rate", "adam_epsilon"):
-            check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
-        advice = "algorithm: sgd is the limit of 0."
-        check_number("sam_rho", self.sam_rho, above=0, maximum=LARGEST_FLOAT32, advice=advice)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {self.betas}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), below 1; got {self.momentum}. The paper's is 0.9.")
-        check_number("weight_decay", self.weight_decay, minimum=0, maximum=LARGEST_FLOAT32)
-        for name in ("warmup_epochs", "dropout"):
-            check_number(name, getattr(self, name), minimum=0)
-        check_number("label_noise", self.label_noise, minimum=0, maximum=1)
-        for tracker in self.report_to:
-            check_choice("report_to", tracker, [known.value for known in LoggerType])
-        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.num_train_epochs:
+        check_integer("crop_padding", self.crop_padding, minimum=0, advice="Use 0 for no random crop.")
+        if self.data.image_size is not None and self.crop_padding >= self.data.image_size:
             raise ValueError(
-                f"gossip.start_epoch must be at most num_train_epochs = {self.num_train_epochs}, or adaptive consensus "
-                f"never begins; got {self.gossip.start_epoch}. Use algorithm: dsgd for none."
+                f"crop_padding must be below data.image_size = {self.data.image_size}, or a crop can miss the image; "
+                f"got {self.crop_padding}. Use 0 for no random crop."
             )
+        advice = "Use algorithm: sgd for the limit of 0."
+        check_number("sam_rho", self.sam_rho, above=0, maximum=LARGEST_FLOAT32, advice=advice)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), below 1; got {self.momentum}. The paper uses 0.9.")
+        check_number("label_noise", self.label_noise, minimum=0, maximum=1)
+        check_number("warmup_epochs", self.warmup_epochs, minimum=0)
+        if self.warmup_epochs > self.num_train_epochs:
+            raise ValueError(
+                f"warmup_epochs must be at most num_train_epochs = {self.num_train_epochs}, or the learning rate never "
+                f"reaches its peak; got {self.warmup_epochs:g}. Lower warmup_epochs too."
+            )
+        check_below_one("dropout", self.dropout, "drops everything")
+        check_image_model(self.model, self.dropout)
+
+
+def check_image_model(name: str, dropout: float) -> None:
+    """Check that there is a model of this name, with dropout if any is given, without building it.
+
+    Raises:
+        ValueError: there is none, or its sizes cannot be meant.
+
+    >>> check_image_model("wrn-16-8", 0.3)
+    >>> check_image_model("mlp", 0.3)
+    Traceback (most recent call last):
+    ValueError: dropout must be 0 for model 'mlp', which has none; got 0.3. Use a wide ResNet or a Transformer.
+    """
+    key = name.strip().lower().replace("_", "-")
+    wide_resnet, transformer = WIDE_RESNET_NAME.fullmatch(key), TRANSFORMER_NAME.fullmatch(key)
+    if not (wide_resnet or transformer or POOLED_CNN_NAME.fullmatch(key) or key in ("cnn", "mlp")):
+        raise ValueError(f"model must be one of {KNOWN_NAMES}; got {name!r}. Use wrn-16-8, say.")
+    sizes = [int(digits) for digits in re.findall(r"\d+", key)]
+    if any(not 1 <= size <= _LARGEST_SIZE for size in sizes):
+        raise ValueError(f"model must name sizes from 1 to {_LARGEST_SIZE}; got {name!r}. Use wrn-16-8, say.")
+    if wide_resnet:
+        blocks_per_group(sizes[0])
+        check_integer("the width of model wrn", sizes[1], minimum=1, maximum=_LARGEST_WIDE_RESNET)
+    elif dropout and not transformer:
+        raise ValueError(
+            f"dropout must be 0 for model {name!r}, which has none; got {dropout}. Use a wide ResNet or a Transformer."
+        )
+    if transformer and sizes and sizes[1] % HEADS:
+        raise ValueError(
+            f"model must be a Transformer whose width is a multiple of its {HEADS} heads; got {name!r}. "
+            "Use transformer-2-32, say."
+        )

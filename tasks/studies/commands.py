@@ -125,7 +125,7 @@ def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]
 
 def _naming(file: Path, action: Any) -> Any:
     """Return the result of `action`; name the sweep file in its configuration errors."""
-    from dsgdac_accel.config import ConfigError
+    from tasks.common.config import ConfigError
 
     try:
         return action()
@@ -135,7 +135,7 @@ def _naming(file: Path, action: Any) -> Any:
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys of --set. Paths with ./ or ../ start from the working directory, as on a task's command line."""
-    from dsgdac_accel.config.strict_yaml import plain_value
+    from tasks.common.config import plain_value
     from tasks.studies.plan import flat_overrides
 
     values: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.config import ConfigError, parse_config
+from tasks.common.config import ConfigError, parse_config
 from tasks.common.known_tasks import base_values, config_class_of, flat_values
 from tasks.studies.config import SweepConfig, refuse_reserved, spelled, value_label
 

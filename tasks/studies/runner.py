@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsgdac_accel.config import ConfigError
+from tasks.common.config import ConfigError
 from tasks.studies.plan import PlannedRun
 from tasks.studies.state import LOG, RunState, read_record, state_of, write_record
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.config import parse_config
+from tasks.common.config import parse_config
 from tasks.common.diagnostics import measure_run
-from tasks.translation.config import DecodingConfig, TextConfig
+from tasks.translation.config import DecodingConfig, TextConfig, check_length_penalty
 from tasks.translation.curvature import to_measure
 from tasks.translation.data import default_cache_dir, open_text
 from tasks.translation.decoding import translate
@@ -33,22 +33,28 @@ class TranslateConfig:
     """Folder of a trained model: `deployed/` of a run."""
 
     beams: int | None = None
-    """Hypotheses kept per sentence; null takes what was saved with the model."""
+    """Hypotheses kept per sentence. null takes the number that was saved with the model."""
 
     length_penalty: float | None = None
-    """Hypotheses are compared by log-probability / length^penalty; null takes what was saved with the model."""
+    """Exponent in [-10, 10]: hypotheses are ranked by log-probability / length^length_penalty. null takes the exponent
+    that was saved with the model."""
 
     extra_length: int = DecodingConfig.extra_length
-    """A translation has at most as many tokens as its source and so many more."""
+    """How many tokens longer than its source a translation can be."""
 
     batch_tokens: int = DecodingConfig.batch_tokens
     """Padded source tokens, times beams, that are translated together."""
 
     lines_at_once: int = 512
-    """Lines read before they are translated; at a terminal every line is translated at once."""
+    """Lines to read before they are translated. At a terminal each line is translated at once."""
 
     def __post_init__(self) -> None:
-        check_integer("lines_at_once", self.lines_at_once, minimum=1)
+        for name in ("extra_length", "batch_tokens", "lines_at_once"):
+            check_integer(name, getattr(self, name), minimum=1)
+        if self.beams is not None:
+            check_integer("beams", self.beams, minimum=1, advice="Use 1 for greedy search.")
+        if self.length_penalty is not None:
+            check_length_penalty(self.length_penalty)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +62,10 @@ class ScoreConfig:
     """Settings of `score`."""
 
     hypotheses: Path
-    """Text file of translations, a sentence per line."""
+    """Text file of translations, one sentence per line."""
 
     references: Path | None = None
-    """Text file of references, line by line; null takes the split of `data`."""
+    """Text file of references, line by line. null takes the split of `data`."""
 
     data: TextConfig = field(default_factory=TextConfig)
     """Corpus whose translations are the references."""

@@ -6,132 +6,149 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from accelerate.utils import LoggerType
-
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.checks import LARGEST_FLOAT32, LARGEST_SEED, check_choice, check_integer, check_number
+from dsgdac_accel.checks import check_integer, check_number
+from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """Which sentence pairs, and in which tokens."""
+    """Sentence pairs and their tokens."""
 
     name: str | None = "grammar"
-    """grammar (embedded English-German sentences, no network), wmt14, or a data set's name on the Hub."""
+    """Data set: grammar (embedded English-German sentences, needs no network), wmt14, or the name of one on the Hub."""
 
     path: Path | None = None
-    """Local data instead: a folder of train, validation and test as *.parquet, *.jsonl, or pairs like train.en and
-    train.de; or what save_to_disk of `datasets` wrote."""
+    """Folder of local data, used instead of name: train, validation and test as *.parquet, *.jsonl, or pairs such as
+    train.en and train.de; or the result of save_to_disk of `datasets`."""
 
     source: str = "en"
-    """Language to translate from: key of the translation column, name of the column, or ending of the text files."""
+    """Source language: key of the translation column, name of the column, or suffix of the text files."""
 
     target: str = "de"
-    """Language to translate into."""
+    """Target language, given like source."""
 
     target_language: str | None = None
-    """Two-letter code of the target language, for the tokeniser of compound-split BLEU; null takes `target`."""
+    """Two-letter code of the target language for the tokenizer of compound-split BLEU. null takes `target`."""
 
     subset: str | None = None
-    """Configuration of a data set on the Hub; null takes de-en for wmt14."""
+    """Configuration of a data set on the Hub. null takes de-en for wmt14."""
 
     source_column: str | None = None
-    """Column of the sources; null finds it by language."""
+    """Column of the sources. null finds it by language."""
 
     target_column: str | None = None
-    """Column of the translations; null finds it by language."""
+    """Column of the translations. null finds it by language."""
 
     validation_split: str | None = None
-    """Split for the evaluations during training; null takes validation, valid, val or dev."""
+    """Split for evaluations during training. null takes validation, valid, val or dev."""
 
     test_split: str | None = None
-    """Split to translate and score at the end; null takes test."""
+    """Split to translate and score at the end. null takes test."""
 
     train_limit: int | None = None
-    """Train on the first so many pairs only; null uses all."""
+    """Number of training pairs to use, the first ones. null uses all."""
 
     max_length: int = 256
-    """Leave out training pairs with a longer side, in tokens; evaluation leaves out and cuts nothing."""
+    """Longest side of a training pair, in tokens. Longer pairs are left out; evaluation uses every pair uncut."""
 
     vocab_size: int = 37_000
-    """Most tokens in the joint vocabulary that is trained on the training pairs; few data may give fewer."""
+    """Largest size of the joint vocabulary, trained on the training pairs. Little data can give fewer tokens."""
 
     tokenizer: Path | None = None
-    """A ready tokenizer.json, or a folder with one, instead of training."""
+    """A tokenizer.json, or a folder with one, to use instead of training a tokenizer."""
 
     invalid_utf8: Literal["error", "replace"] = "error"
-    """Stop at bytes that are no UTF-8, or put U+FFFD in their place, which is done in local training data only."""
+    """What to do with bytes that are not UTF-8. error stops; replace writes U+FFFD in their place, in local training
+    data only."""
 
     cache_dir: Path | None = None
-    """Where tokenizers and tokenised pairs are kept, by content; null is ~/.cache/dsgdac_accel (or below
-    $XDG_CACHE_HOME). May be deleted at any time between runs."""
+    """Folder for tokenizers and tokenized pairs, stored by content. null is ~/.cache/dsgdac_accel (or below
+    $XDG_CACHE_HOME). It may be deleted between runs."""
 
     def __post_init__(self) -> None:
         check_integer("vocab_size", self.vocab_size, minimum=258, advice="256 bytes and two special tokens must fit.")
         check_integer("max_length", self.max_length, minimum=2, advice="The end of the sentence counts.")
         if self.train_limit is not None:
-            check_integer("train_limit", self.train_limit, minimum=1)
+            check_integer("train_limit", self.train_limit, minimum=1, advice="Leave it out to use all.")
         if self.source == self.target:
-            raise ValueError(f"source and target must be different languages; both are {self.source!r}.")
+            raise ValueError(f"source and target must be different languages; both are {self.source!r}. Change one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Marian encoder-decoder (post-norm Transformer, sinusoidal positions, one embedding for everything)."""
+    """A Marian encoder-decoder: post-norm Transformer, sinusoidal positions, one embedding for both languages."""
 
     size: Literal["tiny", "small", "base", "big"] = "big"
-    """big and base as in Vaswani et al. 2017; small for minutes on a CPU, tiny for tests."""
+    """big and base are those of Vaswani et al. 2017; small takes minutes on a CPU, tiny is for tests."""
 
     d_model: int | None = None
-    """Width; null takes that of the size."""
+    """Width. null takes that of the size."""
 
     heads: int | None = None
-    """Attention heads; null takes those of the size."""
+    """Attention heads. null takes those of the size."""
 
     ffn: int | None = None
-    """Width of the feed-forward layers; null takes that of the size."""
+    """Width of the feed-forward layers. null takes that of the size."""
 
     encoder_layers: int | None = None
-    """Layers of the encoder; null takes those of the size."""
+    """Layers of the encoder. null takes those of the size."""
 
     decoder_layers: int | None = None
-    """Layers of the decoder; null takes those of the size."""
+    """Layers of the decoder. null takes those of the size."""
 
     dropout: float = 0.1
-    """On embeddings and on the output of every sub-layer."""
+    """Dropout on embeddings and on the output of each sub-layer, in [0, 1)."""
 
     attention_dropout: float = 0.0
-    """On attention weights."""
+    """Dropout on attention weights, in [0, 1)."""
 
     activation_dropout: float = 0.0
-    """Inside the feed-forward layers."""
+    """Dropout inside the feed-forward layers, in [0, 1)."""
 
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel, as Transformers offers it."""
+    """Attention kernel of Transformers."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "heads", "ffn", "encoder_layers", "decoder_layers"):
+        for name, largest in _LARGEST.items():
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
+                check_integer(
+                    name, getattr(self, name), minimum=1, maximum=largest, advice="Leave it out for the size."
+                )
+        d_model, heads = self.d_model or SIZES[self.size]["d_model"], self.heads or SIZES[self.size]["heads"]
+        if d_model % (2 * heads):
+            raise ValueError(
+                f"d_model must be a multiple of 2 x heads, for equal heads and for sines with cosines; got d_model "
+                f"{d_model} and {heads} heads. Change one of them."
+            )
         for name in ("dropout", "attention_dropout", "activation_dropout"):
-            check_number(name, getattr(self, name), minimum=0, maximum=1)
-            if getattr(self, name) == 1:
-                raise ValueError(f"{name} must be below 1, which drops everything; got 1.")
+            check_below_one(name, getattr(self, name), "drops everything")
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 32, "heads": 2, "ffn": 64, "encoder_layers": 1, "decoder_layers": 1},
+    "small": {"d_model": 128, "heads": 4, "ffn": 256, "encoder_layers": 2, "decoder_layers": 2},
+    "base": {"d_model": 512, "heads": 8, "ffn": 2048, "encoder_layers": 6, "decoder_layers": 6},
+    "big": {"d_model": 1024, "heads": 16, "ffn": 4096, "encoder_layers": 6, "decoder_layers": 6},
+}
+"""Base and big are those of Vaswani et al. 2017, table 3."""
+
+_LARGEST = {"d_model": 65_536, "heads": 1024, "ffn": 262_144, "encoder_layers": 1000, "decoder_layers": 1000}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig:
-    """How translations are searched for."""
+    """Beam search."""
 
     beams: int = 4
-    """Hypotheses kept per sentence; 1 is greedy."""
+    """Hypotheses kept per sentence. 1 is greedy search."""
 
     length_penalty: float = 0.6
-    """Hypotheses are compared by log-probability / length^penalty, as Transformers does."""
+    """Exponent in [-10, 10]: hypotheses are ranked by log-probability / length^length_penalty, as in Transformers."""
 
     extra_length: int = 50
-    """A translation has at most as many tokens as its source and so many more, its end included."""
+    """How many tokens longer than its source a translation can be, its end included."""
 
     batch_tokens: int = 8192
     """Tokens per worker and batch in evaluation: padded source tokens, times beams when decoding."""
@@ -139,15 +156,26 @@ class DecodingConfig:
     def __post_init__(self) -> None:
         for name in ("beams", "extra_length", "batch_tokens"):
             check_integer(name, getattr(self, name), minimum=1)
-        check_number("length_penalty", self.length_penalty)
+        check_length_penalty(self.length_penalty)
+
+
+def check_length_penalty(value: float) -> None:
+    """Check an exponent of the length: large ones overflow, and 0 already ignores the length.
+
+    >>> check_length_penalty(1e300)
+    Traceback (most recent call last):
+    ValueError: length_penalty must be a number in [-10, 10]; got 1e+300. Use 0.6, say; 0 ignores the length.
+    """
+    advice = "Use 0.6, say; 0 ignores the length."
+    check_number("length_penalty", value, minimum=-10, maximum=10, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TranslationConfig:
-    """A run of the translation task. Steps, batch, rate and betas are by default the paper's for decentralized Adam."""
+    """A run of the translation task. Steps, batch, learning rate and betas are the paper's for decentralized Adam."""
 
     algorithm: Literal["adam", "dadam", "dadam_ac"] = "dadam_ac"
-    """adam averages gradients (stock DDP), dadam gossips with gamma 1, dadam_ac with controlled disagreement."""
+    """adam averages gradients (DDP), dadam mixes with gamma 1, dadam_ac mixes with adaptive consensus."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(power=2.0))
     """Topology and gamma schedule of dadam and dadam_ac."""
@@ -156,7 +184,7 @@ class TranslationConfig:
     """Sentence pairs and vocabulary."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Size and regularisation of the Transformer."""
+    """Size and regularization of the Transformer."""
 
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     """Beam search over the test split."""
@@ -165,50 +193,51 @@ class TranslationConfig:
     """Passes over the training data."""
 
     max_steps: int | None = None
-    """Stop after so many optimizer steps; null trains all epochs."""
+    """Optimizer steps after which to stop. null trains all epochs."""
 
     batch_tokens: int = 50_000
-    """GLOBAL batch: source and target tokens, padding and sentence ends included, per optimizer step over all workers
-    and accumulation steps."""
+    """Source and target tokens per optimizer step over all workers and accumulation steps, with padding and sentence
+    ends."""
 
     gradient_accumulation_steps: int = 1
-    """Micro-batches that make up one optimizer step on each worker."""
+    """Micro-batches per optimizer step on each worker."""
 
     learning_rate: float = 1.3e-3
-    """Peak learning rate a0, reached at the last step of the warm-up."""
+    """Peak learning rate, reached at the last step of the warm-up."""
 
     warmup_steps: int = 4000
-    """Optimizer steps of linear warm-up; from there on the rate is a0 (warmup_steps / t)^0.5 at step t = 1, 2, ..."""
+    """Optimizer steps of linear warm-up, at most max_steps. Then the learning rate is
+    learning_rate (warmup_steps / t)^0.5 at step t = 1, 2, ..."""
 
     betas: tuple[float, float] = (0.974, 0.999)
-    """Adam's decay rates; the moments are local to each worker."""
+    """Decay rates of Adam's moments. Each worker has its own moments."""
 
     adam_epsilon: float = 1e-9
-    """Adam's epsilon."""
+    """Epsilon in Adam's denominator."""
 
     weight_decay: float = 0.0
     """L2 penalty on all parameters."""
 
     max_grad_norm: float | None = None
-    """Clip this worker's gradient to this norm; null does not clip."""
+    """Clip the gradient of each worker to this norm. null does not clip."""
 
     label_smoothing: float = 0.1
-    """Weight of the uniform distribution in the target of the loss, over real tokens only."""
+    """Weight of the uniform distribution in the target of the loss, in [0, 1). Padding is left out of the loss."""
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast for forward and backward; parameters stay float32. Evaluation is in float32."""
+    """Autocast type of forward and backward. Parameters stay float32, and evaluation is in float32."""
 
     compile: bool = False
-    """torch.compile the model, with dynamic shapes."""
+    """Compile the model with torch.compile, for dynamic shapes."""
 
     eval_every: int = 1
-    """Epochs between evaluations on the validation split (loss and greedy BLEU); the last epoch is always evaluated."""
+    """Epochs between evaluations on the validation split (loss and greedy BLEU). The last epoch is always evaluated."""
 
     average_last: int = 1
-    """Deploy the average of the last so many deployed models, as is usual for this benchmark; 1 takes the last."""
+    """Number of deployed models to average at the end, as is usual for this benchmark. 1 takes the last one."""
 
     average_every: int | None = None
-    """Optimizer steps between the models to average, the last step's always among them; null takes one per epoch."""
+    """Optimizer steps between the models to average. The last step is always among them; null takes one per epoch."""
 
     show_translations: int = 3
     """Test sentences to print with their translations at the end."""
@@ -217,68 +246,49 @@ class TranslationConfig:
     """Optimizer steps between records in metrics.jsonl and the trackers."""
 
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Accelerate trackers to log to; an empty list for none."""
+    """Trackers of Accelerate to log to. An empty list uses none."""
 
     dataloader_num_workers: int = 0
-    """Processes per worker that read batches."""
+    """Loader processes per worker."""
 
     seed: int = 0
-    """Of initialisation, data order and, per worker, dropout."""
+    """Seed of initialization, data order and, for each worker, dropout."""
 
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """When and how to measure the curvature at the deployed model."""
 
     save_steps: int | None = None
-    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints, the last step's always among them;
-    null saves none."""
+    """Optimizer steps between checkpoints of all workers in output_dir/checkpoints. The last step is always saved; null
+    saves none."""
 
     save_total_limit: int = 2
-    """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
+    """Number of checkpoints to keep. Older ones are deleted once a newer one is complete."""
 
     resume_from_checkpoint: Literal["auto", "never"] | Path = "auto"
-    """auto goes on from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
-    not stopped; a path goes on from that checkpoint; never begins anew."""
+    """auto resumes from the newest complete checkpoint in output_dir/checkpoints, if there is one, as if the run had
+    not stopped. A path resumes from that checkpoint. never starts from the beginning."""
 
     output_dir: Path = Path("runs/wmt14")
-    """Where config, metrics, summary, plots, translations and the deployed model go."""
+    """Folder for the configuration, metrics, summary, plots, translations and the deployed model."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_train_epochs",
-            "batch_tokens",
-            "gradient_accumulation_steps",
-            "warmup_steps",
-            "eval_every",
-            "logging_steps",
-            "average_last",
-            "save_total_limit",
-        ):
+        check_run(self, plain_algorithm="dadam")
+        for name in ("batch_tokens", "warmup_steps", "average_last"):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("max_steps", "average_every", "save_steps"):
+        for name in ("max_steps", "average_every"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        for name in ("show_translations", "dataloader_num_workers"):
-            check_integer(name, getattr(self, name), minimum=0)
-        check_integer("seed", self.seed, minimum=0, maximum=LARGEST_SEED)
-        for name in ("learning_rate", "adam_epsilon"):
-            check_number(name, getattr(self, name), above=0, maximum=LARGEST_FLOAT32)
-        check_number("weight_decay", self.weight_decay, minimum=0, maximum=LARGEST_FLOAT32)
-        check_number("label_smoothing", self.label_smoothing, minimum=0, maximum=1)
-        if self.label_smoothing == 1:
-            raise ValueError("label_smoothing must be below 1, which ignores the references; got 1.")
+        check_integer("show_translations", self.show_translations, minimum=0)
+        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"warmup_steps must be at most max_steps = {self.max_steps}, or the learning rate never reaches its "
+                f"peak; got {self.warmup_steps}. Lower warmup_steps too."
+            )
+        check_below_one("label_smoothing", self.label_smoothing, "ignores the references")
         if self.average_every is not None and self.average_last == 1:
             raise ValueError(
-                f"average_every spaces the models of an average; got {self.average_every} with average_last = 1, which "
-                f"averages none. Set average_last, or leave average_every out."
+                f"average_every needs average_last above 1; got {self.average_every} with average_last = 1, which "
+                f"averages no models. Set average_last, or leave average_every out."
             )
         if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm, above=0)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {self.betas}.")
-        for tracker in self.report_to:
-            check_choice("report_to", tracker, [known.value for known in LoggerType])
-        if self.gossip.start_epoch is not None and self.gossip.start_epoch > self.num_train_epochs:
-            raise ValueError(
-                f"gossip.start_epoch must be at most num_train_epochs = {self.num_train_epochs}, or adaptive consensus "
-                f"never begins; got {self.gossip.start_epoch}. Use algorithm: dadam for none."
-            )
+            check_number("max_grad_norm", self.max_grad_norm, above=0, advice="Use null for no clipping.")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel.config import parse_config
 from dsgdac_accel.curvature import LossFunction
+from tasks.common.config import parse_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.translation.batches import IGNORED, Collate
 from tasks.translation.config import TranslationConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsgdac_accel.config import parse_config
 from dsgdac_accel.scaling import one_peer_exchange, ring_all_reduce
 from tasks.benchmarks.config import BenchmarkConfig
+from tasks.common.config import parse_config
 from tests.launching import ROOT, error_lines, finish, forked, start
 
 CONFIGS = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dsgdac_accel.config import load_config
 from tasks.cifar import CifarConfig
+from tasks.common.config import load_config
 from tasks.images.augment import normalise
 from tasks.images.data import load_image_data
 from tasks.images.models import load_image_model

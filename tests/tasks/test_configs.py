@@ -1,14 +1,16 @@
 """Every shipped configuration loads through the real parser and holds what its name says."""
 
 import re
+import sys
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from dsgdac_accel.config import parse_config
-from tasks.cifar import CifarConfig
+from tasks import cifar, wmt14
+from tasks.common.config import parse_config
+from tasks.images.config import CifarConfig
 from tasks.images.models import WIDE_RESNET_NAME
 from tasks.translation.config import TranslationConfig
 
@@ -51,6 +53,20 @@ def test_every_comment_that_names_a_setting_override_is_accepted(name):
         assert Path(str(attrgetter(key)(config))).name == value  # paths come out absolute
 
 
+@pytest.mark.parametrize(("task", "config_class"), [(cifar, CifarConfig), (wmt14, TranslationConfig)])
+def test_a_task_prints_the_config_that_it_would_run_and_nothing_else(task, config_class, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["task", "--print_config", "--gossip.power=1", "--output_dir=here"])
+    with pytest.raises(SystemExit) as stopped:
+        task.main()
+    assert stopped.value.code == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out, encoding="utf-8")
+    config = parse_config(config_class, ["--config", str(printed)])
+    assert (config.gossip.power, config.output_dir) == (1, tmp_path / "here")
+    assert list(tmp_path.iterdir()) == [printed]
+
+
 @pytest.fixture(params=sorted(file.stem for file in CONFIGS.glob("*.yaml") if PAPER_NAME.fullmatch(file.stem)))
 def paper_name(request):
     return request.param
@@ -64,11 +80,16 @@ def test_a_config_named_after_a_run_of_the_paper_has_its_data_and_model(paper_na
 
 
 def test_a_config_named_after_a_run_of_the_paper_has_its_hyperparameters(paper_name):
-    # arXiv:2602.02899v2, CIFAR experiments, 8 workers: 200 epochs, global batch 128, rate 0.1 at 128, 10 epochs of
-    # linear warm-up then cosine, momentum 0.9, weight decay 5e-4, mixed precision, one-peer ring, p = 3, E_start 10,
-    # BatchNorm calibrated before evaluation; the usual augmentation of crops by 4 pixels and flips.
+    # arXiv:2602.02899v2, CIFAR experiments, 8 workers: 200 epochs, global batch 128, learning rate 0.1 at 128, linear
+    # warm-up of 10 epochs and then a cosine, momentum 0.9, weight decay 5e-4, mixed precision, one-peer ring, p = 3,
+    # E_start 10, BatchNorm calibrated before evaluation; the usual augmentation of crops by 4 pixels and flips.
     config = load(paper_name)
-    assert (config.algorithm, config.num_train_epochs, config.global_batch_size, config.accumulation_steps) == (
+    assert (
+        config.algorithm,
+        config.num_train_epochs,
+        config.global_batch_size,
+        config.gradient_accumulation_steps,
+    ) == (
         "dsgd_ac",
         200,
         128,
@@ -99,7 +120,7 @@ def test_a_wmt14_config_has_the_settings_of_the_paper_or_says_that_it_is_not_in_
     assert (config.algorithm, config.model.size) == (algorithm, size)
     assert (config.data.name, config.data.path, config.data.vocab_size) == ("wmt14", None, 37_000)
     assert (config.data.source, config.data.target) == ("en", "de")
-    assert (config.num_train_epochs, config.batch_tokens, config.accumulation_steps) == (20, 50_000, 1)
+    assert (config.num_train_epochs, config.batch_tokens, config.gradient_accumulation_steps) == (20, 50_000, 1)
     assert (config.warmup_steps, config.label_smoothing, config.mixed_precision) == (4000, 0.1, "bf16")
     assert config.betas == ((0.9, 0.98) if algorithm == "adam" else (0.974, 0.999))
     assert config.model.dropout == (0.1 if size == "base" else 0.3)

@@ -8,9 +8,9 @@ import torch
 from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config import ConfigError, parse_config
 from tasks.cifar import CifarConfig, ImageRun
 from tasks.common import algorithms
+from tasks.common.config import ConfigError, parse_config
 from tests.launching import records
 from tests.workers import run_workers
 
@@ -104,7 +104,7 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
     for algorithm in ("adam", "dadam", "dadam_ac"):
         kind, defaults, _ = ended[algorithm]
         assert kind is torch.optim.Adam
-        assert (defaults["betas"], defaults["eps"]) == (config.betas, config.epsilon)
+        assert (defaults["betas"], defaults["eps"]) == (config.betas, config.adam_epsilon)
         assert (defaults["weight_decay"], defaults["decoupled_weight_decay"]) == (0, False)
     assert ended["sam"][0] is torch.optim.SGD
     assert [ended[algorithm][2] for algorithm in ("adam", "dadam")] == [[], [1.0]]
@@ -151,4 +151,4 @@ def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule(
         assert config.data.draw_by_seed
         assert (config.num_train_epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
         assert config.gossip.topology == "one_peer_ring"
-        assert (config.crop_padding, config.flip, config.trackers) == (0, False, ())
+        assert (config.crop_padding, config.flip, config.report_to) == (0, False, ())

@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.config import ConfigError, parse_config
 from tasks.cifar import CifarConfig
 from tasks.common.algorithms import make_accelerator
+from tasks.common.config import ConfigError, parse_config
 from tasks.common.sam import SharpnessAwareBackward
 from tests.workers import run_workers
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, newest_checkpoint, read_manifest, save_checkpoint
-from dsgdac_accel.config import ConfigError, config_to_dict
+from dsgdac_accel.config import config_to_dict
 from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
+from tasks.common.config import ConfigError
 from tasks.images.config import CifarConfig
 from tasks.translation.grammar import grammar_splits
 from tests.launching import ROOT, finish, forked, start, summary, torchrun

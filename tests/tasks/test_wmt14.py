@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from dsgdac_accel.config import load_config, parse_config
+from tasks.common.config import load_config, parse_config
 from tasks.translation.commands import COMMANDS
 from tasks.translation.config import DecodingConfig, TranslationConfig
 from tasks.translation.decoding import translate
@@ -272,7 +272,7 @@ def broken(work):
         ("--algorithm sgd", ["'adam', 'dadam'"]),
         ("--mixed_precision fp16", ["fp16 needs a GPU"]),
         ("--average_every 3", ["average_every", "average_last = 1"]),
-        ("--label_smoothing 1", ["label_smoothing must be below 1"]),
+        ("--label_smoothing 1", ["label_smoothing must be in [0, 1), below 1"]),
         ("--data.target german", ["target_language", "german"]),
     ],
 )
@@ -351,7 +351,7 @@ def test_one_of_several_workers_says_what_is_wrong_and_none_waits(broken):
 def test_subcommands_say_what_they_miss(first_run, work, monkeypatch):
     monkeypatch.chdir(work)
     for (command, *arguments), word in (
-        (["translate"], "model: a value is required"),
+        (["translate"], "model must be given"),
         (["translate", "--model", "text"], "has no config.json"),
         (["score", "--hypotheses", "absent.txt", "--references", "absent.txt"], "absent.txt"),
         (["score", "--hypotheses", "first/test.hypotheses.txt", "--references", "text/train.de"], "240"),

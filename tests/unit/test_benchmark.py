@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from dsgdac_accel import GossipConfig, WorkerGroup, WorkerLostError
-from dsgdac_accel.config import parse_config
 from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
 from tasks.benchmarks import launching, measurement, namespaces, variants
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
@@ -33,6 +32,7 @@ from tasks.benchmarks.relay_process import RelayClient, running_relay
 from tasks.benchmarks.relayed_store import RelayedStore, port_in, replaced
 from tasks.benchmarks.report import check_output, report
 from tasks.benchmarks.targets import Target
+from tasks.common.config import parse_config
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def trained(model):
     [
         ({"variants": ("local", "gosip")}, "Did you mean 'gossip'"),
         ({"variants": ()}, "name at least one"),
-        ({"variants": ("local", "local")}, "'local' is there twice"),
+        ({"variants": ("local", "local")}, "got 'local' twice. Keep one"),
         ({"variants": ("gossip:ringg",)}, "Did you mean 'ring'"),
         ({"variants": ("gossip+int9",)}, "got 'int9'"),
         ({"variants": ("gossip+bf16+int8",)}, "contradict"),
@@ -62,7 +62,7 @@ def trained(model):
         ({"variants": ("decent_dp:grid",)}, "must be one of ring, one-peer-exp, complete"),
         ({"targets": ("gossip < 0.5 of ddp",)}, "of the form"),
         ({"targets": ("gossip <= 0.5",)}, "of the form"),
-        ({"targets": ("gossip+bf16 <= 0.5 of ddp",)}, "is not"),
+        ({"targets": ("gossip+bf16 <= 0.5 of ddp",)}, "about variants that are measured; got .gossip.bf16. in"),
         ({"model": "wrn-11-2"}, "depth of a wide ResNet"),
         ({"model": "sleeping-0"}, "at least 1"),
         ({"model": "resnet"}, "transformer-10m"),
@@ -90,7 +90,7 @@ def test_networks_that_cannot_be_are_refused(wrong):
 
 def test_another_number_of_workers_than_was_launched_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="what was launched, 3; got 4"):
+    with pytest.raises(ValueError, match="the number that was launched, 3; got 4"):
         BenchmarkConfig(workers=4)
 
 
@@ -625,8 +625,8 @@ def test_real_namespaces_reach_each_other_and_nobody_else():
     [
         ({"network": NetworkConfig()}, None, "needs several workers on one machine; got 1"),
         ({"network": NetworkConfig()}, (4, 2), "got 4, 2 of them on this one"),
-        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "power of two of workers; got 6"),
-        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "power of two of workers; got 3"),
+        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "power of two; got 6"),
+        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "power of two; got 3"),
     ],
 )
 def test_impossible_numbers_of_workers_are_refused_before_they_start(settings, launched, message, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsgdac_accel.config import ConfigError
+from tasks.common.config import ConfigError
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs, require_valid, settings_of
 
@@ -87,7 +87,7 @@ def test_a_section_that_is_nulled_drops_its_keys_and_a_key_revives_it(tmp_path):
 def test_values_are_spelled_as_a_task_reads_them(tmp_path):
     from dataclasses import dataclass
 
-    from dsgdac_accel.config import parse_config
+    from tasks.common.config import parse_config
 
     @dataclass(frozen=True)
     class Task:
@@ -154,7 +154,7 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
     [
         ({"base": "none.yaml"}, r"sweep\.yaml: base: .*none\.yaml does not exist\. Name the configuration"),
         ({"task": "none.py"}, r"sweep\.yaml: task: .*none\.py does not exist"),
-        ({"seed": [1]}, r"seed: unknown key\. Did you mean seeds\?"),
+        ({"seed": [1]}, r"unknown key seed\. Did you mean seeds\?"),
         ({"seeds": []}, r"seeds must be one or more, each once; got \[\]"),
         ({"seeds": [1, 1]}, "each once"),
         ({"seeds": [-1]}, "seeds must be an integer >= 0; got -1"),
@@ -175,7 +175,7 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
         ({"launch": {"processes": 2}}, "kind python starts one process; got processes = 2. Use torchrun"),
         ({"launch": {"kind": "accelerate", "config_file": "no.yaml"}}, r"no\.yaml does not exist"),
         ({"launch": {"kind": "torchrun", "config_file": "base.yaml"}}, "config_file is for kind accelerate"),
-        ({"launch": {"kind": "mpirun"}}, "launch.kind: expected one of 'python', 'accelerate', 'torchrun'"),
+        ({"launch": {"kind": "mpirun"}}, "launch.kind must be one of 'python', 'accelerate', 'torchrun'"),
     ],
 )
 def test_a_mistake_is_one_clear_error(tmp_path, keys, message):

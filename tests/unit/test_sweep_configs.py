@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dsgdac_accel.config import parse_config
 from tasks.cifar import CifarConfig
+from tasks.common.config import parse_config
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs, require_valid
 from tasks.studies.state import RunState
