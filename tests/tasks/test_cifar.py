@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dsgdac_accel.config import load_config
-from tasks.cifar import CifarConfig
 from tasks.images.augment import normalise
+from tasks.images.config import CifarConfig
 from tasks.images.data import load_image_data
 from tasks.images.models import load_image_model
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from dsgdac_accel.config import parse_config
-from tasks.cifar import CifarConfig
+from tasks.images.config import CifarConfig
 from tasks.images.models import WIDE_RESNET_NAME
 from tasks.translation.config import TranslationConfig
 

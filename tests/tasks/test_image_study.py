@@ -9,8 +9,9 @@ from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.config import ConfigError, parse_config
-from tasks.cifar import CifarConfig, ImageRun
 from tasks.common import algorithms
+from tasks.images.config import CifarConfig
+from tasks.images.run import ImageRun
 from tests.launching import records
 from tests.workers import run_workers
 
@@ -66,7 +67,7 @@ def train_in_turn(rank, folder, algorithms):
         data, gossip = replace(config.data, train_limit=300), replace(config.gossip, start_epoch=1)
         config = replace(config, data=data, gossip=gossip, eval_every=3)
         run = ImageRun(replace(config, logging_steps=1, sam_rho=0.5, output_dir=Path(folder) / algorithm))
-        run.folder.write_summary = lambda summary: None  # and no plots, which take longer than the rest
+        run.output.write_summary = lambda summary: None  # and no plots, which take longer than the rest
         run.train()
         optimizer = run.optimizer.optimizer
         found[algorithm] = type(optimizer), optimizer.defaults, [step.gamma for step in run.accelerator.gossip_steps]
@@ -104,7 +105,7 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
     for algorithm in ("adam", "dadam", "dadam_ac"):
         kind, defaults, _ = ended[algorithm]
         assert kind is torch.optim.Adam
-        assert (defaults["betas"], defaults["eps"]) == (config.betas, config.epsilon)
+        assert (defaults["betas"], defaults["eps"]) == (config.betas, config.adam_epsilon)
         assert (defaults["weight_decay"], defaults["decoupled_weight_decay"]) == (0, False)
     assert ended["sam"][0] is torch.optim.SGD
     assert [ended[algorithm][2] for algorithm in ("adam", "dadam")] == [[], [1.0]]
@@ -151,4 +152,4 @@ def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule(
         assert config.data.draw_by_seed
         assert (config.num_train_epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
         assert config.gossip.topology == "one_peer_ring"
-        assert (config.crop_padding, config.flip, config.trackers) == (0, False, ())
+        assert (config.crop_padding, config.flip, config.report_to) == (0, False, ())

@@ -370,7 +370,7 @@ class TestTokenizedText:
 
     @pytest.mark.parametrize("end", [" .", " ?", " !\n", " . &quot;", ' . "'])
     def test_tokenised_hypotheses_are_warned_about(self, end):
-        with pytest.warns(UserWarning, match=r"look tokenised.*Detokenise them"):
+        with pytest.warns(UserWarning, match=r"look tokenized.*Detokenize them"):
             scores([text.replace(".", end) for text in HYPOTHESES], REFERENCES)
 
     @pytest.mark.parametrize(

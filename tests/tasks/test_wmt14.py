@@ -16,8 +16,8 @@ from tasks.translation.config import DecodingConfig, TranslationConfig
 from tasks.translation.decoding import translate
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import load_translator
+from tasks.translation.run import TranslationRun
 from tasks.translation.tokenizer import encode
-from tasks.wmt14 import TranslationRun
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]

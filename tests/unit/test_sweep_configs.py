@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dsgdac_accel.config import parse_config
-from tasks.cifar import CifarConfig
+from tasks.images.config import CifarConfig
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs, require_valid
 from tasks.studies.state import RunState
