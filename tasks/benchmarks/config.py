@@ -27,10 +27,6 @@ class NetworkConfig:
     queue_kb: float = 512.0
     """KiB that wait for a line at most. Much more hides effects, since everything then waits behind everything."""
 
-    by: Literal["auto", "namespaces", "relay"] = "auto"
-    """namespaces: the kernel's own (tbf and netem; Linux, root); relay: a process that carries the connections
-    (anywhere); auto: namespaces where they are possible, else the relay."""
-
     def __post_init__(self) -> None:
         check_number("rate_mbit", self.rate_mbit, above=0, advice="Leave the network out for this machine's own.")
         check_number("delay_ms", self.delay_ms, minimum=0)

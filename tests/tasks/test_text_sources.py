@@ -497,7 +497,7 @@ class TestFingerprint:
         shutil.copytree(first, tmp_path / "second")
         fingerprint = opened(first).fingerprint
         assert int(fingerprint, 16) >= 0
-        command = "import sys; from pathlib import Path; from translation.sources import open_corpus; "
+        command = "import sys; from pathlib import Path; from tasks.translation.sources import open_corpus; "
         command += "print(open_corpus(None, Path(sys.argv[1]), cache_dir=Path(sys.argv[2])).fingerprint)"
         output = run_python(command, tmp_path / "second", tmp_path / "other_cache")
         assert output.split() == [fingerprint]
@@ -575,7 +575,7 @@ class TestHub:
             raise ConnectionError("no network")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
-        with pytest.raises(RuntimeError, match=r"'wmt/wmt14' could not be loaded.*pass data\.path.*'grammar'"):
+        with pytest.raises(RuntimeError, match=r"'wmt/wmt14' could not be loaded.*set data\.path.*'grammar'"):
             opened(name="wmt14")
 
 
@@ -583,7 +583,7 @@ class TestGrammar:
     @pytest.fixture(autouse=True)
     def small_grammar(self, monkeypatch):
         splits = {"train": PAIRS, "validation": PAIRS[:1], "test": PAIRS[2:]}
-        monkeypatch.setitem(sys.modules, "translation.grammar", SimpleNamespace(grammar_splits=lambda: splits))
+        monkeypatch.setitem(sys.modules, "tasks.translation.grammar", SimpleNamespace(grammar_splits=lambda: splits))
 
     def test_both_directions(self, opened, tmp_path):
         corpus, backwards = opened(name="Grammar"), opened(name="grammar", source="de", target="en")
