@@ -534,6 +534,9 @@ class TestImageFolders:
         write_tree(tmp_path, ["train/cat/1", "train/cat/deep/2", "train/dog/1", "train/ant/1", "test/dog/1"])
         (tmp_path / "train" / "cat" / "notes.txt").touch()
         (tmp_path / "train" / "cat" / "._1.png").touch()
+        for hidden in (".ipynb_checkpoints", "cat/.thumbnails/deep"):  # other tools keep copies there
+            (tmp_path / "train" / hidden).mkdir(parents=True)
+            (tmp_path / "train" / hidden / "1.png").touch()
         data = load_image_data(path=tmp_path)
         assert data.class_names == ("ant", "cat", "dog")
         assert data.train_labels.tolist() == [0, 1, 1, 2]
