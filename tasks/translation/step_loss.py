@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -82,7 +84,7 @@ class StepLoss:
         """Loss of each local worker, summed over its tokens: (local workers,). `pairs` counts their sentences."""
         if len(pairs) == 1:
             return smoothed_loss(model(**batch).logits, labels, self.smoothing)[None]
-        virtual = getattr(model, "module", model)  # inside DDP
+        virtual: Any = getattr(model, "module", model)  # inside DDP
         with virtual.cut_at(pairs):
             logits = model(**batch).logits
         parts = zip(logits.split(pairs), labels.split(pairs), strict=True)

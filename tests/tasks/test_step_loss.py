@@ -40,7 +40,7 @@ def labels_of(rows):
 
 
 def plan(per_process):
-    return TokenBatches(LENGTHS, LENGTHS, 80, WORKERS, ACCUMULATION, seed=0, per_process=per_process)
+    return TokenBatches(LENGTHS, LENGTHS, 80, WORKERS, ACCUMULATION, seed=5, per_process=per_process)
 
 
 def backpropagated(algorithm, rank, per_process):
@@ -72,6 +72,12 @@ def mean_over(workers):
     summed = (per_token + SMOOTHING * chosen.mean(-1))[real].sum()
     (summed / real.sum()).backward()
     return model.table.grad, float(summed.detach())
+
+
+def test_the_workers_of_these_tests_have_unequal_numbers_of_tokens_and_pairs():
+    batches = plan(1)
+    assert len(set(batches.epoch_tokens()[1][0].sum(axis=0).tolist())) == WORKERS
+    assert len(set(batches.epoch_pairs()[0].flatten().tolist())) == WORKERS * ACCUMULATION
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
@@ -109,4 +115,4 @@ def test_virtual_workers_are_weighted_by_their_share_of_the_batch():
         share / sum(sizes) * ACCUMULATION * total / tokens
         for share, total, tokens in zip(sizes, sums, own_tokens, strict=True)
     )
-    assert float(loss) == pytest.approx(expected)
+    assert float(loss.detach()) == pytest.approx(expected)
