@@ -22,7 +22,7 @@ class FakeAccelerator:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.group = SimpleNamespace(steps_taken=0, lost=[], redone=lambda work: work())
+        self.group = SimpleNamespace(steps_taken=0, lost=[], retry_after_loss=lambda work: work())
         self.seen = self.passes = 0
         self.logged = []
 
