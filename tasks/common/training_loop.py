@@ -177,10 +177,6 @@ class TrainingLoop:
 
     # ---- checkpoints
 
-    def resume(self, checkpoint: Any) -> None:
-        """Go on from a checkpoint of this run. Collective."""
-        self.accelerator.load_state(checkpoint)
-
     def state_dict(self) -> dict[str, Any]:
         """The position of the run, its losses and times."""
         return {
