@@ -544,8 +544,8 @@ def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
     [
         ({"network": NetworkConfig()}, None, "needs several workers on one machine; got 1"),
         ({"network": NetworkConfig()}, (4, 2), "got 4, 2 of them on this one"),
-        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "power of two of workers; got 6"),
-        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "power of two of workers; got 3"),
+        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "that is a power of two; got 6"),
+        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "that is a power of two; got 3"),
     ],
 )
 def test_impossible_numbers_of_workers_are_refused_before_they_start(settings, launched, message, monkeypatch):
