@@ -1,4 +1,4 @@
-"""A ResNet learns handwritten digits with a plain Hugging Face Trainer, on workers that gossip by one callback.
+"""Train a ResNet on handwritten digits with a Hugging Face Trainer, whose workers gossip by one callback.
 
 accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml tasks/trainer_images.py
 """
@@ -15,7 +15,7 @@ from dsgdac_accel import GossipCallback
 
 
 def load_splits() -> tuple[Dataset, Dataset, Dataset]:
-    """1,197 training, 300 validation and 300 test images of scikit-learn, enlarged from 8 x 8 to 32 x 32."""
+    """Load scikit-learn's digits, enlarged to 32 x 32: 1,197 training, 300 validation and 300 test images."""
     images, labels = load_digits(return_X_y=True)
     pixels = np.kron(images.reshape(-1, 1, 8, 8) / 8 - 1, np.ones((4, 4))).astype(np.float32)
     digits = Dataset.from_dict({"pixel_values": list(pixels), "labels": labels}).with_format("torch")
@@ -25,7 +25,7 @@ def load_splits() -> tuple[Dataset, Dataset, Dataset]:
 
 
 def accuracy(evaluated) -> dict[str, float]:
-    """Share of images whose likeliest class is theirs."""
+    """Share of images whose most probable class is the right one."""
     return {"accuracy": float((evaluated.predictions.argmax(-1) == evaluated.label_ids).mean())}
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     """Train, keep the best deployed model, save it and test it."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", default="runs/trainer_images")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--num_train_epochs", type=int, default=8)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def main() -> None:
     config.num_labels = 10
     args = TrainingArguments(
         options.output_dir,
-        num_train_epochs=options.epochs,
+        num_train_epochs=options.num_train_epochs,
         per_device_train_batch_size=16,
         learning_rate=3e-3,
         eval_strategy="epoch",
@@ -64,7 +64,7 @@ def main() -> None:
         compute_metrics=accuracy,
         callbacks=[GossipCallback(stop_on_signals=True)],
     )
-    trainer.train(resume_from_checkpoint="auto")  # a run that was stopped goes on
+    trainer.train(resume_from_checkpoint="auto")  # resumes a run that was stopped
     trainer.save_model(f"{options.output_dir}/deployed")
     trainer.log_metrics("test", trainer.predict(test).metrics)
 

@@ -1,6 +1,6 @@
-"""English to German by a Hugging Face Seq2SeqTrainer, on workers that gossip by one callback.
+"""Train an English-German translator with a Hugging Face Seq2SeqTrainer, whose workers gossip by one callback.
 
-From scratch, or, with --model FOLDER, a fine-tune of a saved encoder-decoder, on the sentences of a small grammar:
+It trains on the sentences of a small grammar, from scratch, or with --model FOLDER from a saved encoder-decoder:
 
 accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml tasks/trainer_translation.py
 """
@@ -27,11 +27,11 @@ from tasks.translation.tokenizer import END, PAD, train_tokenizer
 
 
 def main() -> None:
-    """Train or fine-tune, save the deployed model and let it translate the test split."""
+    """Train or fine-tune, save the deployed model and translate the test split with it."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder of a saved encoder-decoder and its tokenizer; default: from scratch")
     parser.add_argument("--output_dir", default="runs/trainer_translation")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--num_train_epochs", type=int, default=6)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def main() -> None:
         tokens[name] = Dataset.from_dict(dict(tokenizer(english, text_target=german)))
     args = Seq2SeqTrainingArguments(
         options.output_dir,
-        num_train_epochs=options.epochs,
+        num_train_epochs=options.num_train_epochs,
         per_device_train_batch_size=32,
         per_device_eval_batch_size=64,
         learning_rate=2e-3 if options.model else 5e-3,
@@ -72,7 +72,7 @@ def main() -> None:
         compute_metrics=compute_metrics(tokenizer),
         callbacks=[GossipCallback(GossipConfig(power=2, start_epoch=1), stop_on_signals=True)],
     )
-    trainer.train(resume_from_checkpoint="auto")  # a run that was stopped goes on
+    trainer.train(resume_from_checkpoint="auto")  # resumes a run that was stopped
     trainer.save_model(f"{options.output_dir}/deployed")
     test = trainer.predict(tokens["test"])
     if trainer.is_world_process_zero():

@@ -1,11 +1,11 @@
-"""The parts of `tasks/benchmark.py`: models, variants, measurement, report, and networks emulated on one machine."""
+"""The benchmarks of `tasks/benchmark.py`: models, variants, measurement, reports, and a relay to emulate a network."""
 
 import os
 import signal
 
 LAUNCHED = "BENCHMARK_LAUNCHED"
-"""Variable of the environment of workers that the script has started itself."""
+"""Environment variable of workers that the script has started itself."""
 
 if LAUNCHED in os.environ:
-    # Whoever started them says that they were interrupted, once for all. Here, since other imports take seconds.
+    # The launcher alone reports an interrupt. Set it here, before imports that take seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

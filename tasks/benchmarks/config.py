@@ -27,10 +27,6 @@ class NetworkConfig:
     queue_kb: float = 512.0
     """Largest queue of a link, in KiB (>= 64). Much more hides effects, since everything then waits in line."""
 
-    by: Literal["auto", "namespaces", "relay"] = "auto"
-    """How the network is slowed down. namespaces uses the kernel (tbf and netem; Linux, root), relay a process that
-    forwards the connections (anywhere), auto namespaces where possible and otherwise the relay."""
-
     def __post_init__(self) -> None:
         check_number("rate_mbit", self.rate_mbit, above=0, advice="Leave the network out for this machine's own.")
         check_number("delay_ms", self.delay_ms, minimum=0)

@@ -1,10 +1,10 @@
-"""Variants in turn, so that a noisy machine disturbs all alike, and what their steps cost."""
+"""Measures variants in turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -19,44 +19,47 @@ _WARM_UP = 3
 
 @dataclass
 class Turns:
-    """What the turns of one variant took, a value for each round; means over the workers."""
+    """Measurements of one variant, one value per round."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of a step."""
+    """Seconds per step, mean over the workers."""
     slowest: list[float] = field(default_factory=list)
-    """Of a step, on the slowest worker."""
+    """Seconds per step on the slowest worker."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of processor time for a step, all threads of all workers together."""
+    """Processor seconds per step, sum over all threads of all workers."""
     waited: list[float] = field(default_factory=list)
-    """Seconds of a step spent waiting for others; empty where nobody knows."""
+    """Seconds per step spent waiting for other workers, mean over the workers; empty if unknown."""
     bytes_sent: float = 0.0
-    """By a worker for one step, computed."""
+    """Bytes that a worker sends per step, computed."""
     bytes_carried: float | None = None
-    """By a worker for one step, as the relay has counted; None without one."""
+    """Bytes that a worker sends per step, as counted by the relay; None without one."""
     extra_copies: float = 0.0
     """Memory beyond model, gradients and optimizer, in copies of the parameters."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All turns by name of the variant, and why others were left out."""
+    """Result of a benchmark."""
 
     turns: dict[str, Turns]
+    """Measurements by variant."""
     left_out: dict[str, str]
+    """For each variant that was not measured, the reason."""
     parameters: int
+    """Number of parameters of the model."""
 
 
 def measure(
     config: BenchmarkConfig, group: WorkerGroup, carried: Callable[[], Mapping[int, int]] | None = None
 ) -> Measured:
-    """Build the variants and let them take turns. Collective.
+    """Build the variants and measure them in turns. Collective.
 
     Args:
-        config: of the benchmark.
+        config: settings of the benchmark.
         group: the workers.
         carried: asks the relay for the bytes that each worker has sent so far.
 
-    Raises WorkerLostError, whatever the variant communicates by.
+    Raises WorkerLostError for a lost worker, for variants of other libraries, too.
     """
     variants: dict[str, Variant] = {}
     turns: dict[str, Turns] = {}
@@ -74,11 +77,9 @@ def measure(
         copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
         workload.model.zero_grad()
         turns[name].extra_copies = max(group.all_gather_object(copies, "comparing memory"))
-    names = list(variants)
-    for round_ in range(config.rounds if names else 0):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            turn = partial(_take_turn, variants[name], turns[name], config.steps, group, carried)
-            group.guarded(turn, f"a turn of {name}", strict=True)
+    for _, name in in_turns(list(variants), config.rounds):
+        turn = partial(_take_turn, variants[name], turns[name], config.steps, group, carried)
+        group.guarded(turn, f"a turn of {name}", strict=True)
     first = next(iter(variants.values()), None)
     parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
     return Measured(turns, left_out, parameters)
@@ -98,8 +99,8 @@ def _take_turn(
     before = carried() if carried is not None else {}
     group.barrier("counting bytes")
     used = time.process_time()
-    # Everything was silent. After one step an exchange is in flight, as after every other one: from there on, each step
-    # holds one exchange. Processor time and bytes are those of all steps, with the last exchange.
+    # No exchange is in flight yet. After this step one is, so each timed step includes exactly one exchange. Processor
+    # time and bytes count all steps, with the last exchange.
     variant.step()
     waits, sent = [], []
     begun = time.perf_counter()
@@ -125,8 +126,19 @@ def _take_turn(
         turns.bytes_carried = (sum(after.values()) - sum(before.values())) / (steps + 1) / group.size
 
 
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield round and name of every turn; each round starts with the next name.
+
+    >>> list(in_turns(["a", "b"], rounds=2))
+    [(0, 'a'), (0, 'b'), (1, 'b'), (1, 'a')]
+    """
+    for round_ in range(rounds):
+        for turn in range(len(names)):
+            yield round_, names[(round_ + turn) % len(names)]
+
+
 def summarise(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
-    """Medians over the rounds, and ratios to every other variant within the same round with their quartiles.
+    """Medians over the rounds, and quartiles of the ratios to every other variant within the same round.
 
     >>> alone, together = Turns([1.0, 2.0], cpu_seconds=[1.0, 1.0]), Turns([2.0, 6.0], cpu_seconds=[1.0, 2.0])
     >>> table = summarise({"local": alone, "ddp": together})
@@ -150,7 +162,7 @@ def summarise(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
 
 
 def quartiles(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Of the ratios of two variants in the same rounds.
+    """Quartiles of the ratios of two variants in the same rounds.
 
     >>> quartiles([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
     {'q1': 1.5, 'median': 2.0, 'q3': 3.0}
@@ -160,7 +172,7 @@ def quartiles(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float
 
 
 def quartiles_of(values: Sequence[float]) -> list[float]:
-    """First quartile, median and third quartile, by linear interpolation between the values, so never beyond them.
+    """First quartile, median and third quartile, interpolated linearly between the values, so never beyond them.
 
     >>> quartiles_of([1.0, 2.0, 3.0, 10.0]), quartiles_of([7.0])
     ([1.75, 2.5, 4.75], [7.0, 7.0, 7.0])

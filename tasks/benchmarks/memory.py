@@ -1,4 +1,4 @@
-"""What a variant holds beyond model, gradients and optimizer."""
+"""Measures the memory of a variant beyond model, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each memory block that the tensors lie in, by its address."""
+    """Size in bytes of each memory block that the tensors use, by its address."""
     found = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:
-            continue  # sparse ones have no block of their own
+            continue  # sparse tensors have no block of their own
         storage = tensor.untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
@@ -22,19 +22,21 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def all_storages() -> dict[int, int]:
-    """The memory blocks of all tensors that Python code of this process holds."""
+    """Memory blocks of all tensors that this process's Python code references."""
     gc.collect()
     return storages(thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter))
 
 
 def extra_copies(before: dict[int, int], model: torch.nn.Module, others: Iterable[Tensor]) -> float:
-    """Memory that came since `before` and is none of the model, its gradients and the `others`.
+    """Memory allocated since `before`, without the model, its gradients and the `others`, in copies of the parameters.
 
-    Working space of a fixed size counts as well. That of bf16 and int8 is 2 MiB: nothing beside a large model, and 4
-    copies of one that is smaller than 0.5 MiB.
+    Workspaces of a fixed size count, too. That of bf16 and int8 is 2 MiB: negligible for a large model, and 4 copies
+    of a model of 0.5 MiB.
 
-    Returns:
-        In copies of the parameters.
+    Args:
+        before: memory blocks that are not counted.
+        model: the model.
+        others: tensors that are not counted, such as the batch and the optimizer's state.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark, on random data."""
+"""Models of the benchmarks, with random data."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tasks.benchmarks.sleeping import SleepingModel
 from tasks.images.transformer import TransformerLayer
 
 TRANSFORMERS = {"transformer-10m": (384, 8), "transformer-40m": (768, 8)}
-"""Width and layers."""
+"""Width and number of layers."""
 TRANSLATION = ("translation-tiny", "translation-small", "translation-base", "translation-big")
-"""The translation task's Transformers, by their sizes there, with a vocabulary of 32,000."""
+"""The Transformers of the translation task by size, with a vocabulary of 32,000."""
 VOCABULARY = 1000
 _LARGE_VOCABULARY = 32_000
 TOKENS = 32
-"""Of a sentence."""
+"""Length of a sentence."""
 _TINY = re.compile(r"tiny-(\d+)")
 _SLEEPING = re.compile(r"sleeping-(\d+)")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and one batch for it."""
+    """A model and a batch."""
 
     model: nn.Module
     batch: tuple[Tensor, ...]
     loss: Callable[[nn.Module], Tensor]
-    """Of the batch, by the model given or a wrapper of it; shape ()."""
+    """Computes the loss of the batch, shape (), by the model or a wrapper of it."""
 
 
 class TinyLayers(nn.Module):
-    """Residual layers x + tanh(linear(norm(x))) / 10 of width 32, cut off at `tensors` parameters tensors in all."""
+    """Residual layers x + tanh(linear(norm(x))) / 10 of width 32, with `tensors` parameter tensors in all."""
 
     WIDTH = 32
 
@@ -50,7 +50,7 @@ class TinyLayers(nn.Module):
         self.rest = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(tensors % 4))
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        """Shape (B, 32) from the same."""
+        """Map (B, 32) to the same shape."""
         for layer in self.layers:
             x_BC = x_BC + 0.1 * torch.tanh(layer(x_BC))
         for shift in self.rest:
@@ -59,7 +59,7 @@ class TinyLayers(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, pre-LN layers, LayerNorm, linear: logits (B, T, 1000) from tokens (B, T)."""
+    """Embedding, pre-LN layers, LayerNorm, linear: maps tokens (B, T) to logits (B, T, 1000)."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class LanguageModel(nn.Module):
         self.out = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """See the class."""
+        """Map tokens (B, T) to logits (B, T, 1000)."""
         return self.out(self.norm(self.layers(self.embedding(tokens_BT))))
 
 
 def check_model_name(name: str, image_size: int) -> None:
-    """Raises ValueError for a model that does not exist, without building a large one."""
+    """Raise ValueError for a model that does not exist, without allocating one."""
     key = name.strip().lower()
     if key in TRANSFORMERS or key in TRANSLATION:
         return
@@ -83,7 +83,7 @@ def check_model_name(name: str, image_size: int) -> None:
             if int(found[1]) < 1:
                 raise ValueError(f"model must have at least 1 of its {what}; got {name!r}.")
             return
-    from tasks.images.models import build_image_model  # takes seconds, and most benchmarks need none
+    from tasks.images.models import build_image_model  # slow to import, and most benchmarks do not need it
 
     try:
         with torch.device("meta"):
@@ -96,7 +96,15 @@ def check_model_name(name: str, image_size: int) -> None:
 def build_workload(
     name: str, *, batch_size: int, image_size: int, compute_seconds: float, device: torch.device, seed: int
 ) -> Workload:
-    """The model of this name, the same for every call, and a batch that depends on `seed`.
+    """Build a model, the same in every call, and draw a batch.
+
+    Args:
+        name: name of the model; see `BenchmarkConfig.model`.
+        batch_size: samples in the batch.
+        image_size: height and width of random images.
+        compute_seconds: forward and backward time of a sleeping model.
+        device: where the model and the batch go.
+        seed: seed of the batch.
 
     Raises ValueError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""What the scaling model says of the variants that it knows, to be held against what was measured."""
+"""Predictions of the scaling model, to compare with the measurements."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ _OF_TOPOLOGY = {
 def predicted_seconds(
     config: BenchmarkConfig, table: Mapping[str, Mapping[str, Any]], parameters: int, workers: int
 ) -> dict[str, float]:
-    """Seconds per step by `dsgdac_accel.scaling`, of the variants that it has a formula for.
+    """Predict seconds per step by `dsgdac_accel.scaling`, for the variants that it has a formula for.
 
-    Computation is what the local step took, so that only the communication is predicted. Empty without an emulated
-    network, a local step or a sleeping model (whose share of forward is known), and with stalls, which it knows not.
+    The measured local step is taken as computation, so only communication is predicted. Nothing is predicted without an
+    emulated network, a local step and a sleeping model (whose share of forward is known), nor with stalls, which the
+    formulas do not cover.
+
+    Args:
+        config: settings of the benchmark.
+        table: the measurements, as `measurement.summarise` returns them.
+        parameters: number of parameters of the model.
+        workers: number of workers.
     """
     stalls = config.stalls.probability and config.stalls.milliseconds
     if config.network is None or stalls or "local" not in table or not config.model.startswith("sleeping"):
@@ -35,7 +42,7 @@ def predicted_seconds(
             continue
         settings = name.settings(config.gossip)
         bits = {"full": 32.0, "bf16": 16.0}.get(settings.comm_dtype)
-        if bits is None:  # int8, with the scales of its blocks: what was sent, of which an odd worker has no part
+        if bits is None:  # int8 with the scales of its blocks: from the bytes sent, to which an idle worker adds none
             bits = table[text]["bytes_sent"] * 8 / parameters * workers / (workers - workers % 2)
         cluster = Cluster(
             parameters=parameters,

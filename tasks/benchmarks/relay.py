@@ -1,16 +1,16 @@
-"""A process that carries the connections between workers, as slowly as an emulated network would.
+"""A process that carries the connections between workers at the speed of an emulated network.
 
-    python -m benchmarks.relay RATE DELAY QUEUE      bytes per second, seconds, bytes
+    python -m tasks.benchmarks.relay RATE DELAY QUEUE      bytes per second, seconds, bytes
 
-It prints the port of its control connection, on which workers ask, one line each:
+It prints the port of its control connection, on which workers send commands, one per line:
 
     owner RANK PORT      worker RANK listens at PORT                                  -> "ok"
-    route RANK PORT      where worker RANK is to connect to reach the owner of PORT   -> a port
-    counters             bytes sent by each worker so far, and how late they were     -> JSON
+    route RANK PORT      where worker RANK connects to reach the owner of PORT        -> a port
+    counters             bytes sent by each worker so far, and how late they arrived  -> JSON
 
-Its standard input ends with the process that started it, at the latest. The relay then waits until all workers have
-hung up, for 10 seconds at most, and ends as well. It needs neither privileges nor a compiler: `relayed_store` lets gloo
-connect here instead of to its peers.
+The relay ends after its standard input does, which happens when its parent process ends. Before that it waits up to 10
+seconds until all workers have closed their connections. It needs neither privileges nor a compiler: `relayed_store`
+makes gloo connect to the relay instead of to its peers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from collections.abc import Callable
 
 from tasks.benchmarks.link import Network
 
-_PIECE_SECONDS = 0.001  # of the line, so that messages mix as packets would, and yet few pieces have to be handled
+_PIECE_SECONDS = 0.001
+"""Time of a piece on the line: short enough that messages interleave like packets, long enough to be few."""
 _SMALLEST_PIECE, _LARGEST_PIECE = 4096, 65536
-_LAST_SECONDS = 10.0  # for what is on its way in the end
-_KERNEL_BUFFER = 128 * 1024  # so that what waits, waits at the sender
+_LAST_SECONDS = 10.0
+"""Longest time for data on its way after standard input ended."""
+_KERNEL_BUFFER = 128 * 1024
+"""Small, so that data waits at the sender."""
 
 
 class Relay:
-    """Event loop over all connections; one thread."""
+    """Event loop over all connections, in one thread."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -50,10 +53,10 @@ class Relay:
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self.connections = 0
-        """Of workers, still open; counted at both ends."""
+        """Open connections of workers, counted at both ends."""
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Serve until standard input ends."""
         control = self._listen(self._accept_control)
         print(control, flush=True)
         self.watch(sys.stdin.fileno(), select.EPOLLIN, lambda events: None)
@@ -61,7 +64,7 @@ class Relay:
         while (self.connections or last == math.inf) and time.monotonic() < last:
             first = min(last, self._timers[0][0] if self._timers else math.inf)
             wait = None if first == math.inf else max(0.0, first - time.monotonic())
-            # epoll by itself rounds up to milliseconds; select does not.
+            # epoll rounds timeouts up to milliseconds; select does not.
             select.select([self._poll.fileno()], [], [], wait)
             for descriptor, events in self._poll.poll(0):
                 if descriptor == sys.stdin.fileno():
@@ -75,20 +78,20 @@ class Relay:
                 heapq.heappop(self._timers)[2](now)
 
     def at(self, when: float, call: Callable[[float], None]) -> None:
-        """Call it at `when`, with the time that it is then."""
+        """Call `call` at `when`, with the time of the call."""
         heapq.heappush(self._timers, (when, next(self._numbers), call))
 
     def watch(self, descriptor: int, events: int, handler: Callable[[int], None]) -> None:
-        """Call the handler for these events of a descriptor."""
+        """Call the handler on these events of a descriptor."""
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, events)
 
     def change(self, descriptor: int, events: int) -> None:
-        """Watch for other events."""
+        """Change the events to watch for."""
         self._poll.modify(descriptor, events)
 
     def forget(self, descriptor: int) -> None:
-        """Stop watching."""
+        """Stop watching a descriptor."""
         self._poll.unregister(descriptor)
         del self._handlers[descriptor]
 
@@ -120,7 +123,7 @@ class Relay:
         self.watch(connection.fileno(), select.EPOLLIN, answer)
 
     def command(self, line: str) -> str:
-        """The answer to one line of a worker."""
+        """Carry out one line of a worker. Returns the answer."""
         match line.split():
             case ["owner", rank, port]:
                 self.owners[int(port)] = int(rank)
@@ -146,7 +149,7 @@ class Relay:
         other.reads = one.writes = Direction(self, other, one, receiver, sender)
 
     def count(self, sender: int, size: int, late: float) -> None:
-        """Note a piece that was delivered."""
+        """Count a delivered piece."""
         self.sent[sender] = self.sent.get(sender, 0) + size
         self.pieces += 1
         self.late_seconds += late
@@ -154,7 +157,7 @@ class Relay:
 
 
 class End:
-    """A connection to one worker: read by one direction, written by the other."""
+    """A connection to one worker, which one direction reads and the other writes."""
 
     reads: Direction
     writes: Direction
@@ -173,14 +176,14 @@ class End:
             self.reads.read()
 
     def want(self, event: int, wanted: bool) -> None:
-        """Begin or stop watching for an event."""
+        """Start or stop watching for an event."""
         events = self.events | event if wanted else self.events & ~event
         if events != self.events and self.open:
             self.events = events
             self.relay.change(self.socket.fileno(), events)
 
     def close(self) -> None:
-        """Both directions end: workers close connections only when they are done."""
+        """Close the connection for both directions; workers close theirs only when they are done."""
         if self.open:
             self.open = False
             self.relay.connections -= 1
@@ -189,7 +192,7 @@ class End:
 
 
 class Direction:
-    """What one worker sends to another over one connection."""
+    """The data that one worker sends to another over one connection."""
 
     def __init__(self, relay: Relay, source: End, target: End, sender: int, receiver: int) -> None:
         self.relay, self.source, self.target = relay, source, target
@@ -198,7 +201,7 @@ class Direction:
         self._over = False
 
     def read(self) -> None:
-        """Take a piece from the sender, unless the network has no room for it yet."""
+        """Read a piece from the sender, or wait until the network has room for it."""
         network, now = self.relay.network, time.monotonic()
         room = network.room_at(now, self.sender, self.receiver)
         if room > now:
@@ -221,7 +224,7 @@ class Direction:
         self.relay.at(due, self.deliver)
 
     def deliver(self, now: float) -> None:
-        """Hand on what has arrived by now."""
+        """Write the pieces that have arrived by now to the receiver."""
         while self._pieces and self._pieces[0][0] <= now and self.target.open:
             due, data = self._pieces.popleft()
             try:
@@ -237,7 +240,7 @@ class Direction:
                 return
             self.relay.count(self.sender, len(data), now - due)
         self.target.want(select.EPOLLOUT, False)
-        if self._over and not self._pieces:  # the end must not overtake what is on its way
+        if self._over and not self._pieces:  # close only after all data has arrived
             self._end()
 
     def _end(self) -> None:

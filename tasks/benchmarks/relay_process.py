@@ -1,4 +1,4 @@
-"""The relay as its users see it: started, asked and ended."""
+"""Starts the relay, and lets workers send commands to it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Counters:
-    """What the relay has carried so far."""
+    """Counters of the relay."""
 
     bytes_sent: dict[int, int]
-    """By each worker."""
+    """Bytes sent so far by each worker."""
     late: float
-    """Seconds after its due time at which a piece was delivered, on average."""
+    """Seconds from the due time of a piece to its delivery, on average."""
     latest: float
-    """The same of the worst piece."""
+    """The longest such delay."""
 
 
 class RelayClient:
     """A worker's control connection to the relay at `port` of this machine.
 
-    Raises ConnectionError where no relay answers.
+    Raises ConnectionError if no relay answers.
     """
 
     def __init__(self, port: int) -> None:
@@ -40,7 +40,10 @@ class RelayClient:
         self._answers = self._connection.makefile("r")
 
     def ask(self, line: str) -> str:
-        """One command and its answer. Raises ConnectionError without a relay, RuntimeError for an unknown command."""
+        """Send a command and return its answer.
+
+        Raises ConnectionError if the relay is gone, RuntimeError for an unknown command.
+        """
         try:
             self._connection.sendall(f"{line}\n".encode())
             answer = self._answers.readline().strip()
@@ -53,13 +56,13 @@ class RelayClient:
         return answer
 
     def counters(self) -> Counters:
-        """As of now."""
+        """The counters as of now."""
         found = json.loads(self.ask("counters"))
         sent = {int(rank): size for rank, size in found["bytes"].items()}
         return Counters(sent, found["late"], found["latest"])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._answers.close()
         self._connection.close()
 
@@ -72,12 +75,17 @@ def _no_answer(happened: str) -> ConnectionError:
 
 @contextlib.contextmanager
 def running_relay(rate: float, delay: float, queue: float) -> Iterator[int]:
-    """A relay of its own process; the port of its control connection.
+    """Run a relay in a process of its own inside the context. Yields the port of its control connection.
 
-    The arguments are those of `link.Network`: bytes per second, seconds, bytes. If the relay ends by itself, a line in
-    the end says so. A Ctrl-C does not reach it: workers need it as long as they are there.
+    If the relay ends by itself, a line on stderr says so at the end. A Ctrl-C does not reach it, since the workers need
+    it until they have ended.
 
-    Raises RuntimeError where it does not start.
+    Args:
+        rate: bytes per second of a line.
+        delay: seconds from one worker to another.
+        queue: most bytes that wait for a line.
+
+    Raises RuntimeError if the relay does not start.
     """
     command = [sys.executable, "-m", "tasks.benchmarks.relay", *map(str, (rate, delay, queue))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
@@ -86,7 +94,7 @@ def running_relay(rate: float, delay: float, queue: float) -> Iterator[int]:
     with process.stdin, process.stdout:
         port = process.stdout.readline().strip()
         if not port:
-            raise RuntimeError(f"the relay ended at once with status {process.wait()}; see above.")
+            raise RuntimeError(f"the relay ended at once with status {process.wait()}. Its error is printed above.")
         try:
             yield int(port)
         finally:

@@ -1,9 +1,9 @@
-"""A rendezvous store that lets gloo's connections go through the relay.
+"""A rendezvous store that makes gloo connect its workers through the relay.
 
-gloo's workers tell each other through the store where they listen, and of two workers the one with the higher address
-connects. So every worker is told that lower ranks have a lower address than its own, 0.0.0.0 (which is this machine)
-with a port of the relay, and that higher ranks have a higher one, which it never uses since they connect to it.
-Neither privileges nor changes to torch are needed.
+gloo's workers publish in the store where they listen, and between two workers the one with the higher address connects.
+This store therefore shows each worker a lower address for lower ranks, 0.0.0.0 (this machine) with a port of the relay,
+and a higher address for higher ranks, which is never used since those connect themselves. This needs neither privileges
+nor changes to torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from tasks.benchmarks.relay_process import RelayClient
 
 _ADDRESS = re.compile(rb"\x02\x00(?P<port>..)\x7f\x00\x00\x01\x00{8}", re.DOTALL)
-"""A sockaddr_in of 127.0.0.1, in the bytes by which gloo announces a worker."""
+"""A sockaddr_in of 127.0.0.1 in the bytes that gloo publishes for a worker."""
 _LOWER, _HIGHER = bytes((0, 0, 0, 0)), bytes((127, 0, 0, 2))
 
 
 class RelayedStore(dist.Store):
-    """`store` for worker `rank`, with addresses of the other workers replaced by those of the relay.
+    """Wraps `store` for worker `rank`, and replaces the addresses of other workers by those of the relay.
 
     >>> announced = b"vm" + b"\\x02\\x00" + struct.pack(">H", 40000) + bytes((127, 0, 0, 1)) + bytes(8)
     >>> port_in(announced)
@@ -35,10 +35,10 @@ class RelayedStore(dist.Store):
         self._store: Any = store
         self._rank, self._relay = rank, relay
         self.routes = 0
-        """Connections that this worker makes through the relay."""
+        """Number of connections that this worker makes through the relay."""
 
     def set(self, key: str, value: Any) -> None:
-        """Announce; the relay then knows who listens there."""
+        """Set a value; an address is also reported to the relay."""
         port = port_in(value if isinstance(value, bytes) else b"")
         if port is not None:
             self._relay.ask(f"owner {self._rank} {port}")
@@ -46,7 +46,7 @@ class RelayedStore(dist.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """What was set, or for an address where to go instead."""
+        """Get a value, with an address replaced by the one to connect to."""
         value = self._store.get(key)
         port = port_in(value)
         if port is None:
@@ -58,7 +58,7 @@ class RelayedStore(dist.Store):
         return replaced(value, _HIGHER, port) if owner > self._rank else value
 
     def has_extended_api(self) -> bool:
-        """gloo then reads every address by `get`."""
+        """False makes gloo read every address by `get`."""
         return False
 
     def add(self, key: str, amount: int) -> int:
@@ -91,13 +91,13 @@ class RelayedStore(dist.Store):
 
 
 def port_in(value: bytes) -> int | None:
-    """The port at which a worker announces that it listens, or None where the value is something else."""
+    """The port in a published address, or None if the value is no address."""
     found = _ADDRESS.search(value)
     return None if found is None else struct.unpack(">H", found["port"])[0]
 
 
 def replaced(value: bytes, host: bytes, port: int) -> bytes:
-    """The announcement with another address."""
+    """The value with another address in it."""
     address = b"\x02\x00" + struct.pack(">H", port) + host + bytes(8)
     return _ADDRESS.sub(lambda found: address, value, count=1)
 

@@ -1,4 +1,4 @@
-"""The table, the verdicts on the targets, and the files."""
+"""Prints and writes the result of a benchmark: table, targets, JSON file and plot."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
 
 REFERENCES = ("local", "ddp", "decent_dp")
-"""What others are compared with, as far as it is measured."""
+"""Variants that the others are compared with, if they are measured."""
 
 
 def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Sequence[str] = ()) -> dict[str, Any]:
-    """Print everything, write the files, and return what the JSON file holds.
+    """Print the result and write the files. Returns the content of the JSON file.
 
     Args:
-        config: of the benchmark.
-        measured: what came of it.
-        workers: how many took part.
-        lines: about the network, to print and keep with the result.
+        config: settings of the benchmark.
+        measured: its measurements.
+        workers: number of workers.
+        lines: lines about the network, to print and to keep in the file.
     """
     table = summarise(measured.turns)
     predicted = predicted_seconds(config, table, measured.parameters, workers)
@@ -54,27 +54,32 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         ],
     }
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(config.output, result)
         plot(table, verdicts, config.output.with_suffix(".png"), headline(config, measured, workers))
     return result
 
 
-def check_output(output: Path) -> None:
-    """Find out before minutes of measuring whether the files can be written; makes their folder.
+def write_result(file: Path, result: Mapping[str, Any]) -> None:
+    """Write a JSON file and its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    Raises ValueError where they cannot, RuntimeError without matplotlib.
+
+def check_output(output: Path) -> None:
+    """Check before the measurement that the files can be written, and create their folder.
+
+    Raises ValueError if they cannot, RuntimeError without matplotlib.
     """
     for file in (output, output.with_suffix(".png")):
         check_writable("output", file)
     try:
         _figure_class()
     except ImportError as error:
-        raise RuntimeError(f"{error}. Or leave out output, then there is no plot.") from None
+        raise RuntimeError(f"{error}. Or leave out output, which needs no plot.") from None
 
 
 def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
-    """What was measured, in a line."""
+    """What was measured, in one line."""
     what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters"
     if config.model.startswith("sleeping"):
         what += f", {config.compute_ms:g} ms of sleep for computation"
@@ -89,7 +94,7 @@ def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
 
 
 def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The table as text."""
+    """Lines of the table."""
     if not table:
         return []
     width = max(len(name) for name in table)
@@ -117,7 +122,7 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], path: Path, title: str) -> None:
-    """Step time of each variant as a bar, with the quartiles of its rounds and its targets, as a PNG file.
+    """Plot the step time of each variant as a bar, with the quartiles of its rounds and its target, to a PNG file.
 
     Raises ImportError without matplotlib.
     """
@@ -131,9 +136,9 @@ def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], pa
         medians.append(median)
         spread[0].append(median - q1)
         spread[1].append(q3 - median)
-    colours = [BLUE if name.startswith("gossip") else "0.6" for name in names]
+    colors = [BLUE if name.startswith("gossip") else "0.6" for name in names]
     places = list(range(len(names)))
-    axes.barh(places, medians, xerr=spread, color=colours, height=0.65, error_kw={"ecolor": "0.25", "capsize": 2})
+    axes.barh(places, medians, xerr=spread, color=colors, height=0.65, error_kw={"ecolor": "0.25", "capsize": 2})
     limits = _limits(table, verdicts)
     for name, limit in limits.items():
         place = names.index(name)
@@ -161,7 +166,7 @@ def _figure_class() -> Any:
 
 
 def _limits(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """The step time that each variant was to stay below, by its strictest target."""
+    """For each variant, the step time of its strictest target."""
     limits: dict[str, float] = {}
     for verdict in verdicts:
         target = verdict.target

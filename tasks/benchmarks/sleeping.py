@@ -1,4 +1,4 @@
-"""Layers whose computation is a sleep: a worker on an accelerator of its own, as far as the network can tell."""
+"""A model whose computation is a sleep, so that two cores can emulate many workers with accelerators of their own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _GRADIENT = 1e-5
 
 
 class SleepingModel(nn.Module):
-    """`parameters` numbers in up to 12 layers of about one size, whose forward and backward take no processor time.
+    """Up to 12 layers of about equal size, whose forward and backward take no processor time.
 
-    Forward sleeps a third of `seconds`, backward the rest, each spread over the layers, so that gradients become ready
-    one after the other as in a real network. They are constant, and the loss is the sum of the input. What one sleep
-    takes too long, because the timer is coarse or the processor busy with another worker, the next one makes up for.
+    Forward sleeps a third of `seconds`, backward the rest, spread over the layers, so that gradients become ready one
+    after the other as in a real network. Gradients are constant, and the loss is the sum of the input. If a sleep takes
+    too long, because the timer is coarse or the processor busy with another worker, the next one is shorter.
 
     Args:
-        parameters: how many, at least 1.
-        seconds: of forward and backward together.
+        parameters: number of parameters, at least 1.
+        seconds: time of forward and backward together.
     """
 
     def __init__(self, parameters: int, seconds: float) -> None:
@@ -35,14 +35,14 @@ class SleepingModel(nn.Module):
         self.clock = _Clock()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape () from x of any shape, which needs to require a gradient."""
+        """Map x of any shape, which has to require a gradient, to shape ()."""
         for layer in self.layers:
             x = _Sleep.apply(x, layer, self.clock, self.forward_seconds, self.backward_seconds)
         return x.sum()
 
 
 class _Clock:
-    """Lets computations take the time that they should on the whole."""
+    """Stretches computations to given times, and makes up for earlier ones that took too long."""
 
     def __init__(self) -> None:
         self.late = 0.0
@@ -50,7 +50,7 @@ class _Clock:
 
     @contextlib.contextmanager
     def computing(self, seconds: float) -> Iterator[None]:
-        """What is done inside, and a sleep, take `seconds` together, less what earlier ones took too long."""
+        """Sleep at the end of the context, so that it takes `seconds` less the delay of earlier ones."""
         began = time.perf_counter()
         yield
         due = seconds - self.late

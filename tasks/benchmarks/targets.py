@@ -1,4 +1,4 @@
-"""What a benchmark is expected to show, in one line each."""
+"""Targets of a benchmark, and whether it meets them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class Target:
     """time, cpu (processor time of all workers) or memory (parameter copies)."""
     variant: str
     limit: float
+    """Largest ratio to the reference, or number of parameter copies."""
     reference: str | None
+    """Variant to compare with; None for memory."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Raises ValueError for anything that is not of the form."""
+        """Read a target. Raises ValueError for text of another form."""
         found = _FORM.fullmatch(text.strip())
         if found is None or (found["reference"] is None) != (found["what"] == "memory"):
             raise ValueError(
@@ -42,11 +44,11 @@ class Target:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Those that it speaks of."""
+        """The variants in the target."""
         return (self.variant,) if self.reference is None else (self.variant, self.reference)
 
     def judge(self, table: Mapping[str, Mapping[str, Any]]) -> Verdict:
-        """Compare with what was measured; see `measurement.summarise` for the table."""
+        """Compare with the table that `measurement.summarise` returned."""
         if any(name not in table for name in self.variants):
             return Verdict(self, None)
         if self.what == "memory":
@@ -57,18 +59,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a target; `measured` is None where a variant was left out."""
+    """Result of a target; `measured` is None if a variant was left out."""
 
     target: Target
     measured: float | None
 
     @property
     def met(self) -> bool | None:
-        """None: nobody knows."""
+        """Whether the target is met; None if a variant was left out."""
         return None if self.measured is None else round(self.measured, 3) <= self.target.limit
 
     def line(self) -> str:
-        """For the report."""
+        """Line for the report."""
         target = self.target
         what = {"time": "", "cpu": "processor time of ", "memory": "extra parameter copies of "}[target.what]
         of = "" if target.reference is None else f" of {target.reference}"

@@ -1,4 +1,4 @@
-"""A training that is measured in one process: a model, an optimizer, a batch size."""
+"""The trainings of benchmarks in one process: a model, an optimizer and a batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIMIZERS = ("sgd", "adam")
 
 
 def this_device() -> tuple[torch.device, str]:
-    """What to compute on, the GPU if there is one, and what to call it."""
+    """The GPU if there is one, else the CPU, with a description for the report."""
     device = torch.accelerator.current_accelerator()
     if device is None or not torch.accelerator.is_available():
         return torch.device("cpu"), f"{torch.get_num_threads()} thread(s)"
@@ -21,18 +21,18 @@ def this_device() -> tuple[torch.device, str]:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained in one comparison."""
+    """A training to measure."""
 
     model: str
-    """Its name."""
+    """Name of the model."""
     optimizer: str
-    """sgd with momentum and weight decay, or adam, both in torch's fused form."""
+    """sgd (with momentum and weight decay) or adam, both in torch's fused form."""
     batch_size: int
     """Samples per worker and step."""
 
     @classmethod
     def of(cls, text: str) -> Training:
-        """Read "<model> <optimizer> <samples per worker>".
+        """Read "<model> <optimizer> <samples per worker>". Raises ValueError for other text.
 
         >>> Training.of("wrn-10-2 sgd 16")
         Training(model='wrn-10-2', optimizer='sgd', batch_size=16)
@@ -41,12 +41,12 @@ class Training:
         if len(words) != 3 or words[1] not in OPTIMIZERS or not words[2].isdecimal() or int(words[2]) == 0:
             raise ValueError(
                 f"a case is '<model> <optimizer> <samples per worker>', the optimizer one of {', '.join(OPTIMIZERS)}; "
-                f"got {text!r}. Write 'wrn-10-2 sgd 16', say."
+                f"got {text!r}. Use 'wrn-10-2 sgd 16', for example."
             )
         return cls(words[0], words[1], int(words[2]))
 
     def make_optimizer(self, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
-        """Over these parameters, with rates at which random data do no harm."""
+        """Make the optimizer, with a learning rate small enough for random data."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
         return torch.optim.Adam(parameters, lr=1e-5, fused=True)

@@ -1,4 +1,4 @@
-"""Ways to take one training step: the same model, batch and optimizer kernel, and each its own communication."""
+"""Variants of a training step: the same model, batch and optimizer kernel with different communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tasks.benchmarks.models import Workload, build_workload
 from tasks.benchmarks.names import VariantName
 
 DECENT_DP = "0.2.3"
-"""The version of decent-dp that it is compared with."""
+"""Version of decent-dp to compare with."""
 
 
 @dataclass
@@ -34,25 +34,25 @@ class Variant:
     workload: Workload
     step: Callable[[], None]
     state: Callable[[], Iterator[Tensor]]
-    """What its optimizer keeps."""
+    """Yields the tensors of its optimizer's state."""
     fill_gradients: Callable[[], None] = lambda: None
-    """Leave gradients where the optimizer looks for them, as in the middle of a step."""
+    """Computes gradients without a step, to measure memory."""
     settle: Callable[[], None] = lambda: None
-    """Finish what is in flight, so that the next variant starts from silence."""
+    """Waits for communication in flight, so that it does not affect the next variant."""
     waited: Callable[[], float | None] = lambda: None
-    """Seconds that the last step waited for others; None where that cannot be told from computing."""
+    """Seconds that the last step waited for other workers; None if unknown."""
     bytes_sent: Callable[[], float] = lambda: 0.0
-    """By this worker for its last step, without the network's own headers."""
+    """Bytes that this worker sent for its last step, without headers of the network."""
 
 
 class LeftOut(Exception):
-    """A variant cannot be measured here; the text says why."""
+    """A variant cannot be measured here; the message says why."""
 
 
 def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Variant:
-    """A fresh model, optimizer and step function. Collective.
+    """Build a new model, optimizer and step function. Collective.
 
-    Raises LeftOut where a variant needs what is not there, ValueError for one that is impossible.
+    Raises LeftOut for a variant that needs what is missing here, ValueError for an impossible one.
     """
     name = VariantName.parse(text)
     workload = build_workload(
@@ -74,7 +74,7 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
 
 
 def stalls(config: StallConfig, rank: int, undisturbed: bool = False) -> Callable[[], None]:
-    """Called at the start of a step; sleeps in some. Each worker has its own steps, the same for all variants."""
+    """A function that sleeps at random steps; call it at the start of each. Workers draw their own steps, by rank."""
     sleeps = config.workers is None or rank < config.workers
     if undisturbed or not sleeps or config.probability == 0:
         return lambda: None
@@ -88,7 +88,7 @@ def stalls(config: StallConfig, rank: int, undisturbed: bool = False) -> Callabl
 
 
 def make_optimizer(parameters: Any, kernel: str) -> torch.optim.Optimizer:
-    """SGD as in the image task."""
+    """SGD as in the image task, with a small learning rate."""
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, **{kernel: True})
 
 
@@ -128,8 +128,8 @@ def _synchronous(
     )
 
 
-def average_in_bf16(state, bucket):  # without annotations: DDP refuses those that are text
-    """DDP's average of gradients at half the bytes. torch's own bf16 hook refuses gloo."""
+def average_in_bf16(state, bucket):  # without annotations, since DDP refuses string annotations
+    """Communication hook of DDP that averages gradients in bf16; torch's own hook refuses gloo."""
     gradients = bucket.buffer()
     rounded = gradients.div(dist.get_world_size()).to(torch.bfloat16)
     work = dist.all_reduce(rounded, async_op=True)
@@ -182,7 +182,7 @@ def _decent_dp(
 
     def step() -> None:
         stall()
-        workload.loss(model).backward()  # it steps the optimizer and mixes in there
+        workload.loss(model).backward()  # steps the optimizer and mixes, too
 
     def settle() -> None:
         for work in model._comm_ops:
@@ -201,7 +201,7 @@ def _decent_dp_class() -> Any:
         raise LeftOut(f"it is not installed ({error}). {advice}") from None
     found = importlib.metadata.version("decent-dp")
     if found != DECENT_DP:
-        logging.getLogger(__name__).warning("decent-dp is version %s; figures are known of %s", found, DECENT_DP)
+        logging.getLogger(__name__).warning("decent-dp is version %s; results are known for %s", found, DECENT_DP)
     return module.DecentralizedDataParallel
 
 

@@ -1,6 +1,6 @@
-"""One key chooses the algorithm: the Accelerator behind `sgd`, `sam`, `dsgd`, `dsgd_ac`, `adam`, `dadam`, `dadam_ac`.
+"""Makes the Accelerator of each algorithm: `sgd`, `sam`, `dsgd`, `dsgd_ac`, `adam`, `dadam` and `dadam_ac`.
 
-A task's loop is the same for all of them. Only this file knows that some workers average gradients and others gossip.
+The training loop is the same for all. Only this file knows which algorithms average gradients and which gossip.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsgdac_accel.virtual_workers import first_replica
 
 SYNCHRONOUS = ("sgd", "sam", "adam")
 WITHOUT_CONTROL = ("dsgd", "dadam")
-"""Plain gossip: gamma is 1 throughout."""
+"""Plain gossip, with gamma 1."""
 
 
 def make_accelerator(
@@ -42,24 +42,25 @@ def make_accelerator(
     steps_per_epoch: int | None = None,
     **kwargs: Any,
 ) -> SynchronousAccelerator | GossipAccelerator:
-    """The Accelerator that trains by `algorithm`.
+    """Make the Accelerator that trains by `algorithm`.
 
     Args:
-        algorithm: `sgd`, `sam` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1, whatever `gossip`
-            says of gamma; `dsgd_ac` and `dadam_ac` gossip as it says.
+        algorithm: `sgd`, `sam` and `adam` average gradients; `dsgd` and `dadam` gossip with gamma 1; `dsgd_ac` and
+            `dadam_ac` gossip with the gamma schedule of `gossip`.
         gossip: topology, gamma schedule and policies.
-        total_steps, steps_per_epoch: of the run, if known: gamma then looks ahead, and epochs are turned into steps.
-        **kwargs: those of `accelerate.Accelerator`.
+        total_steps: optimizer steps of the run, if known, from which the largest future learning rate follows.
+        steps_per_epoch: optimizer steps per epoch, to convert `gossip.start_epoch`.
+        **kwargs: arguments of `accelerate.Accelerator`.
 
-    Raises ValueError for what cannot be had: fp16 without a GPU, trackers that are not installed, another number of
-    steps than the run's.
+    Raises ValueError for fp16 without a GPU, a tracker that is not installed, and a `gossip.total_steps` that is not
+    the run's.
     """
     if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
     _require_trackers(kwargs.get("log_with") or ())
     if total_steps is not None and gossip.total_steps not in (None, total_steps):
         raise ValueError(
-            f"gossip.total_steps: the run has {total_steps} steps, which follow from its data and epochs; got "
+            f"gossip.total_steps: the run has {total_steps} steps, as its data and epochs give; got "
             f"{gossip.total_steps}. Leave it out."
         )
     if algorithm in SYNCHRONOUS:
@@ -77,7 +78,7 @@ def make_accelerator(
 
 
 def _require_trackers(names: Iterable[str]) -> None:
-    """Accelerate leaves out those that are not installed, without a word where another one is."""
+    """Raise ValueError for a missing tracker; Accelerate silently skips it if another one is installed."""
     available = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     missing = [name for name in names if name not in (*available, "all")]
     if missing:
@@ -88,9 +89,14 @@ def _require_trackers(names: Iterable[str]) -> None:
 
 
 class SynchronousAccelerator(Accelerator):
-    """Stock Accelerate with DDP, the baseline, with the few extra names that the tasks use.
+    """The baseline: Accelerate's own Accelerator with DDP, and the few names of GossipAccelerator that tasks use.
 
-    Several workers in a process share one model there; each has its part of the batch, and BatchNorm statistics of it.
+    Several workers in a process share one model. Each takes its part of the batch, with its own BatchNorm statistics.
+
+    Args:
+        timeout: seconds after which a worker that does not answer counts as lost.
+        workers_per_process: workers in this process.
+        *args, **kwargs: arguments of `accelerate.Accelerator`.
     """
 
     def __init__(self, *args: Any, timeout: float, workers_per_process: int = 1, **kwargs: Any) -> None:
@@ -106,13 +112,16 @@ class SynchronousAccelerator(Accelerator):
         self.consensus_logger = ConsensusLogger(sinks=[self._log_to_trackers])
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock, then make sure that gradients are averaged and that random streams differ between workers."""
+        """Prepare as Accelerate does, check that DDP averages gradients, and seed the workers differently.
+
+        Raises RuntimeError for a model that is not wrapped in DDP.
+        """
         prepared = super().prepare(*args, **kwargs)
         for model in prepared if isinstance(prepared, tuple) else (prepared,):
             bare = getattr(model, "_orig_mod", model)
             if self.num_processes > 1 and isinstance(bare, nn.Module) and not isinstance(bare, DistributedDataParallel):
-                raise RuntimeError("the synchronous baseline is not wrapped in DDP: its workers would train alone.")
-            if isinstance(model, DistributedDataParallel):  # a compiled one would be compiled in pieces
+                raise RuntimeError("the synchronous baseline is not wrapped in DDP, so its workers would train alone.")
+            if isinstance(model, DistributedDataParallel):  # in a compiled model the guard would split the graph
                 self._name_lost_workers_in_forward(model)
         seed_workers_differently(self.group)
         return prepared
@@ -120,7 +129,7 @@ class SynchronousAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As stock; the workers of a process share one model."""
+        """Prepare a model as Accelerate does; the workers of a process share it."""
         if self.workers_per_process == 1 or evaluation_mode:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         inner = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -132,16 +141,16 @@ class SynchronousAccelerator(Accelerator):
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As stock; also out of `VirtualWorkers`."""
+        """Unwrap a model as Accelerate does, and out of `VirtualWorkers`."""
         return super().unwrap_model(first_replica(super().unwrap_model(model, *args, **kwargs)), *args, **kwargs)
 
     @property
     def num_workers(self) -> int:
-        """Workers of the whole run."""
+        """Number of all workers."""
         return self.num_processes * self.workers_per_process
 
     def _name_lost_workers_in_forward(self, model: DistributedDataParallel) -> None:
-        """DDP sends buffers in the forward pass, where a worker may turn out to be lost, too."""
+        """Name a worker that is lost while DDP broadcasts buffers in the forward pass."""
         forward = model.forward
 
         def guarded_forward(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +159,7 @@ class SynchronousAccelerator(Accelerator):
         model.forward = guarded_forward  # type: ignore[method-assign]
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As stock, and the loader knows how far it was read, for checkpoints."""
+        """Prepare a loader as Accelerate does, and record its position for checkpoints."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         return record_passes(prepared, self._dataloaders, torch.is_grad_enabled)
 
@@ -175,18 +184,18 @@ class SynchronousAccelerator(Accelerator):
         return data_position(loader)
 
     def end_training(self) -> None:
-        """As stock, after finishing the checkpoint that is being saved."""
+        """Finish the checkpoint that is being saved, then end as Accelerate does."""
         self.finish_saving()
         super().end_training()
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler so that it ticks once per optimizer step, not once per process, as in gossip."""
+        """Prepare a scheduler that steps once per optimizer step as in gossip, not once per process."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As stock; a worker that is lost while DDP averages the gradients is named, as in gossip."""
+        """Run backward as Accelerate does, and name a worker that is lost while DDP averages the gradients."""
         average = super().backward
         self.group.guarded(lambda: average(loss, **kwargs), "averaging gradients")
 
@@ -204,7 +213,7 @@ class SynchronousAccelerator(Accelerator):
         return self._stopping.reason
 
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
-        """Log through the one ConsensusLogger, as the gossip accelerator does."""
+        """Log through the ConsensusLogger, like GossipAccelerator."""
         if self.is_main_process:
             self.consensus_logger.log(values, step)
 
@@ -215,7 +224,7 @@ class SynchronousAccelerator(Accelerator):
     def deployed_model(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
     ) -> Iterator[nn.Module]:
-        """The model in eval mode with calibrated BatchNorm; the workers' parameters are equal already."""
+        """Yield the model in eval mode with calibrated BatchNorm; all workers have equal parameters already."""
         with deployed_model(
             model, (), self.group, calibrate=calibrate, calibration_forward=calibration_forward
         ) as deployed:
@@ -223,5 +232,5 @@ class SynchronousAccelerator(Accelerator):
 
     @property
     def gossip_steps(self) -> tuple[()]:
-        """None: nobody gossips."""
+        """Empty, since there is no gossip."""
         return ()

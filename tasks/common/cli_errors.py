@@ -1,4 +1,4 @@
-"""How a run ends early: one line that says why, instead of a traceback from every worker."""
+"""Ends a failed run with one line and an exit status, instead of a traceback from every worker."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dsgdac_accel import EXIT_STOPPED, NonFiniteError, StoppedBySignal, WorkerLo
 from dsgdac_accel.checkpoint import CheckpointError
 
 GRACE_SECONDS = 3.0
-"""How long the other workers let the first one speak; launchers end them within a fraction of a second of its end."""
+"""How long the other workers wait for the first one to print. Launchers end them a fraction of a second after it."""
 
 
 @contextmanager
 def starting_up() -> Iterator[None]:
-    """Report settings, data and folders that cannot be used as one `error: ...` line, and exit with status 2.
+    """Report unusable settings, data and folders as one `error: ...` line, and exit with status 2.
 
-    The first worker speaks at once and its exit makes the launcher end the others. A worker that failed alone is not
-    ended in its grace time and speaks for itself. No collective is involved, so nobody waits for one that failed.
-    Errors of any other type are bugs and keep their traceback.
+    All workers usually fail alike. The first one prints at once, and the launcher ends the others before they print.
+    A worker that fails alone prints after GRACE_SECONDS. No collective is used, so nobody waits for a failed worker.
+    Errors of other types are bugs and keep their traceback.
     """
     try:
         yield
     except BrokenPipeError:
-        _leave_the_reader()
+        _end_without_reader()
     except (ValueError, OSError, RuntimeError) as error:
         rank = _rank()
         if rank:
@@ -37,11 +37,13 @@ def starting_up() -> Iterator[None]:
 
 @contextmanager
 def training(report: Callable[[str], object]) -> Iterator[None]:
-    """Report a lost worker, a diverged run or a failed save in one line and exit with 1; of an interrupt with 130.
+    """Report how training ended in one line, and exit with a status.
 
-    A file that cannot be read or written is told the other workers by `report`.
+    1 after a lost worker, a diverged run, a failed save or an unreadable file; 75 (EXIT_STOPPED) after a signal, with
+    its checkpoint complete; 130 after an interrupt.
 
-    A run that a signal stopped, with its checkpoint complete, exits with 75.
+    Args:
+        report: tells the other workers about a file that cannot be read or written.
     """
     try:
         yield
@@ -57,41 +59,40 @@ def training(report: Callable[[str], object]) -> Iterator[None]:
 
 
 def leave() -> NoReturn:
-    """End this process of several, whose work is done and written, with status 0.
+    """End a worker of a finished run with status 0, without the interpreter's teardown.
 
-    Not by returning: the interpreter's own teardown of what torch.distributed leaves behind aborts now and then
-    ("terminate called without an active exception"), and the launcher would report a failed run.
+    The teardown of torch.distributed sometimes aborts ("terminate called without an active exception"), and the
+    launcher would report a failed run.
     """
     _end("", 0)
 
 
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """For filters: a reader that has enough (`| head`) is no error, and an interrupt exits with 130."""
+    """For commands in a pipe: end quietly with 0 when the reader closes it (`| head`), with 130 on an interrupt."""
     try:
         yield
     except BrokenPipeError:
-        _leave_the_reader()
+        _end_without_reader()
     except KeyboardInterrupt:
         _end("interrupted", 130)
 
 
-def _leave_the_reader() -> NoReturn:
-    """Whoever read the output has enough, as `| head`."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end has nowhere to go
+def _end_without_reader() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush would fail on the closed pipe
     _end("", 0)
 
 
 def _rank() -> int:
-    """From the launcher: there may be no process group yet, or no longer."""
+    """This worker's rank from the launcher; there may be no process group yet, or none any more."""
     return int(os.environ.get("RANK", "0"))
 
 
 def _end(message: str, status: int) -> NoReturn:
-    """Say it in one line and end this process."""
+    """Print the message in one line and end this process."""
     if message:
         print(" ".join(message.split()), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: tearing down a process group that lost a worker aborts now and then, with another status.
+    # os._exit and not sys.exit: the teardown of a process group that lost a worker sometimes aborts.
     os._exit(status)

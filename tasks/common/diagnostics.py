@@ -1,4 +1,4 @@
-"""Curvature in training, every so many epochs, and of finished runs: what both tasks share."""
+"""Curvature of the training loss, measured during training and for finished runs, for all tasks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from tasks.common.output_dir import AnyAccelerator, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig:
-    """Curvature of the training loss at the deployed model, and of the differences between the workers in it."""
+    """How to measure the curvature of the training loss at the deployed model, and along the workers' disagreement."""
 
     every: int | None = None
-    """Epochs between measurements. The last epoch is always measured; null measures nothing."""
+    """Epochs between measurements; the last epoch is always measured. null never measures."""
 
     batches: int | None = 32
-    """Number of training batches, drawn by the seed, whose mean loss is measured. null takes all training data."""
+    """Training batches whose mean loss is measured, drawn by the seed; null takes all of the training data."""
 
     batch_size: int = 32
-    """Samples per batch. Eigenvalues of models with BatchNorm depend on it, since they are in training mode."""
+    """Samples per batch. Eigenvalues of models with BatchNorm depend on it, since it is in training mode."""
 
     iterations: int = 30
-    """Lanczos iterations. 30 give the largest eigenvalue; about 80 also give the smallest one."""
+    """Lanczos iterations: 30 find the largest eigenvalue, about 80 also the smallest."""
 
     probes: int = 50
-    """Random directions for the trace and the baseline B. 0 leaves both out."""
+    """Random directions for the trace and the baseline B; 0 leaves both out."""
 
     noise_batches: int = 32
-    """Batches for the alignment of the gradient noise, at most all of them. 0 leaves it out."""
+    """Batches for the alignment of the gradient noise, at most `batches`; 0 leaves it out."""
 
     def __post_init__(self) -> None:
         for name in ("every", "batches"):
@@ -65,7 +65,7 @@ class CurvatureConfig:
         return self.every is not None and (last or (epoch + 1) % self.every == 0)
 
     def rows(self, total: int, seed: int) -> list[list[int]]:
-        """Rows of the training data in each batch, alike for all algorithms of a seed; whole batches only."""
+        """Rows of the training data in each batch, whole batches only. They depend on `total` and `seed` alone."""
         size = min(self.batch_size, total)
         count = total // size if self.batches is None else min(self.batches, total // size)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -74,7 +74,7 @@ class CurvatureConfig:
     def measure(
         self, model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], deltas: Sequence[Any], **options: Any
     ) -> CurvatureReport:
-        """The report of `measure_curvature` with these settings."""
+        """Call `measure_curvature` with these settings."""
         return measure_curvature(
             model,
             loss_fn,
@@ -88,7 +88,7 @@ class CurvatureConfig:
 
 
 def refuse_batches_of_one(config: CurvatureConfig, model: nn.Module) -> None:
-    """Raise ConfigError where BatchNorm, which is in training mode, would have a single sample."""
+    """Raise ConfigError if BatchNorm, which is in training mode, would get a single sample."""
     if config.batch_size == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise ConfigError(
             "curvature.batch_size: the model has BatchNorm, which needs at least 2 samples in a batch; got 1."
@@ -104,9 +104,19 @@ def measure_in_training(
     batches: Sequence[Any],
     seed: int,
 ) -> CurvatureReport:
-    """Measure inside `with accelerator.deployed_model(model) as deployed`. Collective."""
+    """Measure the curvature inside `with accelerator.deployed_model(model) as deployed`. Collective.
+
+    Args:
+        config: how to measure.
+        accelerator: accelerator of the run.
+        model: the prepared model.
+        deployed: the average of the workers.
+        loss_fn: mean loss of a batch.
+        batches: the same batches on all workers.
+        seed: seed of the random directions.
+    """
     products = config.iterations + config.probes
-    accelerator.print(f"measuring the curvature: {products} Hessian products and more, {len(batches)} batches each")
+    accelerator.print(f"measuring the curvature: at least {products} Hessian products over {len(batches)} batches each")
     deltas, frozen = [], []
     if isinstance(accelerator, GossipAccelerator):
         deltas = [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)]
@@ -114,67 +124,68 @@ def measure_in_training(
     return config.measure(deployed, loss_fn, batches, deltas, group=accelerator.group, seed=seed, frozen=frozen)
 
 
-def logged(report: CurvatureReport) -> dict[str, float]:
-    """A report as metrics."""
+def curvature_metrics(report: CurvatureReport) -> dict[str, float]:
+    """A report as metrics to log."""
     return {f"curvature/{name}": value for name, value in report.as_dict().items()}
 
 
-def described(report: CurvatureReport) -> str:
+def curvature_line(report: CurvatureReport) -> str:
     """A report in one line."""
     return f"lambda_1 {report.lambda_1:.4g}  Q {report.Q:.4g}  A {report.A:.3g}  B {report.B:.3g}"
 
 
-# ---- of a run that has ended
+# ---- finished runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureOfRun:
-    """Settings of `curvature RUN --key value`."""
+    """Settings of the subcommand `curvature RUN`."""
 
     run: Path
     """Output folder of the run."""
 
     checkpoint: Path | None = None
-    """A checkpoint of all workers. null takes the newest one in the folder of the run."""
+    """Checkpoint with the states of all workers; null takes the newest one in the run's folder."""
 
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
-    """How to measure. `every` is not used."""
+    """How to measure; `every` has no effect."""
 
 
 @dataclass(frozen=True)
 class Measurable:
-    """A task's model and what its loss is measured on."""
+    """A task's model, and the loss to measure."""
 
     model: nn.Module
-    """Of the run's kind and shape, on the device to compute on."""
+    """Model of the run's architecture, on the device to compute on."""
     load_deployed: Callable[[Path], None]
-    """Loads the model that the run has saved in a folder."""
+    """Loads the deployed model from a folder into `model`."""
     loss_fn: LossFunction
+    """Mean loss of a batch."""
     batches: Sequence[Any]
 
 
 def measure_run(
     arguments: Sequence[str], make: Callable[[Path, CurvatureConfig], tuple[Measurable, int]], prog: str
 ) -> None:
-    """Measure the curvature of a run, print it and write curvature.json into its folder.
+    """Measure the curvature of a finished run, print it and write curvature.json into its folder.
 
     Args:
-        arguments: RUN, and settings of `CurvatureOfRun`.
-        make: builds the model and batches of a run's config.yaml; also returns its seed.
-        prog: names the command in help texts.
+        arguments: RUN, then settings of `CurvatureOfRun` as `--key value`.
+        make: builds the model and the batches from a run's config.yaml; also returns the seed of the run.
+        prog: name of the command in help texts.
 
-    Raises ConfigError, OSError or ValueError, in one line: the folder is no run, or the checkpoint does not fit.
+    Raises ConfigError, OSError or ValueError if the folder holds no run, or the checkpoint does not fit it.
     """
     words = ["--run", *arguments] if arguments and not arguments[0].startswith("-") else list(arguments)
     asked = parse_config(CurvatureOfRun, words, prog=prog, description=measure_run.__doc__)
     settings = asked.run / "config.yaml"
     if not settings.is_file():
-        raise ConfigError(f"RUN must be the output folder of a run; {asked.run} holds no config.yaml.")
+        raise ConfigError(f"RUN must be the output folder of a run; {asked.run} has no config.yaml.")
     try:
         found, seed = make(settings, asked.curvature)
     except ConfigError as error:
         raise ConfigError(
-            f"{asked.run} is a run of another task, or of another version of this one ({error})."
+            f"{asked.run} is a run of another task, or of another version of this task ({error})."
         ) from error
     checkpoint = asked.checkpoint or newest_checkpoint(asked.run / "checkpoints", PATTERN)
     if checkpoint is not None:
@@ -185,7 +196,7 @@ def measure_run(
         deltas, deployed = [], asked.run / "deployed"
         if not deployed.is_dir():
             raise ConfigError(
-                f"{asked.run} holds neither checkpoints nor a deployed model. Set save_steps in the run, or let it end."
+                f"{asked.run} has neither checkpoints nor a deployed model. Set save_steps in the run, or let it end."
             )
         found.load_deployed(deployed)
         source = f"{deployed}; without a checkpoint of the workers (save_steps) there is no Q and no A"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.yaml, metrics.jsonl, tracker files, summary.json and plots in its output_dir."""
+"""The output folder of a run: config.yaml, metrics.jsonl, tracker files, summary.json, plots and the deployed model."""
 
 from __future__ import annotations
 
@@ -20,62 +20,58 @@ from tasks.common.config import config_fingerprint, write_config
 from tasks.common.plotting import PANELS, plot_run
 
 TRACKER = "tracker"
-"""Folder of the tracker files, where the tracker writes any."""
+"""Folder of the tracker files, for trackers that write any."""
 
 AnyAccelerator = SynchronousAccelerator | GossipAccelerator
 
 
-class RunFolder:
-    """The output folder of one run, opened on all workers and written by the main one.
+class OutputDir:
+    """The output folder of one run. The main worker writes it; all workers use this class.
+
+    Creating the object changes nothing on disk. `begin` replaces what an earlier run left in the folder, so call it
+    when nothing can be refused any more.
 
     Args:
-        folder: its path.
-        config: of the run.
-        accelerator: of the run.
-        trackers: whether the run has any.
-        resumed_at: the step at which the run that is in this folder goes on; then its log stays.
+        config: settings of the run, with `output_dir` and `report_to`.
+        accelerator: accelerator of the run.
 
-    Raises:
-        ValueError: the workers have different configurations.
-        OSError: the folder cannot be written; the message names it.
+    Raises ValueError on all workers if their configurations differ.
     """
 
-    def __init__(
-        self, folder: Path, config: Any, accelerator: AnyAccelerator, trackers: bool, resumed_at: int | None = None
-    ) -> None:
-        self.folder = folder
+    def __init__(self, config: Any, accelerator: AnyAccelerator) -> None:
+        self.config = config
         self.accelerator = accelerator
-        self.resumed_at = resumed_at
-        self._lock = FileLock(folder / ".lock", blocking=False)
-        self._log = folder / "metrics.jsonl"
+        self.folder: Path = config.output_dir
+        self._lock = FileLock(self.folder / ".lock", blocking=False)
+        self._log = self.folder / "metrics.jsonl"
+        self._writes = False
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
-        # The main worker alone writes; all of them stop if it cannot.
-        problems = accelerator.group.all_gather_object(self._try_to_open(config, trackers), "opening the output folder")
-        for problem in filter(None, problems):
-            raise OSError(problem)
-        self._writes = accelerator.is_main_process
-        accelerator.group.when_workers_change(self._take_over)
 
-    def _take_over(self) -> None:
-        """Write on where the main worker that was lost has stopped, unless that was another one."""
-        if self._writes or not self.accelerator.is_main_process:
-            return
-        self._writes = True
-        with suppress(Timeout):  # a worker that is silent still holds it
-            self._lock.acquire()
-        text = self._log.read_bytes()
-        os.truncate(self._log, text.rfind(b"\n") + 1)  # of a line that was cut off, nothing stays
-        self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
+    def begin(self, resumed_at: int | None = None, log_bytes: int | None = None) -> None:
+        """Lock the folder for this process, remove the files of an earlier run and start the log. Collective.
 
-    def _try_to_open(self, config: Any, trackers: bool) -> str | None:
-        """Begin the files of the run; what went wrong, in words, if something did."""
+        Args:
+            resumed_at: step at which the run of this folder goes on; its log and trackers then stay. None: a new run.
+            log_bytes: length of that log at `resumed_at`; the rest is cut off.
+
+        Raises OSError on all workers, naming the folder, if it cannot be written or another run writes into it.
+        """
+        problem = self._try_to_begin(resumed_at, log_bytes)
+        for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
+            raise OSError(found)
+        self._writes = self.accelerator.is_main_process
+        self.accelerator.group.when_workers_change(self._take_over)
+
+    def _try_to_begin(self, resumed_at: int | None, log_bytes: int | None) -> str | None:
+        """Begin the files on the main worker and the trackers; returns an error message, or None."""
         try:
             if self.accelerator.is_main_process:
-                self._begin_files(config)
-            if trackers:
-                # TensorBoard then hides what the earlier run wrote after the step that is gone on from.
-                purge = {} if self.resumed_at is None else {"tensorboard": {"purge_step": self.resumed_at + 1}}
-                self.accelerator.init_trackers(TRACKER, config=flat_config(config_to_dict(config)), init_kwargs=purge)
+                self._begin_files(resumed_at, log_bytes)
+            if self.config.report_to:
+                # With purge_step, TensorBoard hides what the interrupted run wrote after the checkpoint.
+                purge = {} if resumed_at is None else {"tensorboard": {"purge_step": resumed_at + 1}}
+                settings = flat_config(config_to_dict(self.config))
+                self.accelerator.init_trackers(TRACKER, config=settings, init_kwargs=purge)
         except OSError as error:
             return (
                 f"output_dir must be a folder that can be written; {self.folder} is not ({error.strerror or error}). "
@@ -83,61 +79,55 @@ class RunFolder:
             )
         return None
 
-    def _begin_files(self, config: Any) -> None:
-        """The configuration and an empty log; nothing that an earlier run logged or plotted in this folder stays.
-
-        The folder belongs to this run until its process ends: two that write into one would spoil each other's log.
-        Of a run that is gone on with, what it had logged stays, and so do the models it wants to average.
-        """
+    def _begin_files(self, resumed_at: int | None, log_bytes: int | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock.acquire()
+            self._lock.acquire()  # held until the process ends: two runs would mix their logs
         except Timeout:
             raise BlockingIOError(f"another run is writing into it: {self.folder}") from None
-        if self.resumed_at is None and self._log.exists():
-            print(f"{self.folder} holds an earlier run, whose logs, plots and models this one replaces", flush=True)
+        if resumed_at is None and self._log.exists():
+            print(f"{self.folder} holds an earlier run; this run replaces its logs, plots and models", flush=True)
         stale = [self.folder / name for name in ("summary.json", "curvature.json", *PANELS)]
         patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
-        if self.resumed_at is None:
-            patterns += [
-                "metrics.jsonl",
-                f"{TRACKER}/**/events.out.tfevents.*",
-                f"{TRACKER}/**/hparams.yml",
-                "averages/*",
-            ]
+        if resumed_at is None:
+            trackers = [f"{TRACKER}/**/events.out.tfevents.*", f"{TRACKER}/**/hparams.yml"]
+            patterns += ["metrics.jsonl", "averages/*", *trackers]
         for pattern in patterns:
             stale += self.folder.glob(pattern)
         for file in stale:
             if not file.is_dir():
                 file.unlink(missing_ok=True)
-        write_config(config, self.folder)
+        if log_bytes is not None and self._log.exists() and self._log.stat().st_size > log_bytes:
+            os.truncate(self._log, log_bytes)
+        write_config(self.config, self.folder)
+        self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
+
+    def _take_over(self) -> None:
+        """Continue the log on the new main worker after the old one was lost."""
+        if self._writes or not self.accelerator.is_main_process:
+            return
+        self._writes = True
+        with suppress(Timeout):  # a worker that is silent but alive still holds the lock
+            self._lock.acquire()
+        text = self._log.read_bytes()
+        os.truncate(self._log, text.rfind(b"\n") + 1)  # drop a line that was cut off
         self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
 
     def logged_bytes(self) -> int:
-        """How long the log is, on the main process; 0 on others."""
+        """Length of the log on the main worker; 0 on the others."""
         return self._log.stat().st_size if self.accelerator.is_main_process else 0
 
-    def cut_log_back(self, size: int) -> None:
-        """Drop what the earlier run logged after the checkpoint that is gone on from."""
-        if self.accelerator.is_main_process and self._log.stat().st_size > size:
-            os.truncate(self._log, size)
-
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json whole or not at all, then the plots. Call it on the main process."""
+        """Write summary.json whole or not at all, then the plots. Only the main worker calls it."""
         write_json(self.folder / "summary.json", summary)
         plot_run(self.folder)
 
 
-def lost_workers(accelerator: AnyAccelerator) -> dict[str, Any]:
-    """For the summary: which workers the others went on without; nothing if there are none."""
-    return {"lost_workers": accelerator.group.lost} if accelerator.group.lost else {}
-
-
 @contextmanager
 def writing_model(folder: Path) -> Iterator[None]:
-    """Inside, a model is written into `folder`; a full disk is an OSError that names it.
+    """Turn a failure to write a model, such as a full disk, into an OSError that names `folder`.
 
-    The libraries below raise errors of their own for that, tokenizers a bare Exception.
+    safetensors raises an error type of its own for it, tokenizers a bare Exception.
     """
     try:
         yield
@@ -150,14 +140,14 @@ def writing_model(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a JSON file whole or not at all, with null for NaN and infinity."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(without_nan(values), indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with None for NaN and infinity, which JSON does not have, also in sections."""
+    """Replace NaN and infinity, which JSON does not have, by None; nested dicts included."""
     plain: dict[str, Any] = {}
     for key, value in values.items():
         broken = isinstance(value, float) and not math.isfinite(value)
@@ -166,7 +156,11 @@ def without_nan(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_config(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys with plain values, which is what trackers take."""
+    """Flatten nested sections to dotted keys with plain values, as trackers take them.
+
+    >>> flat_config({"seed": 0, "data": {"name": "digits", "path": None}})
+    {'seed': 0, 'data.name': 'digits', 'data.path': 'None'}
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -21,7 +21,7 @@ from tasks.common.checkpoints import checkpoint_to_resume
 from tasks.common.config import ConfigError, parse_config
 from tasks.common.known_tasks import config_class_of, script_for
 
-_RUN_CLASSES = {"cifar": "ImageRun", "wmt14": "TranslationRun"}
+_RUNS = {"cifar.py": ("tasks.images.run", "ImageRun"), "wmt14.py": ("tasks.translation.run", "TranslationRun")}
 
 
 def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable[[], Report]:
@@ -36,10 +36,11 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
         ConfigError: the settings are invalid.
     """
     script = script_for(file)
-    task = importlib.import_module(f"tasks.{script.stem}")
+    module, name = _RUNS[script.name]
+    task = importlib.import_module(module)
     config_class: Any = config_class_of(script)
     config = parse_config(config_class, words, prog="dsgdac doctor")
-    run_class = getattr(task, _RUN_CLASSES[task.TASK])
+    run_class = getattr(task, name)
     return lambda: _examine_run(task, run_class, config, timeout)
 
 

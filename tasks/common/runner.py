@@ -1,4 +1,4 @@
-"""From the command line to the end of a run, the same for all tasks."""
+"""Runs a task from its command line to its exit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Config = TypeVar("Config")
 
 
 class Run(Protocol):
-    """What a task is: built from its configuration, it says what it is about to do, and does it."""
+    """A training run, built from its configuration."""
 
     config: Any
     accelerator: AnyAccelerator
 
     def described(self) -> str:
-        """Algorithm, data, workers and steps, in words."""
+        """Algorithm, data, workers and steps in one line."""
 
     def train(self) -> None:
-        """Train, evaluate, and write everything into the output folder."""
+        """Train, evaluate, and write the output folder."""
 
 
 def run_task(
@@ -38,14 +38,14 @@ def run_task(
     patterns: Sequence[str],
     description: str | None,
 ) -> None:
-    """Read the configuration, train, and say where the results are.
+    """Read the configuration, train, and print where the results are.
 
     Args:
-        make_run: builds the run.
-        config_class: of its settings.
-        demo: name of the configuration in `configs/` that runs where none is given.
-        patterns: names of the task's configurations, as globs.
-        description: for `--help`.
+        make_run: builds the run from its configuration.
+        config_class: class of the configuration.
+        demo: name of the configuration in `configs/` to run without `--config`.
+        patterns: globs for the names of the task's configurations.
+        description: text for `--help`.
     """
     default = CONFIGS / f"{demo}.yaml"
     announce_demo(default, patterns)
@@ -55,22 +55,22 @@ def run_task(
     if run.accelerator.num_workers == 1 and run.config.algorithm not in SYNCHRONOUS:
         print(
             "1 worker: there is nobody to gossip with. Start several with torchrun --nproc_per_node N or "
-            "accelerate launch --multi_gpu --num_processes N (the flag starts CPU workers, too), or let this process "
-            "hold several: --gossip.workers_per_process N.",
+            "accelerate launch --multi_gpu --num_processes N (the flag also starts CPU workers), or run several in "
+            "this process with --gossip.workers_per_process N.",
             file=sys.stderr,
         )
-    several = run.accelerator.num_processes > 1  # some may be lost on the way
+    several = run.accelerator.num_processes > 1  # before training, in which some may be lost
     with training(run.accelerator.group.report), run.accelerator.stop_on_signals():
         run.train()
         run.accelerator.print(f"results in {run.config.output_dir}")
-        run.accelerator.group.barrier("ending the run")  # nobody leaves while another still writes
+        run.accelerator.group.barrier("ending the run")  # no worker leaves while another one writes
         run.accelerator.end_training()
     if several:
         leave()
 
 
 def announce_demo(demo: Path, patterns: Sequence[str]) -> None:
-    """Say, on the first worker, that `demo` is run because no --config was given, and name the task's other configs."""
+    """Without `--config`, print on the first worker that `demo` runs, and which other configurations there are."""
     asked = any(word.split("=")[0] in ("--config", "--print_config", "--help", "-h") for word in sys.argv[1:])
     if asked or os.environ.get("RANK", "0") != "0":
         return

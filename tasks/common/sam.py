@@ -1,8 +1,8 @@
-"""Sharpness-aware minimization (Foret et al. 2021, arXiv 2010.01412): descend by the gradient at the worst near point.
+"""Sharpness-aware minimization (Foret et al. 2021, arXiv 2010.01412): step by the gradient at a nearby worse point.
 
-    x <- x - a g(x + rho g(x) / ||g(x)||)
+    x <- x - lr g(x + rho g(x) / ||g(x)||)
 
-A baseline that also looks for flat minima, at two gradients a step: about twice the time of SGD.
+A baseline that also seeks flat minima. It takes two gradients per step, and so about twice the time of SGD.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dsgdac_accel.randomness import random_state, set_random_state
 
 
 class SharpnessAwareBackward:
-    """Takes the place of `accelerator.backward` and leaves the gradient at x + rho g / ||g|| instead of that at x.
+    """Replaces `accelerator.backward` and leaves the gradient at x + rho g / ||g|| in place of the one at x.
 
-    g is the gradient of the whole optimizer step: averaged over the workers (DDP), all micro-batches together. So the
-    step is that of one worker with the whole batch, however it is split, but for layers such as BatchNorm whose output
-    depends on the split. The micro-batches of a step are kept until its last one, and are then run again with the same
-    inputs and the same random numbers (dropout). Nothing else of the second pass stays: parameters are put back to the
-    bit, and so are buffers, so that BatchNorm's running statistics are those of the points the training visits.
+    g is the gradient of the whole optimizer step: averaged over the workers (by DDP) and over all micro-batches. The
+    step is therefore the same however the batch is split, except for layers such as BatchNorm whose output depends on
+    the split. The micro-batches of a step are kept until its last one and then run again, with the same inputs and the
+    same random numbers (dropout). The second pass leaves only gradients: parameters and buffers are restored to the
+    bit, so that BatchNorm's running statistics are those of the points that training visits.
 
-    The length of the gradient cancels, so fp16's loss scale does no harm; where the gradient is zero or not finite
-    there is no direction, and the second pass runs at x: a gradient scaler then skips the step as usual.
+    The length of the gradient cancels, so the loss scale of fp16 has no effect. A zero or nonfinite gradient gives no
+    direction; the second pass then runs at x, and a gradient scaler skips the step as usual.
 
         with accelerator.accumulate(model):
             loss = backward(lambda: loss_function(model(inputs), labels))
@@ -36,10 +36,10 @@ class SharpnessAwareBackward:
             optimizer.zero_grad()
 
     Args:
-        accelerator: synchronous, that prepared model and optimizer.
-        model: as prepared.
-        optimizer: as prepared, of any kind.
-        rho: distance to ascend, above 0; the paper's 0.05 for CIFAR.
+        accelerator: synchronous accelerator that prepared the model and the optimizer.
+        model: the prepared model.
+        optimizer: the prepared optimizer, of any kind.
+        rho: distance to ascend, above 0; the paper uses 0.05 for CIFAR.
     """
 
     def __init__(
@@ -47,14 +47,17 @@ class SharpnessAwareBackward:
     ) -> None:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.rho = check_number("rho", rho, above=0)
-        # Micro-batches of this step, each with the random state before it.
+        # Forward passes of this step's micro-batches, each with the random state before it.
         self.window: list[tuple[Callable[[], Tensor], dict]] = []
 
     def __call__(self, compute_loss: Callable[[], Tensor]) -> Tensor:
-        """Backward pass of one micro-batch; of the step's last one, also the second pass. Returns the loss at x.
+        """Run the backward pass of one micro-batch, and after the step's last one the second pass.
 
         Args:
-            compute_loss: forward pass of the model on this micro-batch, to a loss of shape (); called twice.
+            compute_loss: forward pass of the model on this micro-batch to a loss of shape (); called twice.
+
+        Returns:
+            The loss at x, detached.
         """
         self.window.append((compute_loss, random_state()))
         loss = compute_loss()
@@ -68,7 +71,7 @@ class SharpnessAwareBackward:
         self.optimizer.zero_grad()
         window, self.window = self.window, []
         for number, (compute_loss, randomness) in enumerate(window, 1):
-            set_random_state(randomness)  # after the last one the streams are where the first pass left them
+            set_random_state(randomness)  # the last one leaves the streams where the first pass left them
             last = number == len(window)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 self.accelerator.backward(compute_loss())
@@ -84,7 +87,7 @@ class SharpnessAwareBackward:
 
     @contextlib.contextmanager
     def _ascended(self) -> Iterator[None]:
-        """With parameters at x + rho g / ||g||, x + 0 if there is no such direction."""
+        """Move the parameters to x + rho g / ||g|| inside the context; they stay at x without a direction."""
         moved = [(p.detach(), p.grad) for p in self.model.parameters() if p.grad is not None]
         parameters, gradients = [p for p, _ in moved], [gradient for _, gradient in moved]
         values = [p.clone() for p in parameters]

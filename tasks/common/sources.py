@@ -1,4 +1,4 @@
-"""Where data of any task comes from: the Hub, saved data sets, parquet files; which split is which."""
+"""Opens data of any task from the Hub, saved data sets and parquet files, and finds its splits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VALIDATION_NAMES = ("validation", "valid", "val", "dev", "eval")
 
 
 def open_hub(name: str, subset: str | None = None, *, way_out: str) -> tuple[dict[str, Dataset], str]:
-    """Download (or find in the cache) a data set of the Hub: its splits, and a description.
+    """Download a data set of the Hub, or find it in the cache. Returns its splits with a description.
 
-    Raises RuntimeError, with the `way_out`, if the Hub cannot be reached or has no such data set.
+    Raises RuntimeError, with `way_out` as advice, if the Hub cannot be reached or has no such data set.
     """
     try:
         loaded = datasets.load_dataset(*filter(None, (name, subset)))
-    # Network, naming and format errors reach us as many types, depending on the versions of the Hub's clients.
+    # The types of network, naming and format errors depend on the versions of the Hub's clients.
     except Exception as error:
         raise RuntimeError(
             f"Data set '{name}' could not be loaded from the Hugging Face Hub "
@@ -34,11 +34,11 @@ def open_hub(name: str, subset: str | None = None, *, way_out: str) -> tuple[dic
 
 
 def saved_splits(path: Path) -> dict[str, Dataset]:
-    """What `save_to_disk` of `datasets` wrote: a data set in `path`, or one in each of its folders named after a split.
+    """Load what `save_to_disk` of `datasets` wrote into `path`, or into folders of it that are named after a split.
 
-    By split; a data set without splits is "train". Empty where nothing was saved so.
+    Returns the data sets by split; a data set without splits is "train". Empty if nothing was saved that way.
 
-    Raises ValueError if it cannot be read.
+    Raises ValueError for a data set that cannot be read.
     """
     if (path / "dataset_dict.json").is_file():
         return dict(_load_saved(path))
@@ -51,7 +51,7 @@ def saved_splits(path: Path) -> dict[str, Dataset]:
 def _load_saved(folder: Path) -> Any:
     try:
         return datasets.load_from_disk(str(folder))
-    # Missing and broken files reach us as many types, of `datasets`, Arrow and json.
+    # Missing and broken files raise errors of `datasets`, Arrow and json.
     except Exception as error:
         raise ValueError(
             f"{folder} must be a data set as `save_to_disk` writes it ({type(error).__name__}: {error}). Save it again."
@@ -59,7 +59,7 @@ def _load_saved(folder: Path) -> Any:
 
 
 def split_of(name: str) -> str | None:
-    """Name of the split that a file or folder holds, or None.
+    """Name of the split that a file or folder is named after, or None.
 
     >>> split_of("train-00000-of-00001"), split_of("Val"), split_of("training_images"), split_of("trainers")
     ('train', 'val', 'training', None)
@@ -69,12 +69,13 @@ def split_of(name: str) -> str | None:
 
 
 def find_split_files(path: Path, suffix: str) -> dict[str, list[Path]]:
-    """Files below `path` by split, shards in order: train-00000-of-00002.parquet or train/0000.parquet.
+    """Find files below `path` by split, such as train-00000-of-00002.parquet or train/0000.parquet.
 
-    Empty where no file names a split. Hidden folders (copies that editors and download tools keep) do not count.
+    Returns the shards of each split in order; empty if no file is named after a split. Hidden files and folders, where
+    editors and download tools keep copies, are ignored.
 
-    Raises ValueError if splits lie in several folders (several configurations), a shard is missing, or a file that is
-    the whole split by its name (train.en) has others of the split beside it (train.tok.en).
+    Raises ValueError if splits lie in several folders, a shard is missing, or a file that is named like a whole split
+    (train.en) has other files of the split beside it (train.tok.en).
     """
     splits: dict[Path, dict[str, list[Path]]] = {}
     for file in sorted(path.rglob(f"*{suffix}")):
@@ -94,9 +95,9 @@ def find_split_files(path: Path, suffix: str) -> dict[str, list[Path]]:
 
 
 def read_parquet(files: Collection[Path]) -> Dataset:
-    """Read and concatenate parquet files, with the features that `datasets` noted in them, if any.
+    """Read and concatenate parquet files, with the features that `datasets` stored in them, if any.
 
-    Raises ValueError for a file that cannot be read, or whose columns are not those of the first one.
+    Raises ValueError for a file that cannot be read, or whose columns differ from those of the first one.
     """
     parts = {file: _read_parquet_file(file) for file in files}
     first, *others = parts
@@ -104,13 +105,13 @@ def read_parquet(files: Collection[Path]) -> Dataset:
         if not _are_alike(parts[first].features, parts[file].features):
             raise ValueError(
                 f"All files of a split must have the same columns; {file} has {_listed(parts[file].features)}, "
-                f"{first.name} has {_listed(parts[first].features)}. Write them alike."
+                f"{first.name} has {_listed(parts[first].features)}. Write them with the same columns."
             )
     return datasets.concatenate_datasets(list(parts.values()))
 
 
 def _are_alike(features: datasets.Features, others: datasets.Features) -> bool:
-    """Whether names and types agree; a column of nulls has any type."""
+    """Whether names and types agree; a column of nulls agrees with any type."""
     nothing = datasets.Value("null")
     return features.keys() == others.keys() and all(
         features[name] == others[name] or nothing in (features[name], others[name]) for name in features
@@ -130,7 +131,7 @@ def _read_parquet_file(file: Path) -> Dataset:
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:
-    # Pandas writes categorical columns dictionary-encoded, which `datasets` does not read.
+    # pandas writes categorical columns with dictionary encoding, which `datasets` does not read.
     plain = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in table.schema
@@ -143,20 +144,20 @@ def _check_shards(shards: list[Path]) -> None:
     if whole and len(shards) > 1:
         other = next(shard for shard in shards if shard != whole)
         raise ValueError(
-            f"A split must be there once; {whole.name} is all of it by its name, and {other.name} is beside it in "
-            f"{whole.parent}. Take one of them away, or call them shards ({split_of(whole.stem)}-00000-of-00002, ...)."
+            f"{whole.name} is named like a whole split, but {other.name} of the same split is beside it in "
+            f"{whole.parent}. Remove one of them, or name them as shards ({split_of(whole.stem)}-00000-of-00002, ...)."
         )
     for shard in shards:
         match = re.search(r"-of-(\d+)$", shard.stem)
         if match and int(match.group(1)) != len(shards):
             raise ValueError(
                 f"{shard.name} is one of {int(match.group(1))} shards; found {len(shards)} in {shard.parent}. "
-                "Download the others: a part of the split would be missing."
+                "Download the missing ones."
             )
     found = [re.search(r"(\d+)-of-\d+$", shard.stem) for shard in shards]
     numbers = sorted(int(match.group(1)) for match in found if match)
     if numbers and numbers != list(range(numbers[0], numbers[0] + len(shards))):
         raise ValueError(
             f"Shards must be numbered without gaps; found {', '.join(shard.name for shard in shards)} in "
-            f"{shards[0].parent}. One is missing, and another is not of this split."
+            f"{shards[0].parent}. Download the missing shard, and remove files of other splits."
         )

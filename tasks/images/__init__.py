@@ -1,1 +1,1 @@
-"""Image classification: data, models and settings of `tasks/cifar.py`."""
+"""Image classification: the run of `tasks/cifar.py`, its data, models and settings."""

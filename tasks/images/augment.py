@@ -1,4 +1,4 @@
-"""Normalisation and random augmentation of whole batches, on the device that holds them."""
+"""Normalization and random augmentation of whole batches, on the device that holds them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch import Tensor
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Turn uint8 images (B, C, H, W) into float32 ones, (images / 255 - mean) / std per channel.
+    """Compute (images / 255 - mean) / std per channel, in float32.
 
-    mean and std, shape (C,), are in the [0, 1] scale. Device and memory format are those of the images.
+    Args:
+        images: uint8, (B, C, H, W). The result keeps their device and memory format.
+        mean: per channel (C,), for pixels in [0, 1].
+        std: per channel (C,), likewise.
 
     >>> images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
     >>> normalise(images, torch.tensor([0.5]), torch.tensor([0.25])).flatten().tolist()
     [-2.0, 2.0]
 
-    Raises ValueError for images that are not uint8: they may be scaled or normalised already.
+    Raises ValueError for images that are not uint8, which may be scaled already.
     """
     if images.dtype != torch.uint8:
-        raise ValueError(f"Images to normalise must be uint8, in 0..255; got {images.dtype}.")
-    # In the scale of 0..255 throughout, which saves one pass over the images.
+        raise ValueError(f"Images to normalize must be uint8, in 0..255; got {images.dtype}.")
+    # Scaling mean and std to 0..255 instead of the images saves one pass over them.
     mean_C11 = (255 * mean.float()).view(-1, 1, 1).to(images.device)
     std_C11 = (255 * std.float()).view(-1, 1, 1).to(images.device)
     return images.float().sub_(mean_C11).div_(std_C11)
@@ -30,25 +33,24 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Random crop of the zero-padded image and random horizontal flip, a whole batch at once.
+    """Random crop of the zero-padded image and random horizontal flip, for a whole batch at once.
 
-    Maps a float batch (B, C, H, W) to another of the same shape, device, dtype and memory format (contiguous or
-    channels_last). Every image draws its own offset and flip from `generator`, or from torch's global generator
-    of the images' device: seeded per worker, workers differ; seeded alike, they repeat.
+    Maps a float batch (B, C, H, W) to one of the same shape, device, dtype and memory format (contiguous or
+    channels_last). Each image draws its own offset and flip.
 
-    Apply it after `normalise`: the zeros of the padding are then the mean colour, as usual for wide ResNets.
+    Apply it after `normalise`: the zeros of the padding are then the mean color, as usual for wide ResNets.
 
     Raises ValueError for a negative padding, a batch without four dimensions, and uint8 images.
     """
 
     padding: int = 4
-    """Pixels added on each side, so offsets are uniform in 0..2 * padding; 0 switches the crop off."""
+    """Pixels added on each side, so offsets are uniform in 0..2 * padding; 0 disables the crop."""
 
     flip: bool = True
-    """Mirror each image with probability one half. Switch it off where mirroring changes the class, as for digits."""
+    """Mirror each image with probability 0.5. Disable it where mirroring changes the class, as for digits."""
 
     generator: torch.Generator | None = None
-    """Source of randomness, on the images' device; None is the device's global generator."""
+    """Random generator on the images' device; None takes the device's global one, which workers seed differently."""
 
     def __post_init__(self) -> None:
         if self.padding < 0:
@@ -68,7 +70,7 @@ class CropAndFlip:
         return _take_pixels(F.pad(images, [self.padding] * 4), rows_BH, columns_BW, _memory_format(images))
 
     def draw(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets from the top and the left of the padded image, and who is flipped; each of shape (B,)."""
+        """Offsets from the top and the left of the padded image, and which images to flip; each of shape (B,)."""
         offsets = torch.randint(2 * self.padding + 1, (2, batch_size), device=device, generator=self.generator)
         if not self.flip:
             return offsets[0], offsets[1], torch.zeros(batch_size, dtype=torch.bool, device=device)
@@ -79,13 +81,37 @@ class CropAndFlip:
 def _take_pixels(padded: Tensor, rows_BH: Tensor, columns_BW: Tensor, memory_format: torch.memory_format) -> Tensor:
     """out[b, c, i, j] = padded[b, c, rows[b, i], columns[b, j]]."""
     images_B = torch.arange(len(padded), device=padded.device)[:, None, None]
-    # Channels last, so that one index fetches all channels of a pixel.
+    # With channels last, one index fetches all channels of a pixel.
     pixels_BHWC = padded.permute(0, 2, 3, 1)[images_B, rows_BH[:, :, None], columns_BW[:, None, :]]
     return pixels_BHWC.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
 
 
 def _memory_format(images: Tensor) -> torch.memory_format:
-    # A batch with one channel is both; it stays contiguous.
+    # A batch with one channel is in both formats; it stays contiguous.
     if images.is_contiguous() or not images.is_contiguous(memory_format=torch.channels_last):
         return torch.contiguous_format
     return torch.channels_last
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Turns uint8 images (B, C, H, W) into inputs of a model: on its device, normalized, augmented in training."""
+
+    mean: Tensor
+    std: Tensor
+    """Per channel (C,), for pixels in [0, 1]."""
+    device: torch.device
+    augment: CropAndFlip | None = None
+    channels_last: bool = False
+
+    def plain(self, images: Tensor) -> Tensor:
+        """Inputs for evaluation."""
+        images = images.to(self.device, non_blocking=True)
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return normalise(images, self.mean, self.std)
+
+    def augmented(self, images: Tensor) -> Tensor:
+        """Inputs for training, cropped and flipped at random."""
+        inputs = self.plain(images)
+        return inputs if self.augment is None else self.augment(inputs)

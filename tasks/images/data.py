@@ -1,9 +1,9 @@
-"""Image classification data sets, whole in memory as uint8 tensors."""
+"""Image classification data sets, held in memory as uint8 tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +13,34 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from tasks.images.config import CifarConfig
 from tasks.images.decoding import Resampling, decode_images, stack_splits
 from tasks.images.sources import choose_splits, find_image_column, find_label_column, open_splits
 
 DIGITS_TEST_FRACTION = 360 / 1797
-"""Held-out part of the digits, which come without a split."""
+"""Fraction of the digits that is held out for testing; scikit-learn ships them as one split."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageData:
-    """A data set of N training and M test images in K classes, not augmented, not normalised."""
+    """A data set of N training and M test images in K classes, neither augmented nor normalized."""
 
     train_images: Tensor
-    """uint8 (N, C, H, W); C is 1 if all images are grey, else 3."""
+    """uint8 (N, C, H, W); C is 1 if all images are gray, else 3."""
     train_labels: Tensor
     """int64 (N,), in 0..K-1."""
     test_images: Tensor
     """uint8 (M, C, H, W)."""
     test_labels: Tensor
-    """int64 (M,), in 0..K-1, the same mapping."""
+    """int64 (M,), in 0..K-1, numbered as the training labels."""
     class_names: tuple[str, ...]
-    """K names; the numbers as strings where the data has only those."""
+    """Names of the K classes; numbers as strings if the data has no names."""
     mean: Tensor
-    """float32 (C,): mean of all training pixels, in the [0, 1] scale."""
+    """float32 (C,): mean of all training pixels, scaled to [0, 1]."""
     std: Tensor
     """float32 (C,): their standard deviation; 1 for a constant channel, so that dividing by it is harmless."""
     source: str
-    """Where the data came from, in words."""
+    """Description of where the data came from."""
 
     @property
     def num_classes(self) -> int:
@@ -57,20 +58,34 @@ class ImageData:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Part of a split, not yet decoded: images and, for each, its class: a name, or a number if there are no names."""
+    """Encoded images of a split, or of a part of it, with their labels."""
 
     images: Sequence[tuple[int, Any]]
-    """Row of the split, and the cell of the image column there."""
+    """For each image, its row in the split and its cell of the image column."""
     labels: Sequence[Any]
+    """For each image, the name of its class, or its number if the data has no names."""
     classes: tuple[Any, ...]
-    """All classes of the whole split: as declared, else its distinct labels, sorted."""
+    """All classes of the whole split: the declared ones, else its distinct labels, sorted."""
     split: str
+    """Name of the split, for error messages."""
     has_names: bool = False
-    """Whether the classes are declared names."""
+    """Whether the data declares the names of its classes."""
 
     def rows(self, rows: Sequence[int]) -> LabelledImages:
-        """Only these rows, in this order."""
+        """Select these rows, in this order."""
         return replace(self, images=[self.images[row] for row in rows], labels=[self.labels[row] for row in rows])
+
+
+def load_configured_data(config: CifarConfig) -> ImageData:
+    """Load the data of a run's configuration, with noise in the training labels if it asks for it.
+
+    Raises what `load_image_data` raises.
+    """
+    arguments = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
+    draw = arguments.pop("draw_by_seed")
+    data = load_image_data(**arguments, draw=draw, seed=config.seed if draw else 0)
+    labels = with_label_noise(data.train_labels, data.num_classes, config.label_noise, config.seed)
+    return replace(data, train_labels=labels)
 
 
 def load_image_data(
@@ -88,26 +103,29 @@ def load_image_data(
     draw: bool = False,
     seed: int = 0,
 ) -> ImageData:
-    """Load a data set by name or, if `path` is given, from local files (which win over the name).
+    """Load a data set by name, or from local files. The result is the same in every process.
 
-    name            "digits" (scikit-learn's, offline), "cifar10", "cifar100", or any name on the Hub
-    path            folder of train*.parquet and test*.parquet, or of train/<class>/ and test/<class>/ images
-    image_column,   columns to read; by default found by type and name (CIFAR-100: fine_label)
-    label_column
-    test_split      split to evaluate on; by default "test", else "validation", "valid", "val"
-    test_fraction   in (0, 1): hold out this part of the training split instead, evenly over the classes
-    image_size      resize all images to this square; needed where their sizes differ
-    resampling      how: "bilinear" (PIL), or "box", the mean over the area of each new pixel (pooling)
-    train_limit,    use at most so many images of a split: the first ones or, with `draw`, drawn by `seed`
-    test_limit
-    seed            of the held-out part and of `draw`. Keep it the same in runs that are to be compared
+    The classes are the declared ones, else the sorted distinct labels of the whole training split. Only images that
+    are used are decoded and counted in mean and std.
 
-    The classes are the declared ones, else the sorted distinct labels of the training split, whatever the limit. Only
-    images that are used are decoded, and counted in mean and std. The result is the same in every process.
+    Args:
+        name: "digits" (scikit-learn's, offline), "cifar10", "cifar100", or a name on the Hub.
+        path: local data, used instead of `name`: a folder of train*.parquet and test*.parquet, or of images in
+            train/<class>/ and test/<class>/.
+        image_column, label_column: columns to read; by default found by type and name (CIFAR-100: fine_label).
+        test_split: split to evaluate on; by default "test", else "validation", "valid", "val".
+        test_fraction: fraction of the training split to hold out instead, in (0, 1), even over the classes.
+        image_size: side of the square to resize all images to; needed if their sizes differ.
+        resampling: "bilinear" (Pillow's), or "box", the mean over the area of each new pixel.
+        train_limit, test_limit: most images of a split to use: the first ones or, with `draw`, random ones.
+        draw: draw the limited images by `seed`.
+        seed: seed of the held-out part and of `draw`; keep it the same in runs to compare.
 
-    Raises ValueError for data that cannot be used as it is (no evaluation split, unclear columns, missing or unseen
-    labels, broken images, differing sizes), RuntimeError if the Hub cannot be reached and FileNotFoundError if the
-    path does not exist; each says what to do.
+    Raises:
+        ValueError: data that cannot be used: no evaluation split, unclear columns, missing or unseen labels, broken
+            images, differing sizes.
+        RuntimeError: the Hub cannot be reached.
+        FileNotFoundError: `path` does not exist.
 
     >>> digits = load_image_data("digits")
     >>> digits.train_images.shape, digits.test_images.shape
@@ -140,23 +158,20 @@ def load_image_data(
 
 
 def limited(images: LabelledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabelledImages:
-    """At most `limit` rows: the first ones or, with a seed, drawn without replacement, all equally likely.
-
-    The rows stay in their order.
-    """
+    """Keep at most `limit` rows in their order: the first ones or, with a seed, a uniform draw without replacement."""
     if limit is None or limit >= len(images.labels):
         return images
     if seed is None:
         return images.rows(range(limit))
-    # Through SeedSequence, so that these streams have nothing in common with those of split and label noise.
+    # numpy's SeedSequence keeps these streams independent of those of the split and of label noise.
     generator = numpy.random.default_rng(seed)
     return images.rows(sorted(generator.permutation(len(images.labels))[:limit].tolist()))
 
 
 def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: int) -> Tensor:
-    """Draw exactly round(fraction * N) of the labels (N,) anew, uniformly over all classes, their own included.
+    """Replace round(fraction * N) of the labels (N,) by random classes; a label may keep its class.
 
-    A copy; the same for the same seed, so give every worker the same one.
+    Returns a copy, which depends on the seed alone: give all workers the same seed.
 
     >>> with_label_noise(torch.zeros(4, dtype=torch.int64), num_classes=10, fraction=0.0, seed=0)
     tensor([0, 0, 0, 0])
@@ -173,9 +188,9 @@ def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: in
 
 
 class ImageTensors(TorchDataset[dict[str, Tensor]]):
-    """Images (N, C, H, W) and labels (N,) as a map-style data set of {"images", "labels"}, untransformed.
+    """Images (N, C, H, W) and labels (N,) as a map-style data set of {"images", "labels"}.
 
-    A DataLoader asks `__getitems__` for a whole batch, one copy instead of one per image; pass it `collate`:
+    A DataLoader reads a whole batch by `__getitems__`, in one copy instead of one per image. Pass it `collate`:
 
     >>> data = ImageTensors(torch.zeros(10, 1, 8, 8, dtype=torch.uint8), torch.arange(10))
     >>> batch = next(iter(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)))
@@ -203,14 +218,14 @@ class ImageTensors(TorchDataset[dict[str, Tensor]]):
 
 
 def collate(batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Make one batch of items of `ImageTensors`; a batch that is ready passes through."""
+    """Stack items of `ImageTensors` to one batch; a batch passes through."""
     if isinstance(batch, Mapping):
         return dict(batch)
     return {key: torch.stack([item[key] for item in batch]) for key in ("images", "labels")}
 
 
 def hold_out(whole: LabelledImages, fraction: float, seed: int) -> tuple[LabelledImages, LabelledImages]:
-    """Split into two disjoint parts, the second of round(fraction * N) rows, even over the classes.
+    """Split into two disjoint parts; the second has round(fraction * N) rows, spread evenly over the classes.
 
     Raises ValueError if a part would be empty.
     """
@@ -219,7 +234,7 @@ def hold_out(whole: LabelledImages, fraction: float, seed: int) -> tuple[Labelle
     if not 0 < size < total:
         raise ValueError(f"Both parts of a split need rows; test_fraction={fraction} takes {size} of {total}.")
     shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
-    # Evenly spaced picks from the rows in order of class: each class gives its share, to within one.
+    # Evenly spaced picks from the rows sorted by class take each class's share, to within one row.
     by_class = sorted(shuffled, key=lambda row: whole.labels[row])
     held_out = {by_class[(2 * pick + 1) * total // (2 * size)] for pick in range(size)}
     kept = [row for row in range(total) if row not in held_out]
@@ -227,13 +242,13 @@ def hold_out(whole: LabelledImages, fraction: float, seed: int) -> tuple[Labelle
 
 
 def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation over all pixels of uint8 (N, C, H, W), per channel, in the [0, 1] scale.
+    """Mean and standard deviation of all pixels of uint8 images (N, C, H, W) per channel, scaled to [0, 1].
 
     >>> mean, std = pixel_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     >>> mean.item(), std.item()
     (0.5, 0.5)
     """
-    # Counts of the 256 values are exact, however many pixels there are.
+    # Counting the 256 values is exact for any number of pixels.
     counts = [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
     weights = torch.stack(counts).double() / (images.numel() / images.shape[1])
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -257,8 +272,8 @@ def _refuse_for_digits(**given: str | None) -> None:
     for key, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{key} is for data with columns and splits, which the digits have not; got {value!r}. Leave it out "
-                "(test_fraction sets how much is held out)."
+                f"{key} is for data with columns and splits, which the digits do not have; got {value!r}. Leave it "
+                "out; test_fraction sets how much is held out."
             )
 
 
@@ -278,9 +293,9 @@ def _read_split(
     if len(dataset) == 0:
         raise ValueError(f"Every split needs rows; '{split}' is empty.")
     feature = dataset.features[label_column]
-    # An integer column beside a training split with names counts through those names.
+    # An integer column indexes the names that the training split declares.
     names = tuple(feature.names) if hasattr(feature, "names") else train_names
-    # Straight from Arrow: images stay encoded, and decoding is ours.
+    # Reading the Arrow table keeps images encoded, so that decode_images decodes them.
     table = dataset.with_format("arrow")[:]
     labels = _check_labels(table[label_column].to_pylist(), split, names)
     classes = tuple(sorted(set(labels))) if names is None else names
@@ -288,14 +303,14 @@ def _read_split(
 
 
 def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) -> list[Any]:
-    """Labels as names where there are names, else as they are.
+    """Turn numbers into names where there are names.
 
     Raises ValueError for missing labels (null, negative, blank) and for numbers beyond the names.
     """
     missing = [row for row, label in enumerate(labels) if _is_missing(label)]
     if missing:
         raise ValueError(
-            f"Every image needs a label; split '{split}' has {len(missing)} of {len(labels)} rows without "
+            f"Every image needs a label; split '{split}' has {len(missing)} of {len(labels)} rows without one "
             f"(first: row {missing[0]}, {labels[missing[0]]!r}). Use another split as test_split, or remove those rows."
         )
     if names is None or isinstance(labels[0], str):
@@ -334,6 +349,6 @@ def _check_seen(train: LabelledImages, test: LabelledImages) -> None:
     if unseen:
         count = sum(label in unseen for label in test.labels)
         raise ValueError(
-            f"Every class of the test split must occur in training; {count} test rows are of classes that do not: "
-            f"{unseen[:5]}. Remove these rows, or add training images of the classes."
+            f"Every class of the test split must occur in training; {count} test rows have other classes: "
+            f"{unseen[:5]}. Remove these rows, or add training images of these classes."
         )

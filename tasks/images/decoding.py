@@ -1,4 +1,4 @@
-"""Encoded images of any pixel mode to uint8 tensors, one size and one number of channels for all of them."""
+"""Decodes images of any pixel mode to uint8 tensors with one size and one number of channels."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 Pixels = np.ndarray
-"""One decoded image, uint8: (H, W) if grey, (H, W, 3) if colour."""
-
+"""One decoded image, uint8: (H, W) if gray, (H, W, 3) if color."""
 
 Resampling = Literal["bilinear", "box"]
-"""How images are resized: Pillow's bilinear, or box, the mean over the area that each new pixel covers."""
+"""How to resize images: Pillow's bilinear, or box, the mean over the area that each new pixel covers."""
 
 
 def decode_images(
     cells: Iterable[tuple[int, Any]], split: str, image_size: int | None = None, resampling: Resampling = "bilinear"
 ) -> list[Pixels]:
-    """Decode cells of an image column, each given with its row; with `image_size`, resize to that square.
+    """Decode the cells of an image column.
 
-    A cell is the bytes of an image file, a path, a mapping {"bytes": ..., "path": ...} as `datasets` stores, or a
-    Pillow image.
+    Args:
+        cells: row number and cell of each image. A cell is the bytes of an image file, a path, a dict {"bytes": ...,
+            "path": ...} as `datasets` stores it, or a Pillow image.
+        split: name of the split, for error messages.
+        image_size: side of the square to resize to; None keeps the size.
+        resampling: how to resize.
 
-    Raises ValueError naming split and row (from 0) of the first image that is missing or cannot be decoded.
+    Raises ValueError, naming split and row, for the first image that is missing or cannot be decoded.
     """
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size must be at least 1 pixel; got {image_size}.")
@@ -37,7 +40,7 @@ def decode_images(
     for row, cell in cells:
         try:
             decoded.append(decode_image(cell, image_size, resampling))
-        # Pillow reports a broken file by errors of many types, SyntaxError and struct.error among them.
+        # For a broken file Pillow raises many types of errors, SyntaxError and struct.error among them.
         except Exception as error:
             raise ValueError(
                 f"Every image must be readable; row {row} of split '{split}' is not ({error}). "
@@ -47,24 +50,24 @@ def decode_images(
 
 
 def decode_image(cell: Any, image_size: int | None = None, resampling: Resampling = "bilinear") -> Pixels:
-    """Decode one image to 8-bit grey or RGB, upright (EXIF orientation applied).
+    """Decode one image to 8-bit gray or RGB, with its EXIF orientation applied.
 
-    Modes 1, L, LA and 16-bit grey give grey; palette, RGB, RGBA, CMYK and others give RGB. Transparent pixels are
-    composited on white. 16-bit values keep their high byte. An animation gives its first frame.
+    Modes 1, L, LA and 16-bit gray become gray; palette, RGB, RGBA, CMYK and others become RGB. Transparent pixels are
+    composited on white, 16-bit values keep their high byte, and an animation gives its first frame.
     """
     image = _open(cell)
     if image.getexif().get(ExifTags.Base.Orientation) is not None:
         image = ImageOps.exif_transpose(image)
     image = to_grey_or_rgb(image)
     if image_size is not None:
-        # By a whole factor, box reduces rows and columns at once: one rounding, not two.
+        # With reducing_gap, box shrinks by a whole factor in rows and columns at once: one rounding, not two.
         gap = 1.0 if resampling == "box" else None
         image = image.resize((image_size, image_size), Image.Resampling[resampling.upper()], reducing_gap=gap)
     return np.asarray(image)
 
 
 def to_grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Convert any 8- or 16-bit mode to L or RGB.
+    """Convert an image of any 8- or 16-bit mode to L or RGB.
 
     >>> to_grey_or_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
@@ -76,21 +79,21 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel mode '{image.mode}' has no fixed range; save it with 8 or 16 bits per channel")
-    grey = image.mode in ("1", "L", "LA", "La")
+    gray = image.mode in ("1", "L", "LA", "La")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         image = _on_white(image)
-    return image.convert("L" if grey else "RGB")
+    return image.convert("L" if gray else "RGB")
 
 
 def stack_splits(splits: Sequence[list[Pixels]]) -> list[Tensor]:
-    """Stack each split to uint8 (N, C, H, W): C = 1 if all images of all splits are grey, else 3.
+    """Stack each split to uint8 (N, C, H, W); C is 1 if all images of all splits are gray, else 3.
 
-    Raises ValueError, counting the sizes, unless all images are of one size.
+    Raises ValueError, counting the sizes, unless all images have one size.
     """
     images = [image for split in splits for image in split]
     _check_one_size(images)
-    colour = any(image.ndim == 3 for image in images)
-    return [_stack(split, colour) for split in splits]
+    color = any(image.ndim == 3 for image in images)
+    return [_stack(split, color) for split in splits]
 
 
 def _open(cell: Any) -> Image.Image:
@@ -99,9 +102,9 @@ def _open(cell: Any) -> Image.Image:
     if isinstance(cell, dict):
         cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
     if not isinstance(cell, bytes | str | Path):
-        raise ValueError(f"it is missing: neither bytes nor a path, but {cell!r}")
+        raise ValueError(f"it is missing: the cell has neither bytes nor a path, but {cell!r}")
     image: Image.Image = Image.open(io.BytesIO(cell) if isinstance(cell, bytes) else cell)
-    image.load()  # decodes now, and closes the file that a path opened
+    image.load()  # decodes the image and closes its file
     return image
 
 
@@ -110,11 +113,11 @@ def _on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(opaque, image.convert("RGBA")).convert("RGB")
 
 
-def _stack(images: list[Pixels], colour: bool) -> Tensor:
-    if not colour:
+def _stack(images: list[Pixels], color: bool) -> Tensor:
+    if not color:
         return torch.from_numpy(np.stack(images)).unsqueeze(1)
-    in_colour = [image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2) for image in images]
-    return torch.from_numpy(np.stack(in_colour)).permute(0, 3, 1, 2).contiguous()
+    in_color = [image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2) for image in images]
+    return torch.from_numpy(np.stack(in_color)).permute(0, 3, 1, 2).contiguous()
 
 
 def _check_one_size(images: list[Pixels]) -> None:

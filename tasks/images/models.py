@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tasks.images.data import ImageData
 from tasks.images.transformer import RowTransformer
 from tasks.images.wide_resnet import WideResNet
 
@@ -32,20 +27,25 @@ def build_image_model(
     image_size: tuple[int, int] | None = None,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Build a classifier of images (B, in_channels, H, W), returning logits (B, num_classes).
+    """Build a classifier from images (B, in_channels, H, W) to logits (B, num_classes).
 
-    `name`, in any case, is one of
+    Names, in upper or lower case:
 
-    wrn-<depth>-<width>             wide ResNet, as "wrn-28-10"
-    transformer-<layers>-<width>    of the rows of the image, with 4 heads; "transformer" is transformer-2-32
-    cnn-<channels>-<channels>-...   small convolutional network with max-pooling, as "cnn-16-32-64"
-    cnn                             another one, with strides
+    wrn-<depth>-<width>             wide ResNet, such as "wrn-28-10"
+    transformer-<layers>-<width>    Transformer over the rows of the image, 4 heads; "transformer" is transformer-2-32
+    cnn-<channels>-<channels>-...   small convolutional network with max-pooling, such as "cnn-16-32-64"
+    cnn                             small convolutional network with strides
     mlp                             two hidden layers of 64
 
-    The MLP and the Transformer need `image_size`, (height, width); wide ResNets and Transformers use `dropout`.
+    Args:
+        name: the architecture.
+        num_classes: number of classes.
+        in_channels: channels of the images.
+        image_size: (height, width) of the images; MLPs and Transformers need it.
+        dropout: dropout rate of wide ResNets and Transformers; the other models have none.
 
-    Raises ValueError for an unknown name, sizes that the model cannot have, images that are missing their size or too
-    small for it, and dropout where the model has none.
+    Raises ValueError for an unknown name, impossible sizes, images without a size or too small for the model, and
+    dropout where the model has none.
 
     >>> sum(p.numel() for p in build_image_model("WRN-16-1", num_classes=10).parameters())
     175066
@@ -69,11 +69,11 @@ def build_image_model(
         if image_size is not None and min(image_size) < smallest:
             raise ValueError(
                 f"Model {name!r} halves its images {len(channels) - 1} times, so they need at least {smallest} pixels "
-                f"a side; got {image_size[0]}x{image_size[1]}. Take fewer layers, or set image_size."
+                f"a side; got {image_size[0]}x{image_size[1]}. Use fewer layers, or set image_size."
             )
         return PooledCNN(channels, num_classes, in_channels)
     if image_size is None:
-        raise ValueError(f"Model {name!r} needs image_size=(height, width), from which its input width follows.")
+        raise ValueError(f"Model {name!r} needs image_size=(height, width) to know the width of its input.")
     if transformer:
         layers, width = int(transformer[1] or 2), int(transformer[2] or 32)
         return RowTransformer(layers, width, num_classes, in_channels, image_size, dropout)
@@ -84,7 +84,8 @@ class MLP(nn.Sequential):
     """Flatten, then Linear-BatchNorm-ReLU for each hidden size, then a linear classifier.
 
     Maps (B, ...) with `in_features` values per image to logits (B, num_classes). On 8x8 digits the default is
-    64-64-64-10. Hidden layers carry no bias, since BatchNorm subtracts it; He normal (fan in), zero biases.
+    64-64-64-10. Hidden layers have no bias, since BatchNorm would subtract it. Weights start He normal (fan in),
+    biases at 0.
     """
 
     def __init__(self, in_features: int, num_classes: int, hidden_sizes: Sequence[int] = (64, 64)) -> None:
@@ -125,8 +126,8 @@ class SmallCNN(nn.Sequential):
 class PooledCNN(nn.Sequential):
     """3x3 Conv-BatchNorm-ReLU for each number of channels, max-pooling by 2 between them, global pooling, linear.
 
-    Maps (B, in_channels, H, W) of any size from 2^(layers - 1) pixels to logits (B, num_classes). He normal (fan in)
-    convolutions; the linear layer starts with half their variance, having no ReLU after it.
+    Maps (B, in_channels, H, W) of at least 2^(layers - 1) pixels a side to logits (B, num_classes). Convolutions start
+    He normal (fan in); the linear layer, which no ReLU follows, starts with half their variance.
 
     Raises ValueError for a layer without channels.
     """
@@ -134,7 +135,7 @@ class PooledCNN(nn.Sequential):
     def __init__(self, channels: Sequence[int], num_classes: int, in_channels: int = 3) -> None:
         if min(channels) < 1:
             raise ValueError(
-                f"Every layer of a CNN needs at least 1 channel; got {list(channels)}. Use cnn-16-32-64, say."
+                f"Every layer of a CNN needs at least 1 channel; got {list(channels)}. Use cnn-16-32-64, for example."
             )
         layers: list[nn.Module] = []
         for channels_in, channels_out in pairwise([in_channels, *channels]):
@@ -152,32 +153,3 @@ def _initialise(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def save_image_model(model: nn.Module, folder: Path, name: str, dropout: float, data: ImageData) -> None:
-    """Write a model with all that is needed to use it alone: weights, architecture, classes and normalisation."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    card = {
-        "model": name,
-        "dropout": dropout,
-        "num_classes": data.num_classes,
-        "in_channels": data.in_channels,
-        "image_size": list(data.image_size),
-        "class_names": list(data.class_names),
-        "mean": data.mean.tolist(),
-        "std": data.std.tolist(),
-    }
-    (folder / "config.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-
-
-def load_image_model(folder: Path | str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that `save_image_model` wrote, in eval mode, and its card (classes, mean and std for `normalise`)."""
-    folder = Path(folder)
-    card = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = build_image_model(
-        card["model"], card["num_classes"], card["in_channels"], tuple(card["image_size"]), card["dropout"]
-    )
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval(), card

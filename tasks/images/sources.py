@@ -1,4 +1,4 @@
-"""Where image data comes from: the Hub, parquet files, folders of images; which split and column is which."""
+"""Opens image data from the Hub, parquet files or image folders, and finds its splits and columns."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HUB_NAMES = {
     "mnist": "ylecun/mnist",
     "fashion_mnist": "zalando-datasets/fashion_mnist",
 }
-"""Short names of data sets that live under an owner's name on the Hub."""
+"""Short names of data sets on the Hub."""
 
 EVALUATION_NAMES = TEST_NAMES + VALIDATION_NAMES
-"""Names of the evaluation split, the preferred one first."""
+"""Names of the evaluation split, in order of preference."""
 
 IMAGE_NAMES = ("image", "img", "pixel_values")
 LABEL_NAMES = ("label", "fine_label", "labels", "target", "class")
-"""Names of the columns, in lower case, the preferred one first."""
+"""Names of the columns in lower case, in order of preference."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm")
 INDEX_NAMES = ("id", "idx", "index", "image_id", "__index_level_0__")
@@ -44,22 +44,26 @@ EXPECTED_FILES = (
 
 
 def open_splits(name: str | None, path: Path | None) -> tuple[dict[str, Dataset], str]:
-    """Open every split of a local `path` if given, else of `name` on the Hub, with a description of the source."""
+    """Open all splits of a local `path` if given, else of `name` on the Hub. Returns them with a description.
+
+    Raises what `open_local` and `open_hub` raise, and ValueError if neither is given.
+    """
     if path is not None:
         return open_local(Path(path).expanduser())
     if name:
-        way_out = "pass data.path with local parquet files or image folders, or use 'digits', which needs no download"
+        way_out = "set data.path to local parquet files or image folders, or use 'digits', which needs no download"
         return open_hub(HUB_NAMES.get(name.lower(), name), way_out=way_out)
     raise ValueError("Image data needs a name ('digits', 'cifar10', a Hub name) or a path; got neither.")
 
 
 def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
-    """Open a saved data set, parquet files, or folders of images, below a local path.
+    """Open a saved data set, parquet files or image folders. Returns the splits with a description.
 
-    A single file, or a saved data set without splits, counts as training data.
+    A single file, or a saved data set without splits, is the training split.
 
-    Raises FileNotFoundError for a path that does not exist, and ValueError, listing what was found, for a folder
-    without recognisable splits, a missing shard, or splits in several folders.
+    Raises:
+        FileNotFoundError: the path does not exist.
+        ValueError: a folder without recognizable splits, a missing shard, or splits in several folders.
     """
     if not path.exists():
         raise FileNotFoundError(f"data.path must exist; got {path}. {EXPECTED_FILES}")
@@ -78,17 +82,19 @@ def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
 
 
 def find_image_folders(path: Path) -> dict[str, Path]:
-    """Folders directly below `path` that are named after a split, by that name."""
+    """Folders directly below `path` that are named after a split, by the name of the split."""
     folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
     return {entry.name.lower(): entry for entry in folders if entry.name.lower() in TRAIN_NAMES + EVALUATION_NAMES}
 
 
 def read_image_folder(folder: Path) -> Dataset:
-    """List the images of <folder>/<class>/, at any depth, labelled by class. Hidden and other files are ignored.
+    """List the images in <folder>/<class>/, at any depth, labeled by class.
 
-    Raises ValueError if there are none.
+    Other files are ignored, and so are hidden files and folders at any depth, such as .ipynb_checkpoints.
+
+    Raises ValueError if there are no images.
     """
-    files = {entry.name: _image_files(entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
+    files = {entry.name: _image_files(folder, entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
     names = [name for name, images in files.items() if images]
     if not names:
         raise ValueError(
@@ -102,13 +108,13 @@ def read_image_folder(folder: Path) -> Dataset:
 def choose_splits(
     available: Collection[str], test_split: str | None = None, test_fraction: float | None = None
 ) -> tuple[str, str | None]:
-    """Names of the training and the evaluation split; None for the latter where a part of train is held out.
+    """Choose the training and the evaluation split; None for the latter if `test_fraction` of train is held out.
 
     >>> choose_splits(["train", "validation", "test"])
     ('train', 'test')
 
-    Raises ValueError if there is no training split, or no evaluation split and no `test_fraction` to hold out:
-    the training data is never evaluated upon unasked.
+    Raises ValueError without a training split, and without an evaluation split or `test_fraction`: training data is
+    never evaluated on unless asked for.
     """
     found = ", ".join(repr(name) for name in available)
     if test_split is not None and test_fraction is not None:
@@ -126,24 +132,28 @@ def choose_splits(
     if test is None:
         raise ValueError(
             f"Evaluation needs a split named 'test', 'validation', 'valid' or 'val'; found only {found}. "
-            "Add one, or set test_fraction (as 0.1) to hold out a part of the training split."
+            "Add one, or set test_fraction (such as 0.1) to hold out a part of the training split."
         )
     return train, test
 
 
 def find_image_column(features: Features, wanted: str | None = None) -> str:
-    """Name of the column of images: `wanted`, else one of the usual names, else the only one.
+    """Name of the image column: `wanted`, else one of the usual names, else the only candidate.
 
-    Columns of images have the Image feature or, in plain parquet, are {"bytes": ...} structs or binary.
+    Candidates have the Image feature or, in plain parquet, hold {"bytes": ...} structs or binary values.
+
+    Raises ValueError, listing the columns, if none can be chosen.
     """
     candidates = [name for name, feature in features.items() if _holds_images(feature)]
     return _choose_column("image", candidates, [candidates], IMAGE_NAMES, features, wanted)
 
 
 def find_label_column(features: Features, wanted: str | None = None) -> str:
-    """Name of the column of labels: `wanted`, else one of the usual names, else the only ClassLabel or integer.
+    """Name of the label column: `wanted`, else one of the usual names, else the only ClassLabel, else the only integer.
 
     Under the usual names, strings and booleans are labels, too.
+
+    Raises ValueError, listing the columns, if none can be chosen.
     """
     class_labels = _columns(features, lambda feature: isinstance(feature, ClassLabel))
     integers = [name for name in _columns(features, _is_integer) if name.lower() not in INDEX_NAMES]
@@ -197,6 +207,6 @@ def _describe(feature: object) -> str:
     return feature.dtype if isinstance(feature, Value) else type(feature).__name__
 
 
-def _image_files(folder: Path) -> list[Path]:
-    files = sorted(folder.rglob("*"))
-    return [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")]
+def _image_files(folder: Path, class_folder: Path) -> list[Path]:
+    files = [file for file in sorted(class_folder.rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]

@@ -1,4 +1,4 @@
-"""A small Transformer that reads an image row by row."""
+"""A small Transformer whose tokens are the rows of an image."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ HEADS = 4
 
 
 class TransformerLayer(nn.Module):
-    """x + Attention(LN(x)), then x + FeedForward(LN(x)): the pre-LN layer, with GELU and twice the width inside.
+    """Pre-LN layer: x + Attention(LN(x)), then x + FeedForward(LN(x)), with GELU and a hidden size of 2 * width.
 
-    Maps (B, T, width) to the same shape. Every token sees every other. Dropout is on both branches' outputs.
+    Maps (B, T, width) to the same shape. Attention is not masked. Dropout acts on the outputs of both branches.
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -41,12 +41,12 @@ class TransformerLayer(nn.Module):
 class RowTransformer(nn.Module):
     """Classifier whose tokens are the rows of the image, all channels together, with learned positions.
 
-    Maps (B, in_channels, H, W) of the one `image_size` (H, W) to logits (B, num_classes): embed the H rows, `layers`
-    pre-LN layers, LayerNorm, mean over the tokens, linear. Linear layers start as by torch's default, positions normal
-    with standard deviation 0.1.
+    Maps images (B, in_channels, H, W) to logits (B, num_classes): embedding of the H rows, `layers` pre-LN layers,
+    LayerNorm, mean over the tokens, linear. Linear layers start with torch's default, positions normal with standard
+    deviation 0.1. `image_size` is (H, W), the only size that the model reads.
 
-    Raises ValueError for sizes below 1, a width that the 4 heads do not divide, a dropout outside [0, 1), and images of
-    another size.
+    Raises ValueError for sizes below 1, a width that is no multiple of the 4 heads, a dropout outside [0, 1), and, in
+    the forward pass, images of another size.
 
     >>> sum(p.numel() for p in RowTransformer(2, 32, num_classes=10, in_channels=1, image_size=(8, 8)).parameters())
     18026
@@ -65,7 +65,7 @@ class RowTransformer(nn.Module):
         if layers < 1 or width < HEADS or width % HEADS:
             raise ValueError(
                 f"A Transformer needs at least 1 layer and a width that is a multiple of its {HEADS} heads; got "
-                f"{layers} layers of width {width}. Use transformer-2-32, say."
+                f"{layers} layers of width {width}. Use transformer-2-32, for example."
             )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
@@ -82,6 +82,6 @@ class RowTransformer(nn.Module):
                 f"This Transformer reads images of shape {self.image_shape}; got {tuple(images.shape[1:])}. "
                 "Build it with the in_channels and image_size of the data."
             )
-        rows_BHR = images.transpose(1, 2).flatten(2)  # R = C W values of a row
+        rows_BHR = images.transpose(1, 2).flatten(2)  # R = C * W values per row
         hidden = self.layers(self.embedding(rows_BHR) + self.positions)
         return self.classifier(self.norm(hidden).mean(1))

@@ -29,7 +29,7 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         activated = F.relu(self.bn1(x))
-        # As in the authors' code, a projection reads the activated input and the identity the raw one.
+        # As in the authors' code, a projection reads the activated input; the identity reads the raw one.
         skipped = x if self.shortcut is None else self.shortcut(activated)
         hidden = self.conv1(activated)
         return skipped + self.conv2(self.dropout(F.relu(self.bn2(hidden))))
@@ -38,9 +38,9 @@ class WideBlock(nn.Module):
 class WideResNet(nn.Module):
     """WRN-depth-width: a 3x3 stem and three groups of (depth - 4) / 6 blocks at strides 1, 2, 2.
 
-    The groups have 16, 32 and 64 times `width` channels. Images of any size work: (B, in_channels, H, W) gives
-    logits (B, num_classes). Initialised as in the authors' code: He normal (fan out) convolutions, BatchNorm
-    weights 1, all biases 0.
+    Maps images (B, in_channels, H, W) of any size to logits (B, num_classes). The groups have 16, 32 and 64 times
+    `width` channels. Weights start as in the authors' code: He normal (fan out) convolutions, BatchNorm weights 1, all
+    biases 0.
 
     Raises ValueError unless depth is 6 m + 4 with m >= 1, the other sizes are positive and 0 <= dropout < 1.
 
@@ -70,12 +70,12 @@ class WideResNet(nn.Module):
 
 
 def blocks_per_group(depth: int) -> int:
-    """Number m of blocks in each of the three groups, from depth = 6 m + 4.
+    """Number m of blocks in each of the three groups, where depth = 6 m + 4.
 
     >>> blocks_per_group(28)
     4
 
-    Raises ValueError for every other depth, naming the nearest valid ones.
+    Raises ValueError, naming the nearest valid depths, for any other depth.
     """
     if depth >= 10 and (depth - 4) % 6 == 0:
         return (depth - 4) // 6
@@ -98,7 +98,7 @@ def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(module, nn.Linear):
-        # Uniform within 1 / sqrt(fan_in): the default of Lua Torch (as of PyTorch), which the authors left alone.
+        # Uniform within 1 / sqrt(fan_in): the default of Lua Torch and PyTorch, which the authors kept.
         bound = 1 / math.sqrt(module.in_features)
         nn.init.uniform_(module.weight, -bound, bound)
         nn.init.zeros_(module.bias)

@@ -1,1 +1,1 @@
-"""Machine translation: data, model, decoding and scores of `tasks/wmt14.py`."""
+"""Machine translation: the run of `tasks/wmt14.py`, its data, model, decoding and scores."""

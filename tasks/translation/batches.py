@@ -1,4 +1,4 @@
-"""Batches of about equally many tokens, alike in length, the same plan on every worker."""
+"""Plans batches of similar sentence lengths with about equally many tokens, the same on every worker."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
 IGNORED = -100
-"""Label of padding, which no loss counts."""
+"""Label of padding, which the loss ignores."""
 
 Lengths = NDArray[np.int64]
 
 
 class TokenBatches(Sampler[list[int]]):
-    """Rows of a corpus in micro-batches of at most `tokens / (workers * accumulation_steps)` tokens each.
+    """Batch sampler with micro-batches of at most `tokens / (workers * accumulation_steps)` tokens each.
 
-    A token is a source or a target token, sentence ends and PADDING included: a micro-batch of R pairs counts
-    R * (longest source + longest target), which is what the device has to hold and to compute.
+    Tokens are source and target tokens, including sentence ends and PADDING: a micro-batch of R pairs counts
+    R * (longest source + longest target), which is what the device has to store and compute.
 
-    Pairs of like lengths share a batch. Within the same lengths they are shuffled anew each epoch, and so is the order
-    of the batches. The number of batches is the same in every epoch, and a multiple of workers * accumulation_steps:
-    the few that are too many are left out, others in each epoch. All workers make the same plan, from the seed alone.
+    A batch has pairs of similar lengths. Every epoch shuffles pairs of equal lengths and the order of the batches. The
+    number of batches is the same in every epoch and a multiple of workers * accumulation_steps; surplus batches are
+    left out, different ones in each epoch. The plan depends on the seed alone, so all workers make the same one.
 
-    Iterating gives batch after batch in the order in which Accelerate deals them out: workers 0, 1, ... of the first
-    micro-batch of the first step, then of the second. No row occurs twice in an epoch.
+    Iterating yields batches in the order in which Accelerate deals them out: those of workers 0, 1, ... for the first
+    micro-batch of the first step, then for the second. No row occurs twice in an epoch.
 
     Args:
         source_lengths: tokens of each source sentence (N,), its end included.
-        target_lengths: likewise of the target sentences (N,).
+        target_lengths: tokens of each target sentence (N,), likewise.
         tokens: GLOBAL budget of one optimizer step.
-        workers, accumulation_steps: how many micro-batches a step is made of.
-        per_process: workers that share a process: their micro-batches of a step come together, as one list of rows.
-        seed: of the order.
+        workers: number of all workers.
+        accumulation_steps: micro-batches per worker and step.
+        seed: seed of the order.
+        per_process: workers per process. Their micro-batches of a step come as one list of rows.
 
-    Raises:
-        ValueError: a pair is longer than a micro-batch, or there is not enough data for one step.
+    Raises ValueError for a pair longer than a micro-batch, and for too little data for one step.
 
     >>> lengths = np.array([3, 9, 3, 9, 3, 9])
     >>> batches = TokenBatches(lengths, lengths, tokens=36, workers=1, accumulation_steps=2, seed=0)
@@ -69,23 +69,23 @@ class TokenBatches(Sampler[list[int]]):
         self.epoch = 0
         budget = tokens // self.per_step
         self._check_budget(budget, tokens)
-        # In every epoch the sorted order has the same lengths at the same places, only other rows: cut it once.
+        # Every epoch sorts to the same sequence of lengths, only with other rows, so the cuts are computed once.
         order = self._sorted_rows(np.arange(len(self.source_lengths)))
         self._cuts, self.padding = _cut(self.source_lengths[order], self.target_lengths[order], budget)
         self.steps_per_epoch = (len(self._cuts) - 1) // self.per_step
         if self.steps_per_epoch == 0:
             raise ValueError(
                 f"one optimizer step needs {self.per_step} micro-batches ({workers} workers x {accumulation_steps} "
-                f"accumulation steps); {tokens} tokens a step make only {len(self._cuts) - 1} of the "
-                f"{len(order)} training pairs. Use a smaller batch_tokens, or more data."
+                f"accumulation steps); with {tokens} tokens per step the {len(order)} training pairs fill only "
+                f"{len(self._cuts) - 1}. Use a smaller batch_tokens, or more data."
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch (0-based)."""
+        """Choose the order of an epoch, counted from 0."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Lists of rows in one epoch: micro-batches of all workers, those of a process together."""
+        """Number of lists of rows in one epoch; the workers of a process share a list."""
         return self.steps_per_epoch * self.per_step // self.per_process
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,16 +111,16 @@ class TokenBatches(Sampler[list[int]]):
         return source, target
 
     def _plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows sorted by length, and the numbers of the micro-batches to take, in order."""
+        """Rows sorted by length, and the indices of the micro-batches to use, in order."""
         random = np.random.default_rng([self.seed, self.epoch])
         rows = self._sorted_rows(random.permutation(len(self.source_lengths)))
         return rows, random.permutation(len(self._cuts) - 1)[: self.steps_per_epoch * self.per_step]
 
     def _sorted_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """By the longer side, then by the difference of the sides, up and down in turn so that neighbours are alike.
+        """Sort by the longer side, then by the difference of the sides, alternately rising and falling.
 
-        Rows of equal lengths stay in the order given. On Multi30k this pads a third to a half less than sorting by
-        source and then target length.
+        Alternating makes neighbors similar. Rows of equal lengths keep their order. On Multi30k this gives a third to a
+        half less padding than sorting by source and then target length.
         """
         source, target = self.source_lengths[rows], self.target_lengths[rows]
         longer, difference = np.maximum(source, target), source - target
@@ -128,20 +128,20 @@ class TokenBatches(Sampler[list[int]]):
 
     def _check_budget(self, budget: int, tokens: int) -> None:
         if len(self.source_lengths) == 0:
-            raise ValueError("training needs at least one pair; got none. Look at what was left out, and why.")
+            raise ValueError("training needs at least one pair; got none. Check which pairs were left out.")
         pairs = self.source_lengths + self.target_lengths
         longest = int(pairs.argmax())
         if pairs[longest] > budget:
             raise ValueError(
                 f"batch_tokens must have room for the longest pair on each worker: {tokens} tokens over "
-                f"{self.workers} workers x {self.accumulation_steps} accumulation steps are {budget} for a "
-                f"micro-batch, and pair {longest} has {int(pairs[longest])}. "
+                f"{self.workers} workers x {self.accumulation_steps} accumulation steps are {budget} per "
+                f"micro-batch, but pair {longest} has {int(pairs[longest])}. "
                 f"Raise batch_tokens, or lower data.max_length."
             )
 
 
 def _cut(source: Lengths, target: Lengths, budget: int) -> tuple[NDArray[np.int64], float]:
-    """Where the batches of the sorted pairs begin, with the end (B + 1,), and the share of padding in them."""
+    """Cut the sorted pairs into batches: where each begins, with the end (B + 1,), and the share of padding."""
     cuts, padded = [0], 0
     longest_source = longest_target = 0
     for row, (length, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
@@ -157,7 +157,7 @@ def _cut(source: Lengths, target: Lengths, budget: int) -> tuple[NDArray[np.int6
 
 
 class TokenizedPairs(TorchDataset[Mapping[str, Any]]):
-    """Rows with "source_ids" and "target_ids" as a map-style data set that hands out whole batches for `collate`."""
+    """Map-style data set of rows with "source_ids" and "target_ids" that reads whole batches, for `Collate`."""
 
     def __init__(self, rows: Dataset) -> None:
         self.rows = rows.with_format("numpy")
@@ -173,10 +173,10 @@ class TokenizedPairs(TorchDataset[Mapping[str, Any]]):
 
 
 class Collate:
-    """Pads a batch of `TokenizedPairs` to tensors, ready for a Marian-like model; picklable.
+    """Pads a batch of `TokenizedPairs` to the inputs of a Marian-like model. Picklable.
 
-    "input_ids" and "attention_mask" (B, S), "decoder_input_ids" and "labels" (B, T), all int64. The decoder reads the
-    target shifted right by one, from `start`; labels of padding are `IGNORED`.
+    Returns int64 tensors "input_ids" and "attention_mask" (B, S), "decoder_input_ids" and "labels" (B, T). The decoder
+    reads the target shifted right by one, after the token `start`; labels of padding are `IGNORED`.
     """
 
     def __init__(self, pad: int, start: int) -> None:
@@ -198,7 +198,7 @@ class Collate:
 
 
 def pad_rows(rows: Sequence[Sequence[int] | NDArray[Any]], value: int) -> Tensor:
-    """Rows of unequal lengths as one int64 tensor (B, longest), filled up with `value` on the right.
+    """Pad rows on the right with `value` to one int64 tensor (B, longest).
 
     >>> pad_rows([[1, 2], [3]], value=0)
     tensor([[1, 2],

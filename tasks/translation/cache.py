@@ -1,4 +1,4 @@
-"""Files that one of several processes builds and all of them use."""
+"""Cached files that one of several processes builds and all use."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def digest_of(*parts: object) -> str:
-    """Hex digest of plain values (what JSON can hold), for names of files that depend on them."""
+    """Hex digest of JSON values, for the names of files that depend on them."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def build_once(folder: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """`folder/name`, a file or folder, made by `build(temporary_path)` where it is not there yet.
+    """Return `folder/name`, a file or folder, after building it by `build(temporary_path)` if it does not exist.
 
-    Of several processes one builds while the others wait. The result is moved into place when it is complete, so what
-    a failed or killed build leaves behind never counts; the next build clears it away. Where the file system has no
-    locks, several processes may build at once: the first to finish gives the result.
+    One process builds while the others wait. The result is moved into place when it is complete, so a failed or killed
+    build leaves only temporary files, which the next build removes. On a file system without locks several processes
+    may build at once; the first result counts.
 
-    Raises OSError, naming the folder and `data.cache_dir`, if nothing can be written there, and what `build` raises.
+    Raises OSError, naming the folder and `data.cache_dir`, if it cannot be written, and whatever `build` raises.
     """
     finished = folder / name
     with _explained(folder):
@@ -59,7 +59,7 @@ def _build(finished: Path, build: Callable[[Path], None]) -> None:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise _cannot_write(finished.parent, error) from error
             raise
-        # A builder that no lock held back may have been faster. Processes may have mapped its result: leave it.
+        # Without locks another builder may have finished first. Processes may have mapped its result, so keep it.
         if not finished.exists():
             try:
                 os.replace(temporary, finished)
@@ -72,8 +72,8 @@ def _build(finished: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _exclusive(lock_file: Path) -> Iterator[bool]:
-    """Hold the lock, and say whether there is one: some network file systems have none."""
-    # A soft lock (a file that exists or not) would outlive a killed holder on another machine and block for ever.
+    """Hold the lock inside the context. Yields False on a file system without locks, such as some network ones."""
+    # A soft lock (the existence of a file) would outlive a killed holder on another machine and block forever.
     lock = FileLock(lock_file, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -87,7 +87,7 @@ def _exclusive(lock_file: Path) -> Iterator[bool]:
 
 
 def _remove_leftovers(folder: Path, name: str, locked: bool) -> None:
-    """Remove what killed builds left, but nothing that a living one on a machine we share no lock with may use."""
+    """Remove what killed builds left: our machine's if we hold the lock, and other machines' after a day."""
     workplace = re.compile(rf"\.{re.escape(name)}\.([0-9a-f]+)-\w+\.partial")
     with suppress(OSError):
         for entry in folder.iterdir():
@@ -97,7 +97,7 @@ def _remove_leftovers(folder: Path, name: str, locked: bool) -> None:
 
 
 def _machine() -> str:
-    """Tells running kernels apart: within one, file locks hold even where a network file system has none."""
+    """Identify the running kernel: within one, file locks work even on network file systems without locks."""
     identity = BOOT.read_text() if BOOT.exists() else platform.node()
     return hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
 

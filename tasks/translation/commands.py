@@ -1,4 +1,4 @@
-"""`tasks/wmt14.py translate` and `tasks/wmt14.py score`: a trained model at work, a file of translations on trial."""
+"""Subcommands of `tasks/wmt14.py`: translate lines, score a file of translations, measure the curvature of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TranslateConfig:
     """Settings of `translate`."""
 
     model: Path
-    """Folder of a trained model: `deployed/` of a run."""
+    """Folder of a trained model, such as `deployed/` of a run."""
 
     beams: int | None = None
     """Hypotheses kept per sentence. null takes the number that was saved with the model."""
@@ -43,10 +43,10 @@ class TranslateConfig:
     """How many tokens longer than its source a translation can be."""
 
     batch_tokens: int = DecodingConfig.batch_tokens
-    """Padded source tokens, times beams, that are translated together."""
+    """Padded source tokens per batch, times beams."""
 
     lines_at_once: int = 512
-    """Lines to read before they are translated. At a terminal each line is translated at once."""
+    """Lines to read before translating them; at a terminal every line is translated immediately."""
 
     def __post_init__(self) -> None:
         for name in ("extra_length", "batch_tokens", "lines_at_once"):
@@ -65,17 +65,17 @@ class ScoreConfig:
     """Text file of translations, one sentence per line."""
 
     references: Path | None = None
-    """Text file of references, line by line. null takes the split of `data`."""
+    """Text file of references, one sentence per line; null takes those of `data`."""
 
     data: TextConfig = field(default_factory=TextConfig)
-    """Corpus whose translations are the references."""
+    """Corpus with the references."""
 
     split: str = "test"
     """Split of the corpus."""
 
 
 def translate_stdin(arguments: Sequence[str]) -> None:
-    """Translate lines from standard input to standard output, line by line; an empty line stays empty."""
+    """Translate standard input to standard output, line by line. An empty line stays empty."""
     config = parse_config(TranslateConfig, arguments, prog="wmt14.py translate", description=translate_stdin.__doc__)
     model, tokenizer, decoding = load_translator(config.model)
     given = {"beams": config.beams, "length_penalty": config.length_penalty}
@@ -94,14 +94,14 @@ def translate_stdin(arguments: Sequence[str]) -> None:
 
 
 def score_file(arguments: Sequence[str]) -> None:
-    """Score a file of translations as the sacrebleu command line does, and by tokenised, compound-split BLEU."""
+    """Score a file of translations as the sacrebleu command line does, and by tokenized, compound-split BLEU."""
     config = parse_config(ScoreConfig, arguments, prog="wmt14.py score", description=score_file.__doc__)
     hypotheses = _lines("hypotheses", config.hypotheses)
     references = _lines("references", config.references) if config.references else _references(config)
     if len(hypotheses) != len(references):
         raise ValueError(
-            f"every hypothesis needs its reference, line by line; {config.hypotheses} has {len(hypotheses)} lines and "
-            f"{config.references or f'split {config.split!r} of the data'} {len(references)}."
+            f"every hypothesis needs a reference on the same line; {config.hypotheses} has {len(hypotheses)} lines and "
+            f"{config.references or f'split {config.split!r} of the data'} {len(references)}. Align the two."
         )
     scores = TranslationScores(target_language=config.data.target_language or config.data.target).compute(
         predictions=hypotheses, references=references
@@ -113,7 +113,7 @@ def score_file(arguments: Sequence[str]) -> None:
 
 def _lines(key: str, file: Path) -> list[str]:
     if not file.is_file():
-        raise FileNotFoundError(f"{key} must be a text file with a sentence per line; {file} is none.")
+        raise FileNotFoundError(f"{key} must be a text file with one sentence per line; {file} is no file.")
     return list(read_lines(file))
 
 
@@ -134,4 +134,4 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "score": score_file,
     "curvature": measure_curvature_of_run,
 }
-"""What `tasks/wmt14.py` does instead of training when its first argument is one of these."""
+"""Subcommands of `tasks/wmt14.py` by their first argument."""

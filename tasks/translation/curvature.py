@@ -1,4 +1,4 @@
-"""What the curvature of a translation model is measured on: its training loss on batches of training pairs."""
+"""The loss and the batches on which the curvature of a translation model is measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def curvature_batches(
 
 
 def translation_loss(smoothing: float) -> LossFunction:
-    """Mean smoothed loss over the real target tokens of a batch, as in training."""
+    """A function that computes the mean training loss of a batch over its real target tokens."""
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -39,12 +39,12 @@ def translation_loss(smoothing: float) -> LossFunction:
 
 
 def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, int]:
-    """The model and training batches of a run, for `curvature RUN`."""
+    """The model, loss and batches of a finished run, given its config.yaml, and its seed."""
     config = parse_config(TranslationConfig, ["--config", str(settings)])
     data = load_translation_data(config.data)
     train, tokenizer = data.train, data.tokenizer
     longest = int(max(max(train.source_lengths), max(train.target_lengths)))
-    # Built anew, since a model that is loaded trains its position tables, which training leaves alone.
+    # Build the model instead of loading it: a loaded one has trainable position tables.
     model = build_model(
         config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, max(DEFAULT_POSITIONS, longest)
     )

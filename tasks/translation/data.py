@@ -1,4 +1,4 @@
-"""From a corpus to what training and evaluation read: chosen splits, a vocabulary, token ids on disk."""
+"""Turns a corpus into the data of a run: its splits, a vocabulary, and token ids on disk."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tasks.translation.tokenizer import (
 _ROWS_AT_A_TIME = 10_000
 _IDS = pa.list_(pa.int32())
 _PAIRS_VERSION = 1
-"""Of the way training pairs are chosen and written."""
+"""Version of how training pairs are chosen and written."""
 
 _SCHEMA = pa.schema({"source_ids": _IDS, "target_ids": _IDS})
 
 
 @dataclass(frozen=True)
 class TrainingPairs:
-    """The pairs to train on as token ids, memory-mapped, and what was left out of the corpus."""
+    """Training pairs as memory-mapped token ids, and counts of those left out of the corpus."""
 
     pairs: TokenizedPairs
     source_lengths: Lengths
@@ -48,12 +48,12 @@ class TrainingPairs:
     read: int
     """Pairs in the training split, after `train_limit`."""
     empty: int
-    """Left out: a side without text."""
+    """Pairs left out because a side has no text."""
     too_long: int
-    """Left out: a side longer than `max_length` tokens."""
+    """Pairs left out because a side is longer than `max_length` tokens."""
 
     def described(self) -> str:
-        """How many pairs there are and which were left out, in words."""
+        """How many pairs there are and how many were left out, in words."""
         left_out = [f"{self.empty} with an empty side"] if self.empty else []
         left_out += [f"{self.too_long} longer than max_length"] if self.too_long else []
         rest = f" (left out of {self.read}: {' and '.join(left_out)})" if left_out else ""
@@ -62,7 +62,7 @@ class TrainingPairs:
 
 @dataclass(frozen=True)
 class EvaluationPairs:
-    """A split to evaluate on, whole: nothing is left out and nothing is cut."""
+    """A complete split for evaluation: no pair is left out, and none is cut."""
 
     name: str
     sources: list[str]
@@ -76,21 +76,22 @@ class EvaluationPairs:
 
 @dataclass(frozen=True)
 class TranslationData:
-    """Everything that a run reads."""
+    """The data of a run."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TrainingPairs
     validation: EvaluationPairs
     test: EvaluationPairs
     origin: str
+    """Description of where the data came from."""
 
 
 def load_translation_data(config: TextConfig) -> TranslationData:
-    """Open the corpus, train or load the vocabulary, and tokenise; each is done once and cached by its content.
+    """Open the corpus, train or load the vocabulary, and tokenize. The result is the same in every process.
 
-    The same in every process. Of the processes of one machine, the first does the work and the others wait for it.
+    Each part is done once and cached by its content: the first process of a machine does it, the others wait.
 
-    Raises ValueError, FileNotFoundError, OSError or RuntimeError for data that cannot be used, with the way out.
+    Raises ValueError, FileNotFoundError, OSError or RuntimeError for data that cannot be used.
     """
     cache = default_cache_dir() if config.cache_dir is None else config.cache_dir.expanduser()
     corpus = open_text(config, cache)
@@ -111,7 +112,7 @@ def load_translation_data(config: TextConfig) -> TranslationData:
 
 
 def open_text(config: TextConfig, cache: Path) -> Corpus:
-    """The corpus that `config` names, all its splits."""
+    """Open all splits of the corpus that `config` names."""
     return open_corpus(
         config.name,
         config.path,
@@ -126,18 +127,18 @@ def open_text(config: TextConfig, cache: Path) -> Corpus:
 
 
 def default_cache_dir() -> Path:
-    """Below $XDG_CACHE_HOME, or ~/.cache."""
+    """The default cache folder, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsgdac_accel"
 
 
 def evaluation_pairs(name: str, split: Dataset, tokenizer: PreTrainedTokenizerFast) -> EvaluationPairs:
-    """All rows of `split`, with their token ids."""
+    """Tokenize all rows of `split`."""
     sources, references = list(split["source"]), list(split["target"])
     return EvaluationPairs(name, sources, references, encode_sources(tokenizer, sources), encode(tokenizer, references))
 
 
 def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: str) -> str:
-    """The split of this kind: the wanted one, or the first of the usual names. Training data is never a stand-in."""
+    """Choose a split of this kind: the wanted one, or the first of the usual names, but never training data."""
     found = ", ".join(repr(name) for name in corpus.splits)
     if wanted is not None:
         if wanted not in corpus.splits or wanted in TRAIN_NAMES:
@@ -158,7 +159,7 @@ def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) 
     name = f"bpe-{digest_of(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
 
     def build(path: Path) -> None:
-        # Not by `save`, whose errors are bare Exceptions, so that nothing would know a full disk.
+        # Tokenizer.save raises a bare Exception for a full disk; write_text raises OSError.
         path.write_text(train_tokenizer(texts_of(train), config.vocab_size).to_str(pretty=True), encoding="utf-8")
 
     return load_tokenizer(build_once(cache, name, build))
@@ -198,7 +199,7 @@ def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFas
 def _tokenised(
     train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int, counts: dict[str, int]
 ) -> Iterator[list[Any]]:
-    """Columns of ids of the pairs that are kept; those that are not are added to `counts`."""
+    """Yield columns of ids of the pairs to keep, and count the others in `counts`."""
     for rows in train.iter(_ROWS_AT_A_TIME):
         pairs = list(zip(rows["source"], rows["target"], strict=True))
         full = [(source, target) for source, target in pairs if source.strip() and target.strip()]
@@ -212,7 +213,7 @@ def _tokenised(
 
 
 def row_lengths(rows: Dataset, column: str) -> Lengths:
-    """Number of values in each row of a column of lists (N,), without reading the values."""
+    """Length of each row of a column of lists (N,), without reading its values."""
     chunks = rows.data.column(column).chunks
     parts = [np.asarray(pa.compute.list_value_length(chunk)) for chunk in chunks]
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)

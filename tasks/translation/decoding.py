@@ -1,4 +1,4 @@
-"""Search for translations: the same text whatever the batch, the padding and the number of workers."""
+"""Greedy and beam search, with results that do not depend on batches, padding or the number of workers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tasks.translation.scores import decode_ids, one_line
 
 @dataclass(frozen=True)
 class Translations:
-    """Hypotheses in the order of their sources, one line each."""
+    """Hypotheses in the order of their sources, each on one line."""
 
     texts: list[str]
     at_limit: int
-    """How many have as many tokens as `extra_length` allows: they may have been cut short."""
+    """Number of hypotheses with as many tokens as `extra_length` allows, which may be cut off."""
 
     def warning(self) -> str:
-        """How many may be incomplete, in words."""
+        """A sentence that says how many hypotheses may be cut off."""
         return (
-            f"{self.at_limit} of {len(self.texts)} translations are as long as decoding.extra_length allows; they may "
-            f"have been cut short."
+            f"{self.at_limit} of {len(self.texts)} translations are as long as decoding.extra_length allows and may "
+            f"be cut off."
         )
 
 
@@ -41,11 +41,18 @@ def translate(
     decoding: DecodingConfig,
     group: WorkerGroup | None = None,
 ) -> Translations:
-    """Translate token ids, sharded over the workers; all of them get all hypotheses.
+    """Translate token ids. Workers share the batches, and all get all hypotheses. Collective if `group` is given.
 
-    Batches are of like lengths and the same for any number of workers. A sentence's limit is its own, source length
-    plus `extra_length`, whatever else is in its batch. A source without any token but its end becomes an empty line.
-    Collective if `group` is given. `model` must be in eval mode.
+    A batch has sentences of similar length; batches are the same for any number of workers. The length of a hypothesis
+    is limited by its own source, to source length plus `extra_length`. A source without tokens besides its end becomes
+    an empty line.
+
+    Args:
+        model: translator in eval mode.
+        tokenizer: its tokenizer.
+        source_ids: token ids of each source, its end included.
+        decoding: how to search.
+        group: the workers; None for one process alone.
     """
     batches = length_batches([len(ids) * decoding.beams for ids in source_ids], decoding.batch_tokens)
     full = [[row for row in batch if len(source_ids[row]) > 1] for batch in batches]
@@ -63,9 +70,9 @@ def translate(
 
 
 def length_batches(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows in batches of like size, the largest first; rows times the largest size stay within the budget.
+    """Group rows of similar size, largest first, so that rows times the largest size stays within the budget.
 
-    A row larger than the budget has a batch of its own.
+    A row larger than the budget gets a batch of its own.
 
     >>> length_batches([5, 1, 2, 9], budget=6)
     [[3], [0], [2, 1]]
@@ -112,7 +119,7 @@ def _translate_batch(
 
 
 class _EndAtLimit(LogitsProcessor):
-    """Makes each sentence end at its own limit of generated tokens, so that none waits for a longer neighbour."""
+    """Makes each sentence end at its own limit of generated tokens, whatever else is in its batch."""
 
     def __init__(self, limits: Tensor, end: int) -> None:
         self.limits = limits
@@ -120,7 +127,7 @@ class _EndAtLimit(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         beams = len(scores) // len(self.limits)
-        last = input_ids.shape[1] >= self.limits.repeat_interleave(beams)  # the start token is no generated one
+        last = input_ids.shape[1] >= self.limits.repeat_interleave(beams)  # input_ids has the start token, too
         if not bool(last.any()):
             return scores
         ending = torch.full_like(scores, -torch.inf)
@@ -130,9 +137,9 @@ class _EndAtLimit(LogitsProcessor):
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Inside, the forward that Accelerate wrapped in autocast is the model's own.
+    """Undo the autocast that Accelerate wrapped around the model's forward, inside the context.
 
-    bf16 rounds differently in batches of another shape, and then a search takes another path.
+    bf16 rounds differently in batches of other shapes, which may change the result of a search.
     """
     wrapped = vars(model).pop("forward", None)
     try:

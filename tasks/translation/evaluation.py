@@ -1,4 +1,4 @@
-"""What the deployed model is worth: loss and perplexity over real tokens, translations and their scores."""
+"""Evaluates a translation model: loss and perplexity over real tokens, translations and their scores."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from tasks.translation.scores import TranslationScores, one_line
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures a model in eval mode, each sentence on exactly one worker; every worker gets every figure. Collective.
+    """Evaluates a model in eval mode. Each sentence is computed by one worker, and all workers get the results.
 
-    Batches and results are the same for any number of workers.
+    Batches and results are the same for any number of workers. All methods are collective.
     """
 
     tokenizer: PreTrainedTokenizerFast
     group: WorkerGroup
     decoding: DecodingConfig
     smoothing: float
+    """Label smoothing of the loss."""
     metric: TranslationScores
 
     def losses(self, model: MarianMTModel, source_ids: Sequence[Sequence[int]], target_ids: Sequence[Any]) -> dict:
-        """Means over real tokens: "loss" as in training (smoothed), "nll" and "perplexity" of the references."""
+        """Mean over real tokens of the smoothed training loss ("loss") and of the references' "nll"; "perplexity"."""
         sizes = [max(len(source), len(target)) for source, target in zip(source_ids, target_ids, strict=True)]
         allow_positions(model, max(sizes))
         collate = Collate(self.tokenizer.pad_token_id, model.config.decoder_start_token_id)
@@ -52,18 +53,18 @@ class Evaluator:
                 labels = batch.pop("labels")
                 mine.append((number, losses_and_tokens(model(**batch).logits, labels, self.smoothing)))
         shares = self.group.all_gather_object(mine, "evaluating the loss")
-        # Added up in the order of the batches: the same sum for any number of workers.
+        # Summed in the order of the batches, which is the same for any number of workers.
         sums = [sums for _, sums in sorted(part for share in shares for part in share)]
         smoothed, plain, tokens = (math.fsum(values) for values in zip(*sums, strict=True))
         return {"loss": smoothed / tokens, "nll": plain / tokens, "perplexity": math.exp(min(plain / tokens, 700.0))}
 
     def translations(self, model: MarianMTModel, pairs: EvaluationPairs, greedy: bool = False) -> Translations:
-        """Hypotheses for all sources, in order."""
+        """Translate all sources, in order."""
         decoding = replace(self.decoding, beams=1) if greedy else self.decoding
         return translate(model, self.tokenizer, pairs.source_ids, decoding, self.group)
 
     def scores(self, hypotheses: Sequence[str], pairs: EvaluationPairs) -> dict[str, Any]:
-        """Corpus scores with their signatures, computed by worker 0 for all."""
+        """Corpus scores with their signatures; worker 0 computes them for all."""
         mine: dict[str, Any] | None = None
         if self.group.rank == 0:
             mine = self.metric.compute(predictions=list(hypotheses), references=pairs.references)
@@ -73,7 +74,7 @@ class Evaluator:
 
 
 def write_translations(folder: Path, pairs: EvaluationPairs, hypotheses: Sequence[str]) -> None:
-    """Sources, references and hypotheses as three text files beside one another, line by line."""
+    """Write sources, references and hypotheses to three text files with one sentence per line."""
     for kind, texts in (("sources", pairs.sources), ("references", pairs.references), ("hypotheses", hypotheses)):
         lines = "".join(f"{one_line(text)}\n" for text in texts)
         (folder / f"{pairs.name}.{kind}.txt").write_text(lines, encoding="utf-8", newline="\n")

@@ -1,13 +1,13 @@
 """The embedded data of the translation task: English-German sentence pairs from a small grammar.
 
-A sentence is first an abstract `Clause`; one function says it in English, another in German. So a pair is correct by
-rule, every English sentence has exactly one German one, and a held-out sentence combines known words in a new way.
+The grammar builds an abstract `Clause` and renders it in English and in German. A pair is therefore correct by rule,
+each English sentence has exactly one translation, and a held-out sentence combines known words in a new way.
 
-Tenses: the English progressive (what happens now or is planned) and simple present (habits, and verbs of state) are
-both the German present; the simple past, always with its date so that "read" is not misread, is the German perfect.
+Tenses: the English progressive (present or planned events) and simple present (habits and verbs of state) both become
+the German present. The simple past becomes the German perfect; it always has a date, so that "read" is unambiguous.
 
-Sentences: statements, with a time in front or later, modal verbs and negation; how somebody or something is; questions;
-subordinate clauses with dass, weil and wenn; relative clauses about a subject or an object.
+Sentences: statements with times, modal verbs and negation; states of persons and things; questions; subordinate clauses
+with dass, weil and wenn; relative clauses about a subject or an object.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Option = TypeVar("Option")
 
 SIZES = {"train": 6000, "validation": 200, "test": 300}
 WORDS = range(5, 17)
-"""Words of a sentence, on both sides."""
+"""Allowed numbers of words per sentence, on both sides."""
 SEEN = 5
-"""A held-out sentence has no word that occurs less often than this in training."""
+"""Every word of a held-out sentence occurs at least this often in training."""
 SEED = 2602
 
 
 def grammar_splits() -> dict[str, list[tuple[str, str]]]:
-    """'train', 'validation', 'test': lists of (english, german), the same in every process and on every machine.
+    """Lists of (english, german) for 'train', 'validation' and 'test', the same in every process and on every machine.
 
-    6,000, 200 and 300 pairs; no sentence of either language occurs twice, within a split or across them. Every word of
-    a held-out sentence occurs in 'train' at least SEEN times.
+    They have 6,000, 200 and 300 pairs. No sentence of either language occurs twice, within a split or across splits.
+    Every word of a held-out sentence occurs in 'train' at least SEEN times.
 
     >>> splits = grammar_splits()
     >>> {name: len(pairs) for name, pairs in splits.items()}
@@ -83,7 +83,7 @@ def grammar_splits() -> dict[str, list[tuple[str, str]]]:
 
 
 def words_of(sentence: str) -> list[str]:
-    """The words, without punctuation.
+    """Words of a sentence, without punctuation.
 
     >>> words_of("Ich weiß, dass es regnet.")
     ['Ich', 'weiß', 'dass', 'es', 'regnet']
@@ -92,13 +92,13 @@ def words_of(sentence: str) -> list[str]:
 
 
 def finish(pair: Both, sign: str) -> Both:
-    """Capitalise and close; a relative clause at the end needs no comma after it."""
+    """Capitalize the sentence and add its sign; a relative clause at the end loses its last comma."""
     english, german = (f"{text[0].upper()}{text[1:]}".rstrip(",") + sign for text in pair)
     return english, german
 
 
 def both(text: str) -> Both:
-    """English and German of "english/german"."""
+    """Split "english/german"."""
     english, german = text.split("/")
     return english, german
 
@@ -110,7 +110,7 @@ MODALS = ("can", "have to", "want to")
 
 @dataclass(frozen=True)
 class Clause:
-    """What is said, in neither language; `parts` are the slots of the verb that are filled, in both."""
+    """The content of a clause in no language; `parts` has the filled slots of the verb in both languages."""
 
     subject: Subject
     verb: Verb
@@ -125,12 +125,12 @@ class Clause:
     parts: dict[str, Both] = field(default_factory=dict)
 
     def part(self, language: int, *names: str) -> str:
-        """The named parts that are there, in that order."""
+        """Join the named parts that exist, in this order."""
         return join(*(self.parts.get(name, NOTHING)[language] for name in names))
 
 
 def english_verb(clause: Clause, split: bool) -> tuple[str, str]:
-    """Auxiliary and rest of the verb; `split` asks for an auxiliary, "do" where there is no other."""
+    """Auxiliary and rest of the verb. With `split` there is always an auxiliary, "do" if no other."""
     verb, agreement = clause.verb, clause.subject.agreement
     past = clause.tense == "past"
     if verb is BE:
@@ -146,7 +146,10 @@ def english_verb(clause: Clause, split: bool) -> tuple[str, str]:
 
 
 def english(clause: Clause, *, question: bool = False, front: str = "") -> str:
-    """Say it in English: subject, auxiliary, not, often, verb, objects, place, time. A question swaps the first two."""
+    """Render a clause in English: subject, auxiliary, not, often, verb, objects, place, time.
+
+    A question swaps subject and auxiliary.
+    """
     auxiliary, rest = english_verb(clause, split=clause.negated or question)
     subject = clause.subject.english()
     fronted, inner, end = (clause.time[0] * (clause.position == place) for place in ("front", "inner", "end"))
@@ -164,7 +167,7 @@ def english(clause: Clause, *, question: bool = False, front: str = "") -> str:
 
 
 def german_verb(clause: Clause) -> tuple[str, str, str]:
-    """Finite verb, separable prefix that leaves it, and what is not finite: participle or infinitive."""
+    """Finite verb, its separable prefix, and the nonfinite part: participle or infinitive."""
     verb, agreement = clause.verb, clause.subject.agreement
     if verb is BE:
         return finite("was" if clause.tense == "past" else "be", agreement)[1], "", ""
@@ -177,10 +180,10 @@ def german_verb(clause: Clause) -> tuple[str, str, str]:
 
 
 def german_middle(clause: Clause) -> str:
-    """Everything between the finite verb (or conjunction and subject) and the verbal end.
+    """The part between the finite verb (or conjunction and subject) and the end of the verb.
 
-    Known objects precede "nicht" and the place, new ones follow the place; a goal or a fixed phrase is nearest to the
-    end. "nicht" becomes the "kein" of a new object.
+    Known objects precede "nicht" and the place; new objects follow the place. A goal or fixed phrase comes last. With a
+    new object, "nicht" becomes "kein".
     """
     time = clause.time[1] * (clause.position != "front")
     item, benefit, negation = clause.object, clause.part(1, "benefit"), "nicht" * clause.negated
@@ -193,9 +196,9 @@ def german_middle(clause: Clause) -> str:
 
 
 def german(clause: Clause, *, front: str = "", question: bool = False) -> str:
-    """Say it in German as a main clause: the finite verb is second, in a question first, its prefix and the rest last.
+    """Render a clause in German as a main clause: the finite verb is second (in a question first), its prefix last.
 
-    What stands in front takes the place of the subject, which then follows the verb.
+    The subject follows the verb if something else is in front.
     """
     verb, prefix, end = german_verb(clause)
     fronted = front or clause.time[1] * (clause.position == "front")
@@ -205,7 +208,7 @@ def german(clause: Clause, *, front: str = "", question: bool = False) -> str:
 
 
 def german_subordinate(clause: Clause, conjunction: str = "") -> str:
-    """Say it in German after a conjunction or relative pronoun: the finite verb comes last, with its prefix."""
+    """Render a clause in German after a conjunction or relative pronoun: the finite verb is last, with its prefix."""
     verb, prefix, end = german_verb(clause)
     return join(conjunction, clause.subject.german("nominative"), german_middle(clause), end, prefix + verb)
 
@@ -235,30 +238,30 @@ def with_verb(subject: Subject, word: str, rest: Both) -> Both:
 
 
 def reported(subject: Subject, word: str, clause: Clause) -> Both:
-    """What somebody knows, says or thinks: dass, after a comma like all of these."""
+    """Something that somebody knows, says or thinks: a dass clause."""
     return with_verb(subject, word, (f"that {english(clause)}", f", {german_subordinate(clause, 'dass')}"))
 
 
 def because(main: Clause, cause: Clause) -> Both:
-    """A reason: weil."""
+    """A clause and its reason: a weil clause."""
     return f"{english(main)} because {english(cause)}", f"{german(main)}, {german_subordinate(cause, 'weil')}"
 
 
 def when(condition: Both, main: Clause, first: bool) -> Both:
-    """A condition: wenn. If `first`, it is the first constituent of the main clause, so the finite verb follows it."""
+    """A condition: a wenn clause. If it is `first`, the finite verb of the main clause follows it."""
     if first:
         return said(main, front=(f"when {condition[0]},", f"wenn {condition[1]},"))
     return f"{english(main)} when {condition[0]}", f"{german(main)}, wenn {condition[1]}"
 
 
 def located(phrase: Phrase, goal: bool = False) -> Both:
-    """Where something happens (dative), or where it leads (accusative after in and auf, dative after zu and nach)."""
+    """A place (dative) or a goal (accusative after in and auf, dative after zu and nach)."""
     prepositions = (PREPOSITIONS.get(phrase.noun.english) or PREPOSITIONS[phrase.noun.kind]).split()
     english, german = prepositions[2:] if goal else prepositions[:2]
     return prepositional(english, german, phrase, "accusative" if goal and german in ("in", "auf") else "dative")
 
 
-# --- What is sensible to say ---
+# --- Combinations that make sense ---
 
 TIMES = {
     "present": ("today/heute", "now/jetzt", "tomorrow/morgen"),
@@ -271,7 +274,7 @@ TIMES = {
 TENSES = ("present", "present", "daily", "past", *MODALS)
 KNOWN = "the this my his her our"
 ANY = f"{KNOWN} a two -"
-# "er" and "sie" do not stand for Kind and Mädchen, which are neuter.
+# Kind and Mädchen are neuter, so "er" and "sie" do not refer to them.
 NATURAL = PERSONS.replace("child", "boy")
 
 # Adjectives, verbs and nouns that make sense where they are used below.
@@ -281,7 +284,7 @@ PLEASING = ("visit", "invite", "call", "help", "arrive", "sing", "cook")
 TIRING = ("work", "swim", "dance", "tidy up", "repair", "clean", "run", "get up")
 DEMANDING = (*TIRING[:-1], "visit", "drive", "sing", "go", "play", "cook")
 WANTED = ("read", "buy", "sell", "repair", "need")
-USES = {"food": "eat", "meal": "eat", "drink": "drink"}  # a thing of another kind is looked for
+USES = {"food": "eat", "meal": "eat", "drink": "drink"}  # "look for" goes with things of other kinds
 LYING = ("book", "newspaper", "letter", "hat", "jacket", "lamp")
 BAD_WEATHER = ("it rains/es regnet", "it snows/es schneit", "it is cold/es kalt ist")
 GOOD_WEATHER = ("the sun shines/die Sonne scheint", "the weather is good/das Wetter gut ist", "it is hot/es heiß ist")
@@ -293,15 +296,15 @@ class Sampler:
     """Draws sentences from the grammar; the same seed gives the same ones in every process and on every machine."""
 
     def __init__(self, seed: int) -> None:
-        self.random = Random(seed).random  # the one method whose numbers Python promises never to change
+        self.random = Random(seed).random  # Python guarantees the numbers of this method across versions
         self.used: set[str] = set()
 
     def chance(self, probability: float) -> bool:
-        """True that often."""
+        """True with this probability."""
         return self.random() < probability
 
     def pick(self, options: Sequence[Option]) -> Option:
-        """One of them, all equally likely."""
+        """One of the options, uniformly."""
         return options[int(self.random() * len(options))]
 
     def pair(self) -> Both:
@@ -313,7 +316,7 @@ class Sampler:
         return finish(self.pick(kinds)(), ".")
 
     def phrase(self, kinds: str, determiners: str = ANY) -> Phrase:
-        """A noun phrase, of a noun that the sentence does not have yet."""
+        """A noun phrase with a noun that is new in the sentence."""
         options = kinds.split(",")
         noun = self.pick(
             [n for n in NOUNS if n.english not in self.used and (n.kind in options or n.english in options)]
@@ -329,7 +332,7 @@ class Sampler:
         return self.pick(PRONOUNS) if self.chance(0.3) else self.phrase(kinds, determiners)
 
     def place(self, kinds: str, goal: bool = False) -> Both:
-        """Somewhere, or to somewhere."""
+        """A random place or goal."""
         return located(replace(self.phrase(kinds, f"{KNOWN} a --"), plural=False), goal)
 
     def clause(
@@ -344,10 +347,17 @@ class Sampler:
         known: bool = True,
         brief: bool = False,
     ) -> Clause:
-        """A clause of one of the `verbs` (default all); `tense` may be a modal verb.
+        """A random clause.
 
-        `times` is a row of TIMES (default that of the tense) or empty, `front` allows the time in front, unless `known`
-        the subject may be indefinite, and `brief` leaves out places and company.
+        Args:
+            tense: a tense or a modal verb.
+            verbs: verbs to choose from; by default all.
+            subject: its subject; by default a random one.
+            times: key of TIMES, by default that of the tense; "" for no time.
+            front: allow the time in front.
+            negated: negate the clause.
+            known: use a definite subject.
+            brief: leave out places and company.
         """
         modal, tense = (tense, "present") if tense in MODALS else ("", tense)
         kind = subject.noun.kind if isinstance(subject, Phrase) else ""
@@ -368,7 +378,7 @@ class Sampler:
         return self.dated(clause, times, front) if times and (tense != "present" or self.chance(0.4)) else clause
 
     def dated(self, clause: Clause, times: str, front: bool) -> Clause:
-        """The clause with a time. If negated, it is in front, since "nicht" and the time would compete for a place."""
+        """Add a time. In a negated clause it is in front, since it would compete with "nicht" for its place."""
         time = both(self.pick(TIMES[times]))
         inner = time[0] in ("often", "always")
         position = "inner" if inner else "front" if front and (clause.negated or self.chance(0.5)) else "end"
@@ -378,7 +388,7 @@ class Sampler:
         """Object and other parts of a clause."""
         slots, item, parts = verb.slots, None, {}
         if kinds := slots.get("object"):
-            # What one eats every day is not always the same apple; and "not two apples" may be one or none.
+            # A habit concerns no definite object, and the negation of "two apples" is ambiguous.
             habit = tense == "daily" and verb.base in CONSUMING
             item = self.phrase(kinds, "a -" if habit else ANY.replace("two", "") if negated else ANY)
         if kinds := slots.get("recipient"):
@@ -391,7 +401,7 @@ class Sampler:
             parts["goal"] = self.place(kinds, goal=True)
         if fixed := slots.get("fixed"):
             parts["fixed"] = both(fixed.replace("_", " "))
-        # "not" before a place would deny the place alone, so a negated clause with an object has none.
+        # "not" before a place would negate only the place, so a negated clause with an object has no place.
         extra = not brief and not (negated and (item or "recipient" in parts))
         if "place" in slots and extra and self.chance(0.4):
             parts["place"] = self.place(slots["place"])
@@ -402,20 +412,20 @@ class Sampler:
         return item, parts
 
     def being(self, subject: Subject, adjectives: Sequence[str], tense: str = "present") -> Clause:
-        """Somebody or something is tired, or very tired."""
+        """A subject has a property, or has it very much."""
         adjective, very = self.pick(adjectives), self.chance(0.3)
         fixed = ("very " * very + adjective, "sehr " * very + ADJECTIVES[adjective])
         return Clause(subject, BE, tense, parts={"fixed": fixed})
 
     def quality(self, subject: Phrase) -> Clause:
-        """How something is. Its own adjective goes, lest a new book be old."""
+        """A thing has a property. The attribute of the thing is dropped, so that no new book is old."""
         tail = subject.tail
         if subject.noun.english in LYING and tail == NOTHING and self.chance(0.5):
             tail = self.place("table")
         adjectives = [a for a in KINDS[subject.noun.kind][1].split() if a not in ("red", "blue")]
         return self.being(replace(subject, adjective="", tail=tail), adjectives)
 
-    # One method for each kind of sentence. All return it in both languages, without capital and full stop.
+    # One method per kind of sentence. Each returns both languages, without capital and period.
 
     def statement(self) -> Both:
         """A main clause."""
@@ -424,7 +434,7 @@ class Sampler:
         return said(self.clause(tense, front=True, negated=negated, known=negated))
 
     def state(self) -> Both:
-        """How something is, or how somebody feels."""
+        """The state of a thing or a person."""
         if self.chance(0.4):
             clause = self.quality(self.phrase("text,goods,animal,home", KNOWN))
             return said(replace(clause, negated=self.chance(0.2)))
@@ -433,7 +443,7 @@ class Sampler:
         return said(self.dated(replace(clause, negated=self.chance(0.2)), times, front=True))
 
     def question(self) -> Both:
-        """Yes or no, or why."""
+        """A yes-no question or a why question."""
         if self.chance(0.5):
             return said(self.clause(self.pick(("past", "past", *MODALS))), question=True)
         if self.chance(0.3):
@@ -443,7 +453,7 @@ class Sampler:
         return said(clause, question=True, front=("why", "warum"))
 
     def that(self) -> Both:
-        """What somebody knows, says or thinks: dass."""
+        """Something that somebody knows, says or thinks: dass."""
         return reported(
             self.somebody(), self.pick(("know", "say", "think")), self.clause(self.pick(TENSES), known=False)
         )
@@ -462,7 +472,7 @@ class Sampler:
         return because(main, cause)
 
     def when(self) -> Both:
-        """What one does in such weather, or when hungry: wenn, after the main clause or before it."""
+        """A habit in some weather, or when hungry or thirsty: wenn, before or after the main clause."""
         first = self.chance(0.5)
         if self.chance(0.3):
             subject = self.somebody(NATURAL)
@@ -480,7 +490,7 @@ class Sampler:
         return when(condition, main, first)
 
     def relative(self) -> Both:
-        """A relative clause, its head being its subject (who) or its object (that)."""
+        """A relative clause whose head is its subject (who) or its object (that)."""
         tense = self.pick(("present", "past", "past", "have to", "want to"))
         times = "past" if tense == "past" else ""
         if self.chance(0.5):

@@ -1,6 +1,6 @@
-"""The words of the English-German grammar: tables first, then how nouns, their companions and finite verbs inflect.
+"""The words of the English-German grammar in tables, and how noun phrases and finite verbs inflect.
 
-How words are chosen and ordered is in `grammar.py`.
+`grammar.py` chooses and orders the words.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Noun:
-    """A noun; a plural of "-" means that it stays singular.
+    """A noun. "-" for its plural means that it is always singular.
 
-    Gender is m, f, n, or w: a weak masculine, which takes the form of its plural in every case but the nominative.
+    The gender is m, f, n, or w for weak masculine nouns, which have the form of their plural except in the nominative.
     """
 
     kind: str
@@ -25,10 +25,10 @@ class Noun:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb, and the slots beside it.
+    """A verb and its slots.
 
-    A verb of state has "-" for its progressive. The infinitive is without the separable prefix, which may be empty; the
-    auxiliary is that of the perfect.
+    "-" for the progressive marks a verb of state. The infinitive is without the separable prefix, which may be empty.
+    The auxiliary is the one of the perfect.
     """
 
     base: str
@@ -43,7 +43,7 @@ class Verb:
     slots: dict[str, str]
 
 
-# Kind: determiners (one listed twice is drawn twice as often; none is "-", and "--" before names); suitable adjectives.
+# Kind: determiners (listed twice to be drawn twice as often; "-" is none, "--" none before names); suitable adjectives.
 KINDS = {
     "adult": ("the the the a this two", "old young tall friendly"),
     "child": ("the the the a this two", "little tall friendly"),
@@ -92,7 +92,7 @@ NOUNS = [
     for noun in nouns.split(", ")
 ]
 
-# Noun or kind: English and German preposition of the location (dative), then of the goal.
+# Noun or kind: English and German preposition for a place (dative), then for a goal.
 PREPOSITIONS = {
     "indoors": "in in into in",
     "home": "in in into in",
@@ -107,7 +107,7 @@ PREPOSITIONS = {
     "table": "on auf on auf",
 }
 
-# English/German as after "is"; an attribute takes its endings, "teuer" after dropping an e.
+# English/German as used after "is". As attributes they take endings; "teuer" drops an e first.
 ADJECTIVES = dict(
     pair.split("/")
     for row in """
@@ -120,10 +120,10 @@ tired/müde hungry/hungrig thirsty/durstig happy/glücklich sick/krank
 
 PERSONS = "adult,child,elder,sibling"
 
-# English forms | German forms, a bar after a separable prefix | slots, filled from kinds or single nouns:
-# by (subjects; persons if not given), object (accusative), recipient (dative), partner (with the preposition and case
-# in via), place, goal, along (mit), benefit (für), fixed; and flags: daily (makes sense as a habit, perhaps only at
-# certain times), nomodal (without modal verb), unplanned (not tomorrow). A verb may have several rows; _ is a space.
+# English forms | German forms, with a bar after a separable prefix | slots, filled from kinds or single nouns:
+# by (subjects; default: persons), object (accusative), recipient (dative), partner (with the preposition and case in
+# via), place, goal, along (mit), benefit (für), fixed; and flags: daily (possible as a habit, perhaps only at certain
+# times), nomodal (no modal verb), unplanned (not tomorrow). A verb may have several rows; _ is a space.
 VERBS = """
 read reads reading read | lesen liest gelesen haben | object=text place=garden,park,library daily
 eat eats eating ate | essen isst gegessen haben | object=food,meal place=kitchen,garden daily
@@ -167,7 +167,7 @@ get_up gets_up getting_up got_up | auf|stehen steht aufgestanden sein | fixed=ea
 
 
 def read_verb(row: str) -> Verb:
-    """One row of the table of verbs."""
+    """Read a row of the table of verbs."""
     english, german, slots = (cell.split() for cell in row.replace("person", PERSONS).split(" | "))
     base, third, progressive, past = (form.replace("_", " ") for form in english)
     separable, german_third, participle, auxiliary = german
@@ -182,12 +182,12 @@ BE = Verb("be", "is", "-", "was", "", "sein", "ist", "gewesen", "sein", {})
 
 # --- How words inflect ---
 
-GENDERS = "mfnp"  # p is the plural, in which German genders agree
+GENDERS = "mfnp"  # p is the plural, which is the same for all German genders
 CASES = ("nominative", "accusative", "dative")
 
 
 def paradigm(*rows: str) -> dict[str, dict[str, str]]:
-    """Case -> gender -> form, of one row a case."""
+    """Read one row per case to {case: {gender: form}}."""
     return {case: dict(zip(GENDERS, row.split(), strict=True)) for case, row in zip(CASES, rows, strict=True)}
 
 
@@ -213,34 +213,34 @@ class Phrase:
 
     @property
     def agreement(self) -> int:
-        """How the verb agrees: 1 is the singular, 2 the plural (and 0 is "I")."""
+        """Form of the verb: 1 for the singular, 2 for the plural (0 is for "I")."""
         return 2 if self.plural else 1
 
     @property
     def gender(self) -> str:
-        """Column of the paradigms."""
+        """Key of the paradigms."""
         return "p" if self.plural else self.noun.gender.replace("w", "m")
 
     @property
     def indefinite(self) -> bool:
-        """Whether the listener does not know it yet."""
+        """Whether the phrase introduces something new."""
         return self.determiner in ("a", "two", "-")
 
     @property
     def pronoun(self) -> Pronoun:
-        """The pronoun that stands for a person; a child or girl, neuter in German, has none here."""
+        """The pronoun for a person; child and girl, which are neuter in German, have none."""
         return {"p": THEY, "m": HE, "f": SHE}[self.gender]
 
     def english(self) -> str:
-        """The phrase, with "an" before vowels and "these" in the plural."""
+        """The English phrase, with "an" before vowels and "these" in the plural."""
         words = join(self.adjective, self.noun.english_plural if self.plural else self.noun.english)
         special = {"a": "an" if words[0] in "aeiou" else "a", "this": "these" if self.plural else "this"}
         return join(special.get(self.determiner, self.determiner.strip("-")), words, self.tail[0])
 
     def german(self, case: str) -> str:
-        """The phrase, declined."""
+        """The German phrase in a case."""
         strong = STRONG[case][self.gender]
-        # Weak: -e in the nominative singular and where the accusative equals it, otherwise -en.
+        # The weak ending is -e in the nominative singular and in accusatives of the same form, otherwise -en.
         unchanged = case == "nominative" or (case == "accusative" and self.gender in "fn")
         weak = "e" if self.gender in "mfn" and unchanged else "en"
         if self.determiner == "the":
@@ -248,7 +248,7 @@ class Phrase:
         elif self.determiner == "this":
             determiner, ending = "dies" + strong, weak
         elif self.determiner in EIN_WORDS:
-            # An ein-word has no ending in three places, where the adjective shows it instead (mixed declension).
+            # In three places an ein-word has no ending, and the adjective has the strong one (mixed declension).
             endingless = self.gender in "mn" and unchanged
             determiner = EIN_WORDS[self.determiner] + ("" if endingless else strong)
             ending = strong if endingless else weak
@@ -258,7 +258,7 @@ class Phrase:
         return join(determiner, adjective, self.german_noun(case), self.tail[1])
 
     def german_noun(self, case: str) -> str:
-        """The noun: dative plural in -n, unless it ends in -n or -s; weak masculines outside the nominative."""
+        """The German noun: -n in the dative plural unless it ends in -n or -s; weak forms outside the nominative."""
         if self.plural:
             form = self.noun.german_plural
             return form + "n" if case == "dative" and form[-1] not in "ns" else form
@@ -268,22 +268,22 @@ class Phrase:
 
 @dataclass(frozen=True)
 class Pronoun:
-    """A subject that is a personal or relative pronoun."""
+    """A personal or relative pronoun as subject."""
 
     words: Both
     agreement: int
 
     @property
     def pronoun(self) -> Pronoun:
-        """Itself."""
+        """The pronoun itself."""
         return self
 
     def english(self) -> str:
-        """As subject."""
+        """The English pronoun."""
         return self.words[0]
 
     def german(self, case: str) -> str:
-        """As subject."""
+        """The German pronoun, in the nominative."""
         assert case == "nominative"
         return self.words[1]
 
@@ -294,14 +294,14 @@ PRONOUNS = (Pronoun(("I", "ich"), 0), Pronoun(("we", "wir"), 2), HE, SHE, THEY)
 
 
 def prepositional(english: str, german: str, phrase: Phrase, case: str) -> Both:
-    """A preposition with its phrase, contracted as usual: im, ins, am, zum, zur."""
+    """A preposition with its phrase, contracted where German does: im, ins, am, zum, zur."""
     preposition, *rest = f"{german} {phrase.german(case)}".split()
     if phrase.determiner == "the" and f"{preposition} {rest[0]}" in CONTRACTIONS:
         preposition = CONTRACTIONS[f"{preposition} {rest.pop(0)}"]
     return f"{english} {phrase.english()}", join(preposition, *rest)
 
 
-# For I, for one and for many.
+# English and German forms for I, singular and plural.
 FINITE = {
     "be": "am is are/bin ist sind",
     "was": "was was were/war war waren",
@@ -317,7 +317,7 @@ FINITE = {
 
 
 def finite(word: str, agreement: int) -> Both:
-    """Both languages' form of a word in FINITE that agrees with its subject: 0 for I, 1 for one, 2 for many.
+    """English and German form of a word in FINITE that agrees with its subject: 0 for I, 1 singular, 2 plural.
 
     >>> finite("know", 0), finite("be", 1), finite("want to", 2)
     (('know', 'weiß'), ('is', 'ist'), ('want to', 'wollen'))
@@ -327,5 +327,5 @@ def finite(word: str, agreement: int) -> Both:
 
 
 def join(*words: str) -> str:
-    """What is not empty, spaced; a comma belongs to the word before it."""
+    """Join the words that are not empty by spaces, with none before a comma."""
     return " ".join(filter(None, words)).replace(" ,", ",")

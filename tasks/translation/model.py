@@ -1,4 +1,4 @@
-"""The Transformer: Marian of the transformers library, built from numbers, initialised as in the literature."""
+"""The Transformer of the translation task: Marian of the transformers library, initialized as in the literature."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEFAULT_POSITIONS = 1024
 def build_model(
     config: ModelConfig, vocab_size: int, pad: int, end: int, positions: int = DEFAULT_POSITIONS
 ) -> MarianMTModel:
-    """Build and initialise a Marian model; its decoder starts from the padding token, as Marian's does.
+    """Build and initialize a Marian model. Its decoder starts from the padding token, as Marian's does.
 
     Args:
-        config: a size, and what differs from it.
-        vocab_size: tokens of the joint vocabulary.
-        pad, end: their ids of padding and sentence end.
-        positions: longest sequence; positions are sinusoidal, so this adds nothing to be trained.
+        config: a size, and the settings that differ from it.
+        vocab_size: number of tokens in the joint vocabulary.
+        pad, end: ids of the padding token and the sentence end.
+        positions: longest sequence, in tokens. Positions are sinusoidal, so this adds no trained parameters.
 
     Raises ValueError for an attention kernel that cannot be used here.
 
@@ -73,8 +73,10 @@ def build_model(
 
 @torch.no_grad()
 def initialise(model: MarianMTModel) -> None:
-    """Xavier uniform matrices, zero biases, embeddings N(0, 1 / d_model): with the sqrt(d_model) at the input, of
-    unit size there, as in tensor2tensor and fairseq. (Transformers' own 0.02 suits one width only.)
+    """Initialize a model as tensor2tensor and fairseq do: Xavier uniform matrices, zero biases, normal embeddings.
+
+    Embeddings have variance 1 / d_model, so that they have unit size after the factor sqrt(d_model) at the input. The
+    standard deviation of 0.02 that Transformers uses suits one width only.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not model.lm_head:  # the head is the embedding
@@ -89,9 +91,9 @@ def trained_parameters(model: nn.Module) -> int:
 
 
 def allow_positions(model: MarianMTModel, positions: int) -> None:
-    """Let a model read and write sequences of up to `positions` tokens; sinusoids go on for ever.
+    """Let a model read and write sequences of up to `positions` tokens, by longer tables of its sinusoids.
 
-    Marian's tables are frozen and are not saved, so a longer one changes nothing else.
+    Marian's tables are neither trained nor saved, so longer ones change nothing else.
     """
     if positions <= model.config.max_position_embeddings:
         return
@@ -114,9 +116,15 @@ def save_translator(
     folder: Path,
     positions: int = DEFAULT_POSITIONS,
 ) -> None:
-    """Write a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` load: weights `state`, vocabulary, search.
+    """Write a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` load.
 
-    It says `positions`, whatever longer sentences the model has been evaluated on since it was built.
+    Args:
+        model: the architecture.
+        state: its weights.
+        tokenizer: the vocabulary.
+        decoding: the search to note in the generation config.
+        folder: where to write.
+        positions: longest sequence to note in the config; the model may have been extended for longer sentences.
     """
     training_search, evaluated = model.generation_config, model.config.max_position_embeddings
     model.config.max_position_embeddings = positions
@@ -131,7 +139,7 @@ def save_translator(
     finally:
         model.generation_config, model.config.max_position_embeddings = training_search, evaluated
     tokenizer.save_pretrained(folder)
-    # The class under its name of old, which every version of Transformers with fast tokenizers knows.
+    # All versions of Transformers with fast tokenizers know the class by this name.
     settings = folder / "tokenizer_config.json"
     card: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
     card["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -139,18 +147,19 @@ def save_translator(
 
 
 def load_translator(folder: Path) -> tuple[MarianMTModel, PreTrainedTokenizerFast, DecodingConfig]:
-    """What `save_translator` wrote: the model in eval mode, its vocabulary, its search.
+    """Load what `save_translator` wrote: the model in eval mode, its tokenizer and its search settings.
 
-    Raises FileNotFoundError or ValueError, in one line, for a folder that holds no such model.
+    Raises FileNotFoundError or ValueError for a folder without such a model.
     """
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"model must be the folder of a trained translator, as `deployed/` of a run; {folder} has no {name}."
+                f"model must be the folder of a trained translator, such as `deployed/` of a run; {folder} has no "
+                f"{name}."
             )
     try:
         model = MarianMTModel.from_pretrained(folder)
-    except Exception as error:  # of safetensors, json and Transformers: as many types as ways to break a file
+    except Exception as error:  # broken files raise many types of errors of safetensors, json and Transformers
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(f"model must be a Marian model that can be read; {folder} is not ({reason}).") from error
     saved = model.generation_config
@@ -167,5 +176,5 @@ def _special_tokens(model: MarianMTModel) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
         "eos_token_id": config.eos_token_id,
         "decoder_start_token_id": config.decoder_start_token_id,
-        "suppress_tokens": [config.pad_token_id],  # padding is no word
+        "suppress_tokens": [config.pad_token_id],  # never generate padding
     }

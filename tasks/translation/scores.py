@@ -1,4 +1,4 @@
-"""Corpus scores of translations: sacreBLEU's BLEU and chrF2, and the tokenised BLEU of the Transformer papers."""
+"""Corpus scores of translations: sacreBLEU's BLEU and chrF2, and the tokenized BLEU of the Transformer papers."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ _TOKENIZED_END = re.compile(r""" [.!?](?: (?:["'”“»]|&quot;|&apos;))?$""")
 
 _DESCRIPTION = """
 Corpus scores of translations: BLEU (Papineni et al. 2002) on plain text as sacreBLEU defines it (Post 2018), chrF2
-(Popović 2015), and the tokenised, compound-split BLEU of Vaswani et al. (2017), each with a line saying what it is.
+(Popović 2015), and the tokenized, compound-split BLEU of Vaswani et al. (2017), each with its signature.
 """
 _CITATION = "Post (2018), A Call for Clarity in Reporting BLEU Scores, https://aclanthology.org/W18-6319"
 _INPUTS = """
 Args:
-    predictions (list of str): translations as plain text, not tokenised; "" where there is none.
-    references (list of str, or list of lists of str): one or more references of each sentence, the same number for all.
+    predictions (list of str): translations as plain text, not tokenized; "" for a missing one.
+    references (list of str, or list of lists of str): one or more references per sentence, the same number for all.
 """
 
 
 class TranslationScores(evaluate.Metric):
-    """Scores of a whole corpus, 0 to 100, as a metric of the Evaluate library that needs no network.
+    """Corpus scores from 0 to 100, as a metric of the Evaluate library that needs no network.
 
     `compute` returns
 
     - "bleu", "chrf": BLEU and chrF2 on plain text with sacreBLEU's defaults, and "bleu_signature", "chrf_signature".
-      BLEU counts words as split by 13a for every language: useless for one written without spaces;
+      BLEU splits words with tokenizer 13a for every language, which is useless for text without spaces;
     - "bleu_tokenized", "bleu_tokenized_signature": see `tokenized_bleu`. Comparable with papers that report this
-      variant, never with "bleu";
-    - "sentences": how many were scored.
+      variant, but not with "bleu";
+    - "sentences": the number of sentences.
 
-    A line break inside a text counts as a space, so the scores are those of files with one sentence per line.
+    A line break inside a text counts as a space, so scores equal those of files with one sentence per line.
 
-    Alone, it keeps everything in memory and touches no file. Evaluate's distributed mode works as Evaluate documents
-    it: every process gives `num_process`, its `process_id` and an `experiment_id`, and adds its share, which may be
-    empty; process 0 gets the scores of all, the others None. Use each `experiment_id` once: the others return before
-    process 0 has read their share, and would overwrite it.
+    In one process, everything stays in memory and no file is written. Evaluate's distributed mode works as Evaluate
+    documents it: every process passes `num_process`, its `process_id` and an `experiment_id`, and adds its share, which
+    may be empty; process 0 gets the scores of all, the others get None. Use each `experiment_id` once: the other
+    processes return before process 0 has read their shares, and would overwrite them.
 
     >>> scores = TranslationScores(target_language="en").compute(
     ...     predictions=["The old mill was sold again."], references=["The old mill was sold last year."]
@@ -59,11 +59,10 @@ class TranslationScores(evaluate.Metric):
     (55.78, 'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:...')
 
     Args:
-        target_language: code of two or three letters, for the Moses tokenizer, which treats one it does not know like
-            English.
-        keep_in_memory: None for whenever possible, that is, with one process.
+        target_language: code of two or three letters for the Moses tokenizer, which treats unknown ones like English.
+        keep_in_memory: None keeps everything in memory if there is one process.
 
-    Raises ValueError unless `target_language` is such a code.
+    Raises ValueError for another `target_language`.
     """
 
     def __init__(
@@ -90,26 +89,26 @@ class TranslationScores(evaluate.Metric):
         )
 
     def _build_data_dir(self) -> str:
-        # Evaluate makes its cache folder even for a metric that never writes, and fails where the home is read-only.
+        # Evaluate would create a cache folder that is not needed, and fail if the home folder is read-only.
         return "" if self.keep_in_memory else super()._build_data_dir()
 
-    # Evaluate reports bad input only once Arrow chokes on it, and Arrow takes much that is wrong. All ways in lead
-    # through `add_batch`, which checks first. Evaluate appends to these docstrings, so each needs one.
+    # Arrow accepts much wrong input, so check it in `add_batch`, through which all input passes. Evaluate appends to
+    # these docstrings, so each method needs one.
 
     def add(self, *, prediction: Any = None, reference: Any = None) -> None:
-        """Add one sentence with its reference, or list of references."""
+        """Add one sentence with its reference or list of references."""
         self.add_batch(predictions=[prediction], references=[reference])
 
     def add_batch(self, *, predictions: Any = None, references: Any = None) -> None:
-        """Add some sentences. Raises ValueError for what `paired_texts` refuses."""
-        # With few sentences and many processes some have none, and must take part all the same.
+        """Add sentences. Raises ValueError for what `paired_texts` refuses."""
+        # A process without sentences still has to take part.
         hypotheses, rows = paired_texts(predictions, references, allow_none=self.num_process > 1)
         super().add_batch(predictions=hypotheses, references=rows)
 
     def compute(self, *, predictions: Any = None, references: Any = None) -> Any:
-        """Scores of these sentences and those added before, as a dict; None in a process other than 0.
+        """Score these sentences and those added before. Returns a dict in process 0, None in the others.
 
-        Raises ValueError if there are no sentences, and for what `paired_texts` refuses.
+        Raises ValueError without sentences, and for what `paired_texts` refuses.
         """
         if predictions is None and references is None and self.writer is None:
             raise ValueError(
@@ -131,28 +130,30 @@ class TranslationScores(evaluate.Metric):
 
 
 def plain_scores(hypotheses: Sequence[str], streams: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The scores "bleu" and "chrf" with their signatures: sacreBLEU's defaults, equal to its command line.
+    """The scores "bleu" and "chrf" with their signatures, by sacreBLEU's defaults and equal to its command line.
 
-    A stream holds one reference of every sentence, in order: sacreBLEU's own orientation.
+    Args:
+        hypotheses: translations.
+        streams: each has one reference per sentence, in the order of the hypotheses.
     """
-    # `force` only silences sacreBLEU's own warning about tokenised text, which `_warn_if_tokenized` replaces.
+    # `force` only silences sacreBLEU's warning about tokenized text, which `_warn_if_tokenized` replaces.
     bleu, chrf = BLEU(force=True), CHRF()
     scores: dict[str, Any] = {
         "bleu": bleu.corpus_score(hypotheses, streams).score,
         "chrf": chrf.corpus_score(hypotheses, streams).score,
     }
-    # Signatures know the number of references only after scoring.
+    # Signatures include the number of references, which is known only after scoring.
     return scores | {"bleu_signature": str(bleu.get_signature()), "chrf_signature": str(chrf.get_signature())}
 
 
 def tokenized_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], language: str) -> dict[str, Any]:
     """The score "bleu_tokenized" and its signature: BLEU as in Vaswani et al. (2017), case-sensitive, not smoothed.
 
-    Hypotheses and references both pass through `moses_tokens`; n-grams up to 4 are then counted over all sentences as
-    multi-bleu.perl does, taking the reference length that is closest, the shorter of two equally close. Where some
-    order has no match, the score is 0.
+    Hypotheses and references are tokenized by `moses_tokens`. n-grams up to 4 are counted over all sentences as by
+    multi-bleu.perl, with the closest reference length, or the shorter of two equally close ones. The score is 0 if
+    some n-gram order has no match.
     """
-    # This tokenizer only splits at spaces, and `force` allows input that is tokenised already, as here it should be.
+    # This tokenizer only splits at spaces; `force` allows tokenized input.
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)
     tokens = functools.partial(moses_tokens, language=language)
     score = bleu.corpus_score(list(map(tokens, hypotheses)), [list(map(tokens, stream)) for stream in streams]).score
@@ -164,19 +165,19 @@ def tokenized_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], 
 
 
 def moses_tokens(text: str, language: str = "de") -> str:
-    """Tokens with spaces between them, as tensor2tensor's get_ende_bleu.sh makes them before counting.
+    """Tokenize as tensor2tensor's get_ende_bleu.sh does, with spaces between the tokens.
 
-    Unicode punctuation becomes ASCII (replace-unicode-punctuation.perl), Moses' tokenizer.perl for the language splits
-    and escapes, and words with hyphens are taken apart: s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g.
+    Unicode punctuation becomes ASCII (replace-unicode-punctuation.perl), Moses' tokenizer.perl splits and escapes, and
+    words with hyphens are split: s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g.
 
     >>> moses_tokens("Der E-Mail-Dienst der „Post“ ruht, z. B. heute…")
     'Der E ##AT##-##AT## Mail ##AT##-##AT## Dienst der „ Post &quot; ruht , z. B. heute ...'
     """
     normalizer, tokenizer = _moses(language)
-    # Escaped like the script. It changes no count: the marks that are escaped become other names of the same tokens.
+    # Escaping follows the script. It renames tokens, so no count changes.
     tokens = tokenizer.tokenize(normalizer.replace_unicode_punct(text), escape=True, return_str=True)
-    # Bytes, since Perl reads bytes there: matches do not overlap, so a match that has used up "b" leaves the second
-    # hyphen of "a-b-c" alone, but of "à" it has used the first byte only, and "vis-à-vis" is split twice.
+    # The script matches bytes. Matches do not overlap: in "a-b-c" the first match consumes "b", so the second hyphen
+    # stays; in "vis-à-vis" it consumes only the first of the two bytes of "à", so both hyphens are split.
     return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", tokens.encode()).decode()
 
 
@@ -186,7 +187,7 @@ def _moses(language: str) -> tuple[MosesPunctNormalizer, MosesTokenizer]:
 
 
 def one_line(text: str) -> str:
-    r"""The text with each line break, `\r\n`, `\n` or `\r`, replaced by one space; all else stays, U+2028 too.
+    r"""Replace each line break (`\r\n`, `\n` or `\r`) by one space; everything else stays, including U+2028.
 
     >>> one_line("one\r\ntwo\n\nthree\u2028four")
     'one two  three\u2028four'
@@ -195,17 +196,19 @@ def one_line(text: str) -> str:
 
 
 def paired_texts(predictions: Any, references: Any, *, allow_none: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Check a corpus: its hypotheses, and for each of them the list of its references, every text on one line.
+    """Check a corpus. Returns the hypotheses and, for each, the list of its references, every text on one line.
 
-    `references` has one text, or a list of texts, for each prediction. As many streams as sentences, each as long, are
-    indistinguishable from that and read as lists per sentence.
+    Args:
+        predictions: list of texts.
+        references: for each prediction a text or a list of texts. Streams, each with a reference of all sentences, are
+            read as lists per sentence if there are as many streams as sentences.
+        allow_none: accept empty lists.
 
     >>> paired_texts(["Hello."], ["Hi."]) == paired_texts(["Hello."], [["Hi."]]) == (["Hello."], [["Hi."]])
     True
 
-    Raises ValueError, naming the first offender, if predictions or references are no list, there are none (unless
-    `allow_none`) or their counts differ, if a text is not a `str` or is not valid Unicode, or if sentences differ in
-    how many references they have or have none.
+    Raises ValueError, naming the first offender, for input that is no list, empty lists, counts that differ, a text
+    that is no `str` or not valid Unicode, and sentences that differ in their number of references or have none.
     """
     hypotheses = [_text(text, f"predictions[{i}]") for i, text in enumerate(_listed(predictions, "predictions"))]
     listed = _listed(references, "references")
@@ -214,12 +217,12 @@ def paired_texts(predictions: Any, references: Any, *, allow_none: bool = False)
     if len(hypotheses) != len(listed):
         nested = any(not isinstance(row, str) for row in listed)
         streams = (
-            " If these are lists of references as sacreBLEU takes them, each for all sentences, pass "
+            " If these are sacreBLEU's streams, each with a reference of all sentences, pass "
             "[list(texts) for texts in zip(*references)]."
         )
         raise ValueError(
-            f"Every prediction needs its reference, or its list of references; got {len(hypotheses)} predictions and "
-            f"{len(listed)} references.{streams if nested else ' Pass one reference for each prediction, in order.'}"
+            f"Every prediction needs a reference or a list of references; got {len(hypotheses)} predictions and "
+            f"{len(listed)} references.{streams if nested else ' Pass one reference per prediction, in order.'}"
         )
     rows = [_references_of(row, f"references[{i}]") for i, row in enumerate(listed)]
     _check_same_number(rows)
@@ -237,12 +240,12 @@ def _check_same_number(rows: Sequence[Sequence[str]]) -> None:
         if not row or len(row) != len(rows[0]):
             raise ValueError(
                 f"Every sentence needs the same number of references, at least one; references[0] has {len(rows[0])} "
-                f"and references[{i}] {len(row)}. Keep as many as all sentences have."
+                f"and references[{i}] has {len(row)}. Keep as many as all sentences have."
             )
 
 
 def _listed(values: Any, name: str) -> list[Any]:
-    # A string is a sequence of strings, and a mapping or set has no order that pairs would keep.
+    # A string is a sequence of strings, and mappings and sets have no order to pair by.
     if not isinstance(values, str | bytes | Mapping | Set):
         try:
             iterator = iter(values)
@@ -265,8 +268,8 @@ def _text(value: Any, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"Every text must be valid Unicode; {where} has a lone surrogate at position {error.start}. Read the file "
-            "it came from as UTF-8."
+            f"Every text must be valid Unicode; {where} has a lone surrogate at position {error.start}. Read its file "
+            "as UTF-8."
         ) from None
     return one_line(value)
 
@@ -279,7 +282,7 @@ def _shown(value: Any) -> str:
 def _checked_language(language: Any) -> str:
     if not isinstance(language, str) or not re.fullmatch("[a-z]{2,3}", language):
         raise ValueError(
-            f"target_language must be a code of two or three small letters; got {language!r}. Write 'de' for German."
+            f"target_language must be a code of two or three lowercase letters, such as 'de'; got {language!r}."
         )
     return language
 
@@ -287,8 +290,8 @@ def _checked_language(language: Any) -> str:
 def _warn_if_tokenized(hypotheses: Sequence[str], streams: Sequence[Sequence[str]]) -> None:
     if _looks_tokenized(hypotheses) and not any(map(_looks_tokenized, streams)):
         warnings.warn(
-            "Most predictions end in a space and a full stop or the like, unlike the references: they look tokenised, "
-            "and the scores are then too low and comparable with nothing. Detokenise them.",
+            "Most predictions end in a space and a period or the like, unlike the references: they look tokenized, "
+            "which makes the scores too low and not comparable. Detokenize them.",
             stacklevel=2,
         )
 
@@ -299,11 +302,11 @@ def _looks_tokenized(texts: Sequence[str]) -> bool:
 
 
 def decode_ids(tokenizer: PreTrainedTokenizerFast, ids: Any) -> list[str]:
-    """Texts of token ids (B, T): an array, a tensor, or a list of lists, which may differ in length.
+    """Decode token ids (B, T), given as an array, a tensor, or a list of lists that may differ in length.
 
-    Special tokens are left out, and so is -100, which stands for padding in labels.
+    Special tokens are left out, and so is -100, the label of padding.
 
-    Raises ValueError unless `ids` are whole numbers in two dimensions, none negative but -100.
+    Raises ValueError unless `ids` are integers in two dimensions, at least 0 or -100.
     """
     rows = _unpacked(ids)
     rows = [_unpacked(row) for row in rows] if isinstance(rows, list | tuple) else [rows]
@@ -329,10 +332,11 @@ def _are_ids(row: Any) -> bool:
 def compute_metrics(
     tokenizer: PreTrainedTokenizerFast, target_language: str = "de"
 ) -> Callable[[Any], dict[str, float]]:
-    """The `compute_metrics` for Transformers' Seq2SeqTrainer: "bleu", "chrf" and "bleu_tokenized" as numbers.
+    """Make the `compute_metrics` of Transformers' Seq2SeqTrainer: a function that returns "bleu", "chrf" and
+    "bleu_tokenized".
 
-    What it returns takes an EvalPrediction, or a pair of predictions and labels, ids (B, T) with -100 for padding in
-    either, and raises ValueError for logits in place of ids.
+    The function takes an EvalPrediction, or a pair of predictions and labels: ids (B, T), with -100 for padding. It
+    raises ValueError for logits in place of ids.
 
     Raises ValueError for a `target_language` that `TranslationScores` refuses.
     """

@@ -1,4 +1,4 @@
-"""Where parallel text comes from: the grammar, the Hub, local files; which split, side and language is which."""
+"""Opens parallel text from the grammar, the Hub or local files, and finds its splits, sides and languages."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from tasks.translation.cache import build_once, digest_of
 from tasks.translation.text_files import Column, Direction, Errors, Pair, read_json_pairs, read_pairs
 
 HUB_NAMES = {"wmt14": ("wmt/wmt14", "de-en")}
-"""Short names of data sets that live under an owner's name on the Hub, with the configuration to take."""
+"""Short names of data sets on the Hub, with the configuration to load."""
 
 SIDES = pa.schema({"source": pa.string(), "target": pa.string()})
 
 VERSION = 1
-"""Of the format of the cached files."""
+"""Version of the format of the cached files."""
 
 ROWS_AT_A_TIME = 10_000
 
 Batches = Iterator[pa.RecordBatch]
-"""Rows of `SIDES`; a text may still be null."""
+"""Rows of `SIDES`, in which a text may be null."""
 
 Shard = tuple[Path, ...]
-"""A file of pairs, or the files of the two sides."""
+"""A file of pairs, or the two files of the sides."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sentence pairs, in splits."""
+    """Sentence pairs in splits."""
 
     splits: dict[str, Dataset]
-    """By name; the columns are "source" and "target", text without nulls. Memory-mapped unless embedded."""
+    """Splits by name. The columns are "source" and "target", text without nulls; memory-mapped unless embedded."""
 
     origin: str
-    """In words."""
+    """Description of where the pairs came from."""
 
     fingerprint: str
-    """Hex digest of content and direction: equal in every process, and for a copy of the files elsewhere."""
+    """Hex digest of content and direction: equal in every process, and for copies of the files elsewhere."""
 
 
 @dataclass(frozen=True)
 class _Split:
-    """A split that is yet to be converted."""
+    """A split before its conversion to an Arrow file."""
 
     digest: str
-    """Of all that decides its rows."""
+    """Hex digest of everything that decides its rows."""
 
     read: Callable[[], Batches]
 
@@ -73,13 +73,24 @@ def open_corpus(
     invalid_utf8: Literal["error", "replace"] = "error",
     cache_dir: Path,
 ) -> Corpus:
-    """Open every split of a local `path` if given, else of `name`: grammar, wmt14, or a data set of the Hub.
+    """Open all splits of a corpus. Rows are kept one for one; a null becomes an empty text.
 
-    Rows are kept as they are, one for one; a null is an empty text. Data of any size is converted to Arrow files in
-    `cache_dir`, once and in constant memory.
+    Data of any size is converted to Arrow files in `cache_dir`, once and in constant memory.
 
-    Raises ValueError for what is not parallel text, FileNotFoundError for a path that does not exist, RuntimeError for
-    trouble with the Hub, and OSError for a `cache_dir` that cannot be written.
+    Args:
+        name: "grammar", "wmt14", or a data set of the Hub.
+        path: local data, used instead of `name`.
+        source, target: languages: keys of the translation column, names of the columns, or endings of the text files.
+        subset: configuration of a data set of the Hub.
+        source_column, target_column: columns that are not named after the languages.
+        invalid_utf8: what to do with invalid bytes in local training data.
+        cache_dir: folder of the Arrow files.
+
+    Raises:
+        ValueError: the data is no parallel text.
+        FileNotFoundError: `path` does not exist.
+        RuntimeError: the Hub cannot be reached or has no such data set.
+        OSError: `cache_dir` cannot be written.
     """
     direction = Direction(source, target, source_column, target_column)
     errors: Errors = "replace" if invalid_utf8 == "replace" else "strict"
@@ -105,7 +116,7 @@ def _open_grammar(direction: Direction) -> Corpus:
     if {direction.source, direction.target} != {"en", "de"}:
         raise ValueError(
             f"The grammar translates between 'en' and 'de'; got data.source={direction.source!r} and "
-            f"data.target={direction.target!r}. Set them to these two, or take other data."
+            f"data.target={direction.target!r}. Set them to these two, or use other data."
         )
     forth = direction.source == "en"
     tables = {
@@ -119,7 +130,7 @@ def _open_grammar(direction: Direction) -> Corpus:
 
 def _hub_splits(name: str, subset: str | None, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
     hub_name, usual_subset = HUB_NAMES.get(name.lower(), (name, None))
-    way_out = "pass data.path with local files, or use 'grammar', which needs no download"
+    way_out = "set data.path to local files, or use 'grammar', which needs no download"
     loaded, origin = open_hub(hub_name, subset or usual_subset, way_out=way_out)
     return _loaded_splits(loaded, origin, direction, errors), origin
 
@@ -129,7 +140,7 @@ def _loaded_splits(
 ) -> dict[str, _Split]:
     splits = {}
     for split, data in loaded.items():
-        # What is scored is never changed: bytes are replaced in training data only.
+        # Text that is scored must not change, so bytes are replaced in training data only.
         own = errors if split in TRAIN_NAMES else "strict"
         read = partial(_read_loaded, data, direction, own, f"split '{split}' of {origin}")
         splits[split] = _Split(_digest_of_rows(read()), read)
@@ -148,8 +159,8 @@ def _read_loaded(data: Dataset, direction: Direction, errors: Errors, where: str
 
 def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
     expected = (
-        f"Expected train*.parquet, train*.jsonl, or train*.{direction.source} and train*.{direction.target}; "
-        "other splits alike, as validation* and test*; or what `save_to_disk` of `datasets` wrote."
+        f"Expected train*.parquet, train*.jsonl, or train*.{direction.source} and train*.{direction.target}, likewise "
+        "for validation* and test*; or what `save_to_disk` of `datasets` wrote."
     )
     if not path.exists():
         raise FileNotFoundError(f"data.path must exist; got {path}. {expected}")
@@ -167,13 +178,13 @@ def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dic
         if split in shards:
             raise ValueError(
                 f"A split must come in one kind of file; '{split}' in {path} is both {files[0][0].name} and "
-                f"{shards[split][0][0].name}. Leave one of them there, or set data.path to a single file."
+                f"{shards[split][0][0].name}. Remove one of them, or set data.path to a single file."
             )
         shards[split] = files
     if not shards:
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
         raise ValueError(f"No splits in {path}; found {entries}. {expected}")
-    # What is scored is never changed: bytes are replaced in training data only.
+    # Text that is scored must not change, so bytes are replaced in training data only.
     errors_of = {split: errors if split in TRAIN_NAMES else "strict" for split in shards}
     return {split: _split(files, direction, errors_of[split]) for split, files in shards.items()}, f"files in {path}"
 
@@ -192,8 +203,8 @@ def _find_text_files(path: Path, direction: Direction) -> dict[str, list[Shard]]
         lacking = ({*forth} - {*targets.get(split, [])}) | ({*back} - {*sources.get(split, [])})
         if lacking:
             raise ValueError(
-                f"Text files must come in pairs, as train.{direction.source} and train.{direction.target}; there is no "
-                f"{min(lacking)}. Add it, or set data.source and data.target to the languages in data.path."
+                f"Text files must come in pairs, such as train.{direction.source} and train.{direction.target}; there "
+                f"is no {min(lacking)}. Add it, or set data.source and data.target to the languages in data.path."
             )
         pairs[split] = list(zip(sources[split], forth, strict=True))
     return pairs
@@ -222,7 +233,7 @@ def _read_json(file: Path, direction: Direction, errors: Errors) -> Batches:
 
 def _read_parquet(file: Path, direction: Direction, errors: Errors) -> Batches:
     try:
-        # Both options make it stream: otherwise a row group is read in one piece, and some files have only one.
+        # Both options are needed to stream: otherwise a row group is read in one piece, and some files have only one.
         with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as parquet:
             columns = direction.choose_columns(_described(parquet.schema_arrow), str(file))
             for batch in parquet.iter_batches(ROWS_AT_A_TIME, columns=_top_level(columns)):
@@ -263,7 +274,7 @@ def _strings(batch: pa.RecordBatch, column: Column, where: str, errors: Errors) 
     kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
     if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):
         raise ValueError(
-            f"Column {'.'.join(column)!r} must hold text; it holds {kind} in {where}. "
+            f"Column {'.'.join(column)!r} must hold text, but has {kind} in {where}. "
             "Set data.source_column and data.target_column to columns of text."
         )
     strings = cells.cast(pa.string())
@@ -273,7 +284,7 @@ def _strings(batch: pa.RecordBatch, column: Column, where: str, errors: Errors) 
         if errors == "strict":
             raise ValueError(
                 f"Column {'.'.join(column)!r} must be UTF-8; it is not in {where} ({error}). "
-                "Mend it, or set data.invalid_utf8: replace."
+                "Fix it, or set data.invalid_utf8: replace."
             ) from error
         cells = strings.cast(pa.binary()).to_pylist()
         strings = pa.array([None if cell is None else cell.decode(errors="replace") for cell in cells], pa.string())
@@ -297,12 +308,12 @@ def _write(file: Path, batches: Batches, what: str) -> None:
             nulls = [count + side.null_count for count, side in zip(nulls, batch.columns, strict=True)]
             writer.write_batch(_without_nulls(batch))
     if rows == 0:
-        raise ValueError(f"A split must have rows; {what} has none. Fill it, or take it away from data.path.")
+        raise ValueError(f"A split must have rows; {what} has none. Fill it, or remove it from data.path.")
     for side, count in zip(SIDES.names, nulls, strict=True):
         if count == rows:
             raise ValueError(
                 f"A split must have text on both sides; the {side} of all {rows} rows is null in {what}. "
-                f"Set data.{side}_column to another column, or take the split away from data.path."
+                f"Set data.{side}_column to another column, or remove the split from data.path."
             )
 
 
@@ -329,7 +340,7 @@ def _digest_of_file(file: Path) -> str:
 
 
 def _digest_of_rows(batches: Iterable[pa.RecordBatch]) -> str:
-    """Of the texts and their lengths, however the rows are batched."""
+    """Hex digest of the texts and their lengths, which does not depend on how rows are batched."""
     hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
     for batch in map(_without_nulls, batches):
         for side, text, lengths in zip(batch.columns, hashes[:2], hashes[2:], strict=True):

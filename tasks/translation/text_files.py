@@ -1,4 +1,4 @@
-r"""Parallel text in files: lines that end at "\n" only, pairs of files, JSON lines."""
+r"""Reads parallel text from pairs of text files, whose lines end at "\n" only, and from JSON lines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 Errors = Literal["strict", "replace"]
-"""What happens to bytes that are not UTF-8: an error, or U+FFFD in their place."""
+"""What to do with bytes that are not UTF-8: raise an error, or replace them by U+FFFD."""
 
 Column = tuple[str, ...]
-"""Where a side is found: ("en",), or ("translation", "en") in a column of structs."""
+"""Path of a side in a row: ("en",), or ("translation", "en") in a column of structs."""
 
 Pair = tuple[str | None, str | None]
 
@@ -25,7 +25,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Direction:
-    """What is translated into what: two languages, and their columns where these are not named after them."""
+    """Source and target language, and their columns if these are not named after the languages."""
 
     source: str = "en"
     target: str = "de"
@@ -33,12 +33,16 @@ class Direction:
     target_column: str | None = None
 
     def choose_columns(self, found: Mapping[str, Sequence[str] | str], where: str) -> tuple[Column, Column]:
-        """Columns of the two sides among those `found`: the fields of a column of structs, the type of any other.
+        """Choose the columns of the two sides.
+
+        Args:
+            found: for each column its fields if it holds structs, else its type.
+            where: place in the data, for error messages.
 
         >>> Direction("en", "de").choose_columns({"id": "int64", "translation": ["de", "en"]}, "train.parquet")
         (('translation', 'en'), ('translation', 'de'))
 
-        Raises ValueError, listing the columns and the keys to set, if a side has none.
+        Raises ValueError, listing the columns and the keys to set, if a side has no column.
         """
         source = _choose_column(found, self.source, self.source_column, "source", where)
         target = _choose_column(found, self.target, self.target_column, "target", where)
@@ -46,51 +50,51 @@ class Direction:
 
 
 def read_lines(path: Path, errors: Errors = "strict") -> Iterator[str]:
-    r"""Lines of a UTF-8 file, one at a time, without their "\n" or "\r\n" and without a byte order mark at the start.
+    r"""Yield the lines of a UTF-8 file without their "\n" or "\r\n", and without a byte order mark at the start.
 
-    No other character ends a line, whatever `str.splitlines` thinks of it, and none is changed.
+    Unlike with `str.splitlines`, no other character ends a line, and no character is changed.
 
-    Raises ValueError for UTF-16 and, unless they are to be replaced, for other bytes that are not UTF-8.
+    Raises ValueError for UTF-16 and, with errors="strict", for other bytes that are not UTF-8.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            # A mark and nothing after it is an empty file, not a file with an empty line.
+            # A file with only a byte order mark has no lines.
             if number > 1 or line != BOM:
                 yield decode_line(line, path, number, errors)
 
 
 def decode_line(line: bytes, file: Path | str, number: int, errors: Errors = "strict") -> str:
-    r"""Text of line `number` (from 1) of `file`, as `read_lines` gives it; only "\n" may have ended the line."""
+    r"""Decode line `number` (from 1) of `file`, which may end in "\n", as `read_lines` does."""
     if number == 1:
         if line.startswith(UTF_16_BOMS):
-            raise ValueError(f"{file} must be UTF-8; it starts as UTF-16 does. Convert it (iconv -f UTF-16 -t UTF-8).")
+            raise ValueError(f"{file} must be UTF-8, but starts like UTF-16. Convert it (iconv -f UTF-16 -t UTF-8).")
         line = line.removeprefix(BOM)
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} must be UTF-8; line {number} has byte 0x{error.object[error.start]:02x} at position {error.start} "
-            "of the line. Mend or convert it (iconv -t UTF-8); data.invalid_utf8: replace reads training files anyway."
+            "of the line. Convert it (iconv -t UTF-8), or set data.invalid_utf8: replace for training files."
         ) from error
 
 
 def read_pairs(source: Path, target: Path, errors: Errors = "strict") -> Iterator[tuple[str, str]]:
-    """Lines of two files side by side.
+    """Yield pairs of lines of two files.
 
-    Raises ValueError, with both counts, at the end of the shorter file if the other goes on.
+    Raises ValueError, with both line counts, at the end of the shorter file.
     """
     for source_line, target_line in zip_longest(read_lines(source, errors), read_lines(target, errors)):
         if source_line is None or target_line is None:
             counts = [sum(1 for _ in read_lines(path, "replace")) for path in (source, target)]
             raise ValueError(
                 f"Parallel files must have equally many lines; {source} has {counts[0]}, {target} has {counts[1]}. "
-                r'Align them again: a line ends at "\n" only, and an empty one counts.'
+                r'Align them: a line ends at "\n" only, and empty lines count.'
             )
         yield source_line, target_line
 
 
 def read_json_lines(path: Path, errors: Errors = "strict") -> Iterator[tuple[int, dict[str, Any]]]:
-    """Objects of a file that holds one in each line, with the numbers of the lines. Blank lines hold none.
+    """Yield line number and JSON object of each line of a file; blank lines are skipped.
 
     Raises ValueError, naming file and line, for anything else.
     """
@@ -102,14 +106,14 @@ def read_json_lines(path: Path, errors: Errors = "strict") -> Iterator[tuple[int
         except (ValueError, RecursionError) as error:
             raise _not_an_object(path, number, f"is not JSON ({error})") from error
         if not isinstance(row, dict):
-            raise _not_an_object(path, number, f"holds a {type(row).__name__}")
+            raise _not_an_object(path, number, f"has a {type(row).__name__}")
         yield number, row
 
 
 def read_json_pairs(path: Path, direction: Direction, errors: Errors = "strict") -> Iterator[Pair]:
-    """The two sides of each object of a file of JSON lines; the first object says where they are found.
+    """Yield the two sides of each object in a file of JSON lines. The first object decides their columns.
 
-    Raises ValueError, naming file and line, where a side is absent or is neither text nor null.
+    Raises ValueError, naming file and line, if a side is absent or is neither text nor null.
     """
     columns: tuple[Column, Column] | None = None
     for number, row in read_json_lines(path, errors):
@@ -143,7 +147,7 @@ def _choose_column(
 
 
 def _describe(row: dict[str, Any], direction: Direction) -> dict[str, Sequence[str] | str]:
-    # A null does not say which languages it lacks: those that we look for, if later lines have them.
+    # A null translation does not tell its languages; assume those of the direction, which later lines may have.
     if row.get("translation", "") is None:
         row = {**row, "translation": {direction.source: None, direction.target: None}}
     return {name: list(value) if isinstance(value, dict) else type(value).__name__ for name, value in row.items()}
@@ -156,8 +160,8 @@ def _text_in(row: dict[str, Any], column: Column, where: str, errors: Errors) ->
             return None
         if not isinstance(value, dict) or key not in value:
             raise ValueError(
-                f"{where} must have {'.'.join(column)!r} as the first one has; it has {', '.join(row) or 'nothing'}. "
-                "Add it (null for none), or mend data.source_column and data.target_column."
+                f"{where} must have {'.'.join(column)!r} like the first line; it has {', '.join(row) or 'nothing'}. "
+                "Add it (or null), or change data.source_column and data.target_column."
             )
         value = value[key]
     if value is None:
@@ -165,15 +169,15 @@ def _text_in(row: dict[str, Any], column: Column, where: str, errors: Errors) ->
     if not isinstance(value, str):
         raise ValueError(
             f"{where} must have text or null as {'.'.join(column)!r}; got {type(value).__name__}. "
-            "Mend it, or set data.source_column and data.target_column to columns of text."
+            "Fix it, or set data.source_column and data.target_column to columns of text."
         )
     try:
-        value.encode()  # Fails where SURROGATE would match, and is much faster than searching.
+        value.encode()  # much faster than searching for SURROGATE, and fails for the same texts
     except UnicodeEncodeError as error:
         if errors == "strict":
             raise ValueError(
                 f"{where} must be Unicode; {'.'.join(column)!r} has half of a surrogate pair. "
-                "Mend it, or set data.invalid_utf8: replace."
+                "Fix it, or set data.invalid_utf8: replace."
             ) from error
         return SURROGATE.sub("\ufffd", value)
     return value
@@ -181,5 +185,5 @@ def _text_in(row: dict[str, Any], column: Column, where: str, errors: Errors) ->
 
 def _not_an_object(path: Path, number: int, problem: str) -> ValueError:
     return ValueError(
-        f"{path} must hold one JSON object in each line; line {number} {problem}. Write it as JSON lines (jq -c '.[]')."
+        f"{path} must have one JSON object per line; line {number} {problem}. Write it as JSON lines (jq -c '.[]')."
     )

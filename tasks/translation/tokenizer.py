@@ -1,4 +1,4 @@
-"""The joint vocabulary: byte-level BPE over both languages, lossless on any text."""
+"""The joint vocabulary of both languages: byte-level BPE, lossless on any text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 PAD, END = "<pad>", "</s>"
 VERSION = 1
-"""Of the way tokenizers are trained; a change makes cached ones of the old way unused."""
+"""Version of how tokenizers are trained. Raise it with any change, so that older cached ones are not used."""
 
 _ROWS_AT_A_TIME = 10_000
 _LONGEST_WORD = 10_000
@@ -21,10 +21,10 @@ _WORD_TOO_LONG = re.compile(rf"\S{{{_LONGEST_WORD}}}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE of at most `vocab_size` tokens, two special ones and the 256 bytes among them.
+    """Train byte-level BPE of at most `vocab_size` tokens, including two special ones and the 256 bytes.
 
-    Every text is a sequence of bytes, so nothing is unknown, and decoding gives back exactly what was encoded:
-    no normalisation, no space added or taken. Special tokens are never read out of a text.
+    Any text can be encoded, and decoding restores it exactly: nothing is normalized, and no space is added or removed.
+    Special tokens inside a text are treated as text.
 
     >>> tokenizer = train_tokenizer(["low lower lowest"], vocab_size=264)
     >>> encoded = tokenizer.encode("slow </s> 🐌")
@@ -49,10 +49,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def texts_of(pairs: Dataset) -> Iterator[str]:
-    """Sources and targets of a split, a few thousand in memory at a time.
+    """Yield sources and targets of a split, with a few thousand in memory at a time.
 
-    Those with 10,000 characters without a space are left out: no language writes so, and training takes time with the
-    square of the longest word.
+    Texts with 10,000 characters without a space are left out: training time grows with the square of the longest word.
     """
     for rows in pairs.iter(_ROWS_AT_A_TIME):
         for text in (*rows["source"], *rows["target"]):
@@ -61,13 +60,14 @@ def texts_of(pairs: Dataset) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer for Transformers, from a tokenizer.json or from a folder with one.
+    """Load a tokenizer for Transformers from a tokenizer.json or a folder with one.
 
     A folder that Transformers saved is read with its settings.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it cannot serve: it lacks the tokens `<pad>` and `</s>`, or does not end sentences with `</s>`.
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, lacks tokens for padding and sentence ends (`<pad>` and `</s>` in a file), or
+            does not end sentences.
     """
     if path.is_dir() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
@@ -81,7 +81,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         raise ValueError(
             f"tokenizer must be a tokenizer.json of the tokenizers library, or a folder with one; {path} cannot be "
-            f"read as such ({type(error).__name__}: {error})."
+            f"read ({type(error).__name__}: {error})."
         ) from error
     _check(loaded, path)
     return loaded
@@ -89,13 +89,13 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer.from_file(str(path))
-    # Transformers would add a token that is not there, and nothing would say that the file is of another kind.
+    # Transformers would silently add missing tokens, so pass only those that are in the file.
     pad, end = (token if backend.token_to_id(token) is not None else None for token in (PAD, END))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=pad,
         eos_token=end,
-        split_special_tokens=True,  # "</s>" in a text is text
+        split_special_tokens=True,  # treat "</s>" inside a text as text
         clean_up_tokenization_spaces=False,
     )
 
@@ -103,14 +103,15 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
 def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
-            f"tokenizer must be one of the tokenizers library; {path} holds a {type(tokenizer).__name__}. "
+            f"tokenizer must come from the tokenizers library; {path} has a {type(tokenizer).__name__}. "
             f"Leave `tokenizer` out to train one."
         )
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     if pad is None or end is None or max(pad, end) >= len(tokenizer) or pad == end:
         raise ValueError(
-            f"the tokenizer needs different tokens for padding and sentence ends, {PAD} and {END} in a file alone; "
-            f"{path} has {tokenizer.pad_token!r} and {tokenizer.eos_token!r}. Leave `tokenizer` out to train one."
+            f"the tokenizer needs different tokens for padding and sentence ends ({PAD} and {END} in a file without "
+            f"settings); {path} has {tokenizer.pad_token!r} and {tokenizer.eos_token!r}. Leave `tokenizer` out to "
+            f"train one."
         )
     if tokenizer("a")["input_ids"][-1:] != [end]:
         raise ValueError(
@@ -120,24 +121,24 @@ def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, its end included; nothing is cut."""
+    """Token ids of each text, including the sentence end; nothing is cut."""
     return [encoded.ids for encoded in _whole_texts(tokenizer).encode_batch_fast(list(texts))]
 
 
 def encode_sources(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> list[list[int]]:
-    """As `encode`, but a line of nothing but space has no token beside its end: there is nothing to translate."""
+    """Like `encode`, but a blank line has no token besides its end, since there is nothing to translate."""
     return encode(tokenizer, [line if line.strip() else "" for line in lines])
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Changes with anything that changes how texts are encoded."""
+    """Hex digest of everything that decides how texts are encoded."""
     backend = _whole_texts(tokenizer)
-    state = f"{backend.encode_special_tokens} {backend.to_str()}"  # to_str leaves the flag out
+    state = f"{backend.encode_special_tokens} {backend.to_str()}"  # to_str omits the flag
     return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
 
 def _whole_texts(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """The tokenizer below, neither cutting nor padding: both stay set from the last call of the one above."""
+    """The backend, set to neither cut nor pad; the last call of the Transformers tokenizer may have set both."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader
 from dsgdac_accel import AdaptiveConsensus, GossipConfig, build_topology
 from dsgdac_accel.simulation import Simulation
 from tasks.common.algorithms import make_accelerator
+from tasks.common.lr_schedules import inverse_square_root
 from tasks.translation.batches import Collate, TokenBatches, TokenizedPairs
 from tasks.translation.config import ModelConfig
 from tasks.translation.loss import smoothed_loss
 from tasks.translation.model import build_model
-from tasks.wmt14 import inverse_square_root
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess

@@ -43,7 +43,7 @@ MOMENTS = {
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
     "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.all_gather_object", "evaluating"),
     "in decoding": ("tasks.translation.decoding", "_translate_batch", ""),
-    "writing the summary": ("tasks.common.output_dir", "RunFolder.write_summary", ""),
+    "writing the summary": ("tasks.common.output_dir", "OutputDir.write_summary", ""),
 }
 """For each moment: a module, the function at whose call the fault happens, and the start of one of its arguments."""
 

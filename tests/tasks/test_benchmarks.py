@@ -2,19 +2,32 @@
 
 import json
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from dsgdac_accel.scaling import one_peer_exchange, ring_all_reduce
+from tasks import benchmark
+from tasks.benchmark import SUBCOMMANDS
 from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.mixing import MixingBenchmarkConfig
+from tasks.benchmarks.saving import SavingBenchmarkConfig
+from tasks.benchmarks.trainer import TrainerBenchmarkConfig
+from tasks.benchmarks.virtual import VirtualBenchmarkConfig
 from tasks.common.config import parse_config
 from tests.launching import ROOT, error_lines, finish, forked, start
 
 CONFIGS = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
 SCRIPT = str(ROOT / "tasks" / "benchmark.py")
-OURS = [file for file in CONFIGS if "tasks/benchmark.py" in file.read_text(encoding="utf-8")]
+OTHERS = {
+    "mixing": MixingBenchmarkConfig,
+    "saving": SavingBenchmarkConfig,
+    "trainer": TrainerBenchmarkConfig,
+    "virtual": VirtualBenchmarkConfig,
+}
+OURS = [file for file in CONFIGS if file.stem not in OTHERS]
 SMALL = ["--rounds", "2", "--steps", "2", "--compute_ms", "1"]
 
 
@@ -46,12 +59,49 @@ def test_the_networks_and_targets_of_the_shipped_configurations_are_those_of_the
     assert all(config.targets for name, config in by_name.items() if name != "wrn")
 
 
+@pytest.mark.parametrize("name", [file.stem for file in CONFIGS if file.stem in OTHERS])
+def test_the_configuration_of_a_subcommand_loads_and_names_the_command_that_runs_it(name):
+    file = CONFIGS[0].with_name(f"{name}.yaml")
+    parse_config(OTHERS[name], ["--config", str(file)])
+    command = f"tasks/benchmark.py {name} --config {file.relative_to(ROOT)}\n"
+    assert command in file.read_text(encoding="utf-8")
+
+
+def test_every_subcommand_says_how_it_is_used(monkeypatch, capsys):
+    assert set(SUBCOMMANDS) == set(OTHERS)
+    for name in SUBCOMMANDS:
+        monkeypatch.setattr(sys, "argv", [SCRIPT, name, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main()
+        assert not ended.value.code
+        assert f"usage: benchmark.py {name} " in capsys.readouterr().out
+
+
+@pytest.mark.task
+def test_two_workers_take_their_turns_with_and_without_saving(tmp_path):
+    words = ["saving", "--model", "mlp", "--image_size", "8", "--every", "4", "--rounds", "2", "--output", "saved.json"]
+    status, out, err = finish(start([*forked(2), SCRIPT, *words], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    found = json.loads((tmp_path / "saved.json").read_text())
+    assert (found["workers"], found["none"]["ratio"]) == (2, 1.0)
+    assert found["none"]["stood_still"] == 0 < found["background"]["stood_still"]
+    assert "one checkpoint every 4 steps" in out
+
+
+@pytest.mark.task
+def test_virtual_workers_are_compared_with_accumulation(tmp_path):
+    words = ["virtual", "--image_size", "8", "--rounds", "2", "--gossip.workers_per_process", "2"]
+    status, out, err = finish(start([*forked(), SCRIPT, *words, "--gossip.power", "0"], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    assert all(f"  {name} " in out for name in ("accumulation", "separate", "virtual", "vmap"))
+
+
 @pytest.mark.task
 def test_two_workers_on_an_emulated_network_send_what_the_formulas_say(tmp_path):
     parameters, file = 100_000, tmp_path / "result.json"
     variants = ["local", "ddp", "decent_dp", "gossip", "gossip:complete", "gossip+no_overlap+mix_first", "gossip+bf16"]
     words = ["--model", f"sleeping-{parameters}", "--network.rate_mbit", "1000", "--network.delay_ms", "1"]
-    words += ["--network.by", "relay", "--variants", f"[{', '.join(variants)}]", "--output", str(file)]
+    words += ["--variants", f"[{', '.join(variants)}]", "--output", str(file)]
     words += ["--targets", "[memory gossip <= 1.01]", "--gossip.log_every", "0"]
     status, out, err = finish(start([*forked(2), SCRIPT, *words, *SMALL], tmp_path))
     assert (status, error_lines(err)) == (0, []), err
@@ -121,7 +171,7 @@ def test_measuring_that_ends_early_says_why_in_few_lines(broken, statuses, said,
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     words = ["--model", "sleeping-1000", "--workers", "2", "--variants", "[ddp, gossip]", *SMALL]
-    words += ["--network.by", "relay", "--network.delay_ms", "1"]
+    words += ["--network.delay_ms", "1"]
     status, _, err = finish(start([*forked(), script, *words], tmp_path, BREAK=broken))
     assert status in statuses, err
     lines = [line for line in err.splitlines() if not line.startswith("[rank")]  # torch's own, of broken connections

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tasks.cifar import CifarConfig
 from tasks.common.config import load_config
 from tasks.images.augment import normalise
+from tasks.images.config import CifarConfig
 from tasks.images.data import load_image_data
-from tasks.images.models import load_image_model
-from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, records, start, summary, torchrun
+from tasks.images.saving import load_image_model
+from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(120)]
 
@@ -203,11 +203,30 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
     assert "Free space, or choose another output_dir" in line
 
 
-def test_a_crop_that_may_miss_the_image_is_refused(work):
-    status, _, err = launch(PLAIN, work, "--crop_padding", "8", "--output_dir", "cropped")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model", "resnet18"], "Unknown model"),
+        (["--model", "wrn-11-2"], "depth of a wide ResNet"),
+        (["--dropout", "0.5"], "has no dropout"),
+        (["--crop_padding", "8"], "crop_padding must be below"),
+        (["--curvature.batch_size", "1"], "curvature.batch_size"),
+        (["--global_batch_size", "50", "--gradient_accumulation_steps", "4"], "must divide evenly"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_a_refused_command_leaves_the_results_of_an_earlier_run(work, changes, message):
+    folder = work / "finished"
+    kept = [folder / name for name in ("metrics.jsonl", "summary.json", "loss.png", "deployed/model.safetensors")]
+    for file in kept:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("of an earlier run", encoding="utf-8")
+    status, _, err = launch(forked(), work, "--output_dir", "finished", *changes)
     (line,) = error_lines(err)
     assert status == 2
-    assert "crop_padding must be below the side of the images, 8 pixels" in line
+    assert message in line
+    assert [file.read_text(encoding="utf-8") for file in kept] == ["of an earlier run"] * 4
+    assert not (folder / "config.yaml").exists()
 
 
 def test_a_topology_for_another_number_of_workers_is_one_line_for_all_of_them(work):

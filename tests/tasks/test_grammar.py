@@ -79,17 +79,17 @@ def test_the_vocabulary_is_small_and_sentences_are_short(language):
 
 
 def test_the_same_in_every_process_whatever_the_hash_seed_and_the_global_random_state():
-    tasks = Path(__file__).parents[2] / "tasks"
+    root = Path(__file__).parents[2]
     digests = {hashlib.sha256(repr(SPLITS).encode()).hexdigest()}
     for hash_seed in ("0", "1", "4321"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(tasks)}
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
         command = [sys.executable, "-c", PRINT_DIGEST]
         digests.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
     assert len(digests) == 1
 
 
 def test_the_same_on_every_machine():
-    # Whoever changes a word or a rule writes the new digest here, and cannot compare scores with older ones.
+    # After a change of a word or rule, write the new digest here; scores are then not comparable with older ones.
     assert hashlib.sha256(repr(SPLITS).encode()).hexdigest().startswith("d7c652f993d4a936")
 
 

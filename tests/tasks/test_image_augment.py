@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tasks.images.augment import CropAndFlip, normalise
+from tasks.images.augment import CropAndFlip, ModelInputs, normalise
 from tasks.images.data import ImageTensors, collate
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -111,3 +111,18 @@ def test_misuse_is_refused():
         CropAndFlip()(torch.zeros(3, 4, 4))
     with pytest.raises(ValueError, match="padding must be >= 0; got -1"):
         CropAndFlip(padding=-1)
+
+
+def test_inputs_are_cropped_from_a_frame_of_the_mean_color_and_plain_ones_are_not_cropped():
+    images = torch.full((64, 1, 4, 4), 100, dtype=torch.uint8)
+    mean, std = torch.tensor([0.25]), torch.tensor([0.5])
+    inputs = ModelInputs(mean, std, torch.device("cpu"), CropAndFlip(padding=2))
+    inside = (100 / 255 - 0.25) / 0.5
+    found = inputs.augmented(images).unique()
+    torch.testing.assert_close(found, torch.tensor([0.0, inside]))
+    torch.testing.assert_close(inputs.plain(images).unique(), torch.tensor([inside]))
+    assert (
+        ModelInputs(mean, std, torch.device("cpu"), channels_last=True)
+        .plain(torch.zeros(2, 3, 4, 4, dtype=torch.uint8))
+        .is_contiguous(memory_format=torch.channels_last)
+    )

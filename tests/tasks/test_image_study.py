@@ -8,9 +8,10 @@ import torch
 from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
-from tasks.cifar import CifarConfig, ImageRun
 from tasks.common import algorithms
 from tasks.common.config import ConfigError, parse_config
+from tasks.images.config import CifarConfig
+from tasks.images.run import ImageRun
 from tests.launching import records
 from tests.workers import run_workers
 
@@ -66,7 +67,7 @@ def train_in_turn(rank, folder, algorithms):
         data, gossip = replace(config.data, train_limit=300), replace(config.gossip, start_epoch=1)
         config = replace(config, data=data, gossip=gossip, eval_every=3)
         run = ImageRun(replace(config, logging_steps=1, sam_rho=0.5, output_dir=Path(folder) / algorithm))
-        run.folder.write_summary = lambda summary: None  # and no plots, which take longer than the rest
+        run.output.write_summary = lambda summary: None  # and no plots, which take longer than the rest
         run.train()
         optimizer = run.optimizer.optimizer
         found[algorithm] = type(optimizer), optimizer.defaults, [step.gamma for step in run.accelerator.gossip_steps]

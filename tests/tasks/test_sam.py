@@ -9,10 +9,10 @@ from torch import nn
 from torch.func import functional_call
 
 from dsgdac_accel import GossipConfig
-from tasks.cifar import CifarConfig
 from tasks.common.algorithms import make_accelerator
 from tasks.common.config import ConfigError, parse_config
 from tasks.common.sam import SharpnessAwareBackward
+from tasks.images.config import CifarConfig
 from tests.workers import run_workers
 
 RHO, RATE, MOMENTUM, WEIGHT_DECAY = 0.3, 0.1, 0.9, 1e-2

@@ -155,7 +155,7 @@ class TestLines:
     @pytest.mark.parametrize("errors", ["strict", "replace"])
     def test_utf16(self, tmp_path, encoding, errors):
         file = write_bytes(tmp_path / "train.en", "\ufeffa\n".encode(encoding))
-        with pytest.raises(ValueError, match=r"train\.en must be UTF-8; it starts as UTF-16 does"):
+        with pytest.raises(ValueError, match=r"train\.en must be UTF-8, but starts like UTF-16"):
             list(read_lines(file, errors))
 
     def test_lines_of_a_stream(self):
@@ -201,14 +201,14 @@ class TestJsonLines:
             ('{"en": "a"', r"is not JSON \("),
             ('{"en": "a"} {"en": "b"}', r"is not JSON \(Extra data"),
             ("\xa0", r"is not JSON \("),
-            ('[{"en": "a"}]', "holds a list"),
-            ('"a"', "holds a str"),
-            ("null", "holds a NoneType"),
+            ('[{"en": "a"}]', "has a list"),
+            ('"a"', "has a str"),
+            ("null", "has a NoneType"),
         ],
     )
     def test_lines_that_hold_no_object(self, tmp_path, line, problem):
         file = write_bytes(tmp_path / "a.jsonl", f'{{"en": "a"}}\n\n{line}\n'.encode())
-        with pytest.raises(ValueError, match=rf"a\.jsonl must hold one JSON object in each line; line 3 {problem}"):
+        with pytest.raises(ValueError, match=rf"a\.jsonl must have one JSON object per line; line 3 {problem}"):
             list(read_json_lines(file))
 
     @pytest.mark.parametrize("rows", [[{"translation": row} for row in translations()], translations()])
@@ -222,9 +222,9 @@ class TestJsonLines:
         file = write_json(tmp_path / "a.jsonl", rows)
         lines = read_json_pairs(file, Direction())
         assert [next(lines), next(lines)] == [(None, None), (None, "b")]
-        with pytest.raises(ValueError, match=r"a\.jsonl, line 3 must have 'translation\.de' as the first one has"):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 3 must have 'translation\.de' like the first line"):
             next(lines)
-        with pytest.raises(ValueError, match=r"line 2 must have 'de' as the first one has; it has en\. Add it"):
+        with pytest.raises(ValueError, match=r"line 2 must have 'de' like the first line; it has en\. Add it"):
             list(read_json_pairs(write_json(file, [{"en": "a", "de": "b"}, {"en": "c"}]), Direction()))
 
     def test_cells_that_are_not_text(self, tmp_path):
@@ -288,7 +288,10 @@ class TestLocalFiles:
     def test_a_tokenised_copy_beside_the_text_is_no_shard_of_it(self, tmp_path, opened):
         write_text_split(tmp_path / "data")
         write_text_split(tmp_path / "data", "train.tok")
-        with pytest.raises(ValueError, match=r"train\.en is all of it by its name, and train\.tok\.en is beside it"):
+        with pytest.raises(
+            ValueError,
+            match=r"train\.en is named like a whole split, but train\.tok\.en of the",
+        ):
             opened(tmp_path / "data")
 
     def test_a_folder_of_parts_and_a_hidden_copy(self, tmp_path, opened):
@@ -465,12 +468,12 @@ class TestColumns:
     @pytest.mark.parametrize("cells", [[1, 2], [b"a", b"b"], [["a"], ["b"]], [{"text": "a"}, {"text": "b"}]], ids=str)
     def test_columns_that_are_not_text(self, tmp_path, opened, cells):
         file = write_parquet(tmp_path / "train.parquet", en=cells, de=["a", "b"])
-        with pytest.raises(ValueError, match=r"Column 'en' must hold text; it holds .* in .*train\.parquet\. Set data"):
+        with pytest.raises(ValueError, match=r"Column 'en' must hold text, but has .* in .*train\.parquet\. Set data"):
             opened(file)
 
     def test_translations_that_are_not_text(self, tmp_path, opened):
         file = write_parquet(tmp_path / "train.parquet", translation=[{"en": 1, "de": "a"}])
-        with pytest.raises(ValueError, match=r"Column 'translation\.en' must hold text; it holds int64"):
+        with pytest.raises(ValueError, match=r"Column 'translation\.en' must hold text, but has int64"):
             opened(file)
 
     def test_null_translations_are_empty(self, tmp_path, opened):
@@ -494,7 +497,7 @@ class TestFingerprint:
         shutil.copytree(first, tmp_path / "second")
         fingerprint = opened(first).fingerprint
         assert int(fingerprint, 16) >= 0
-        command = "import sys; from pathlib import Path; from translation.sources import open_corpus; "
+        command = "import sys; from pathlib import Path; from tasks.translation.sources import open_corpus; "
         command += "print(open_corpus(None, Path(sys.argv[1]), cache_dir=Path(sys.argv[2])).fingerprint)"
         output = run_python(command, tmp_path / "second", tmp_path / "other_cache")
         assert output.split() == [fingerprint]
@@ -572,7 +575,7 @@ class TestHub:
             raise ConnectionError("no network")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
-        with pytest.raises(RuntimeError, match=r"'wmt/wmt14' could not be loaded.*pass data\.path.*'grammar'"):
+        with pytest.raises(RuntimeError, match=r"'wmt/wmt14' could not be loaded.*set data\.path.*'grammar'"):
             opened(name="wmt14")
 
 
@@ -580,7 +583,7 @@ class TestGrammar:
     @pytest.fixture(autouse=True)
     def small_grammar(self, monkeypatch):
         splits = {"train": PAIRS, "validation": PAIRS[:1], "test": PAIRS[2:]}
-        monkeypatch.setitem(sys.modules, "translation.grammar", SimpleNamespace(grammar_splits=lambda: splits))
+        monkeypatch.setitem(sys.modules, "tasks.translation.grammar", SimpleNamespace(grammar_splits=lambda: splits))
 
     def test_both_directions(self, opened, tmp_path):
         corpus, backwards = opened(name="Grammar"), opened(name="grammar", source="de", target="en")

@@ -84,7 +84,7 @@ def test_a_budget_smaller_than_the_longest_pair_is_refused_with_both_numbers():
 
 
 def test_too_little_data_for_one_step_is_refused():
-    with pytest.raises(ValueError, match=r"needs 8 micro-batches \(4 workers x 2 .*only 1 of the 2"):
+    with pytest.raises(ValueError, match=r"needs 8 micro-batches \(4 workers x 2 .*the 2 training pairs fill only 1"):
         TokenBatches([3, 3], [3, 3], 800, workers=4, accumulation_steps=2)
     with pytest.raises(ValueError, match="at least one pair"):
         TokenBatches([], [], 800, workers=1)

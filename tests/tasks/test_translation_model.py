@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from dsgdac_accel import AdaptiveConsensus, WorkerGroup
+from tasks.common.lr_schedules import inverse_square_root
 from tasks.translation.averages import (
     LastModels,
     average_files,
@@ -22,7 +23,6 @@ from tasks.translation.config import DecodingConfig, ModelConfig
 from tasks.translation.loss import losses_and_tokens, smoothed_loss
 from tasks.translation.model import allow_positions, build_model, load_translator, save_translator, trained_parameters
 from tasks.translation.tokenizer import load_tokenizer, train_tokenizer
-from tasks.wmt14 import inverse_square_root
 
 
 def tiny(vocab_size=60, **changes):

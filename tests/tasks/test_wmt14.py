@@ -16,8 +16,8 @@ from tasks.translation.config import DecodingConfig, TranslationConfig
 from tasks.translation.decoding import translate
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import load_translator
+from tasks.translation.run import TranslationRun
 from tasks.translation.tokenizer import encode
-from tasks.wmt14 import TranslationRun
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
@@ -297,6 +297,38 @@ def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
     assert status == 2, err
     (line,) = error_lines(err)
     assert all(word in line for word in words), line
+
+
+def test_a_refused_command_leaves_the_results_of_an_earlier_run(broken):
+    folder = broken / "finished"
+    kept = [folder / name for name in ("summary.json", "test.hypotheses.txt", "averages/deployed-1.safetensors")]
+    for file in kept:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("of an earlier run", encoding="utf-8")
+    arguments = ["--output_dir", "finished", "--model.heads", "3", "--average_last", "2"]
+    status, _, err = run(forked(), broken, "--config", "settings.yaml", *arguments)
+    assert status == 2, err
+    assert "multiple of 2 x heads" in error_lines(err)[0]
+    assert [file.read_text(encoding="utf-8") for file in kept] == ["of an earlier run"] * 3
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused_and_nothing_is_deleted(work):
+    saved = ["--max_steps", "4", "--save_steps", "2", "--report_to", "[]"]
+    folder, _ = train(forked(), work, "shortened", *saved)
+    before = sorted(file.name for file in folder.rglob("*"))
+    shorter = ["--config", "settings.yaml", "--output_dir", "shortened", *saved, "--max_steps=3"]
+    status, _, err = run(forked(), work, *[word for word in shorter if word not in ("--max_steps", "4")])
+    assert status == 2, err
+    assert "the checkpoint is of step 4, but this run has only 3 steps" in error_lines(err)[0]
+    assert sorted(file.name for file in folder.rglob("*")) == before
+
+
+def test_the_deployed_model_is_written_before_it_is_scored(work):
+    """With this penalty, the beam search fails."""
+    arguments = ["--decoding.length_penalty", "1e300", "--max_steps", "2", "--output_dir", "unscored"]
+    status, _, _ = run(forked(), work, "--config", "settings.yaml", "--report_to", "[]", *arguments)
+    assert status != 0
+    load_translator(work / "unscored" / "deployed")
 
 
 def test_a_synchronous_run_that_diverges_ends_with_one_line(work):

@@ -1,6 +1,5 @@
-"""The parts of the benchmark: names, targets, models, counters, the relay and the networks it stands for."""
+"""The parts of the benchmark: names, targets, models, counters, and the relay that emulates a network."""
 
-import contextlib
 import json
 import os
 import select
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from dsgdac_accel import GossipConfig, WorkerGroup, WorkerLostError
 from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
-from tasks.benchmarks import launching, measurement, namespaces, variants
+from tasks.benchmarks import launching, measurement, variants
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
 from tasks.benchmarks.link import Network
 from tasks.benchmarks.measurement import Measured, Turns, measure, quartiles, summarise
@@ -519,7 +518,7 @@ def test_a_worker_connects_to_lower_ranks_by_the_relay_and_waits_for_higher_ones
 
 def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    config = BenchmarkConfig(workers=3, network=NetworkConfig(by="relay"), model="tiny-4")
+    config = BenchmarkConfig(workers=3, network=NetworkConfig(), model="tiny-4")
     assert launching.must_launch(config)
     launched = []
 
@@ -540,93 +539,13 @@ def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
     assert not launching.must_launch(config)
 
 
-@pytest.mark.parametrize("reason", ["they need root", "the kernel cannot shape traffic (tc: no)"])
-def test_where_namespaces_are_not_permitted_it_says_so_and_takes_the_relay(reason, monkeypatch):
-    monkeypatch.setattr(namespaces, "reason_against", lambda network: reason)
-    mode, note = launching.choose(NetworkConfig())
-    assert mode == "relay"
-    assert reason in note
-    assert "\n" not in note
-    with pytest.raises(ValueError, match="namespaces are not possible here"):
-        launching.choose(NetworkConfig(by="namespaces"))
-    assert launching.choose(NetworkConfig(by="relay")) == ("relay", "")
-    monkeypatch.setattr(namespaces, "reason_against", lambda network: None)
-    assert launching.choose(NetworkConfig()) == ("namespaces", "")
-
-
-def test_reasons_against_namespaces_are_told_apart(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert namespaces.reason_against(NetworkConfig()) == "they need root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
-    assert namespaces.reason_against(NetworkConfig()) == "there is no tc (install iproute2)"
-    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
-    assert namespaces.reason_against(NetworkConfig()) == "they are Linux's"
-
-
-def test_namespaces_of_killed_benchmarks_are_removed_and_those_of_living_ones_are_not(monkeypatch, tmp_path):
-    process = subprocess.Popen(["true"])
-    process.wait()
-    gone, lives = process.pid, os.getppid()
-    abandoned = {f"bench-{gone}-0", f"bench-{gone}-12", f"bench-{gone}-switch", f"bench-probe-{gone}"}
-    others = {f"bench-{lives}-0", f"bench-probe-{lives}", f"bench-{gone}", f"bench-{gone}-mine", f"other-{gone}-0"}
-    for name in abandoned | others:
-        (tmp_path / name).touch()
-    commands = []
-    monkeypatch.setattr(namespaces, "_NAMED", tmp_path)
-    monkeypatch.setattr(namespaces, "_run", lambda *command: commands.append(" ".join(command)))
-    with namespaces.joined_namespaces(2, NetworkConfig()):
-        removed = {command.split()[-1] for command in commands if command.startswith("ip netns delete")}
-    assert removed == abandoned
-
-
-@pytest.mark.parametrize("delay", [0.0, 10.0])
-def test_namespaces_shape_both_directions_and_are_removed_again(delay, monkeypatch, tmp_path):
-    commands = []
-    monkeypatch.setattr(namespaces, "_NAMED", tmp_path)
-    monkeypatch.setattr(namespaces, "_run", lambda *command: commands.append(" ".join(command)))
-    with (
-        pytest.raises(KeyError),
-        namespaces.joined_namespaces(2, NetworkConfig(rate_mbit=100, delay_ms=delay)) as names,
-    ):
-        raise KeyError
-    made = [command.split()[-1] for command in commands if command.startswith("ip netns add")]
-    removed = [command.split()[-1] for command in commands if command.startswith("ip netns delete")]
-    assert sorted(made) == sorted(removed)
-    assert set(names) < set(made)
-    assert len(made) == 3
-    up = [command for command in commands if "qdisc add dev e0 root tbf rate 100mbit" in command]
-    down = [command for command in commands if "qdisc add dev p" in command]
-    assert (len(up), len(down)) == (2, 2)
-    assert all(("netem delay 10ms rate 100mbit" in command) == bool(delay) for command in down)
-
-
-def test_real_namespaces_reach_each_other_and_nobody_else():
-    network = NetworkConfig(rate_mbit=1000, delay_ms=0)  # tbf alone: more kernels have it than netem
-    if reason := namespaces.reason_against(network):
-        pytest.skip(reason)
-    with namespaces.joined_namespaces(2, network) as names:
-        reached = os.fork()
-        if not reached:  # a child, since nobody leaves a namespace again
-            status = 1
-            with contextlib.suppress(OSError):
-                namespaces.enter(names[0])
-                with socket.create_server(("10.77.0.1", 0)):
-                    status = 0
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(reached, 0)[1]) == 0
-        with pytest.raises(OSError, match="assign"):
-            socket.create_server(("10.77.0.1", 0))
-    assert not any(Path("/run/netns", name).exists() for name in names)
-
-
 @pytest.mark.parametrize(
     ("settings", "launched", "message"),
     [
         ({"network": NetworkConfig()}, None, "needs several workers on one machine; got 1"),
         ({"network": NetworkConfig()}, (4, 2), "got 4, 2 of them on this one"),
-        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "power of two; got 6"),
-        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "power of two; got 3"),
+        ({"variants": ("gossip:one_peer_exponential",), "workers": 6}, None, "that is a power of two; got 6"),
+        ({"variants": ("gossip:one_peer_exponential",)}, (3, 3), "that is a power of two; got 3"),
     ],
 )
 def test_impossible_numbers_of_workers_are_refused_before_they_start(settings, launched, message, monkeypatch):

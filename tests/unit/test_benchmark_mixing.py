@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipConfig, Mixer, WorkerGroup, build_topology
-from tasks import benchmark_mixing
-from tasks.benchmark_mixing import MixingBenchmarkConfig, Stopwatch, bytes_of_a_mix
+from tasks.benchmarks import mixing
+from tasks.benchmarks.mixing import MixingBenchmarkConfig, Stopwatch, bytes_of_a_mix
 from tasks.benchmarks.training import Training
 
 CPU = torch.device("cpu")
@@ -56,8 +56,8 @@ def test_a_case_is_measured_and_written(tmp_path, capsys, monkeypatch):
         cases=("tiny-8 adam 2",), steps=3, passes=4, gossip=GossipConfig(workers_per_process=4, log_every=0),
         output=output, most_of_step=1.0, least_of_copy=1e-9,
     )  # fmt: skip
-    monkeypatch.setattr(benchmark_mixing, "config_from_command_line", lambda *args, **kwargs: config)
-    benchmark_mixing.main()
+    monkeypatch.setattr(mixing, "config_from_command_line", lambda *args, **kwargs: config)
+    mixing.main([])
     (case,) = json.loads(output.read_text())["cases"]
     low, share, high = case["share"]
     assert 0 < low <= share <= high < 1
@@ -79,7 +79,7 @@ def test_the_aims_are_judged(capsys):
         case="a sgd 1", parameters=1, step_seconds=1.0, share=[0.01, 0.03, 0.04], of_copy=[0.5, 0.7, 0.9],
         copy_bytes_per_second=1e9,
     )  # fmt: skip
-    _, share, bandwidth = benchmark_mixing.lines(result, MixingBenchmarkConfig())
+    _, share, bandwidth = mixing.lines(result, MixingBenchmarkConfig())
     assert "3.00 % of the step (quartiles 1.00 to 4.00); aim: at most 2 %: missed" in share
     assert "0.700 of the bytes per second of a copy (quartiles 0.500 to 0.900)" in bandwidth
     assert bandwidth.endswith("1.0 GB/s; aim: at least 0.8: missed")
@@ -87,7 +87,7 @@ def test_the_aims_are_judged(capsys):
 
 def test_time_within_spans_is_added_up_by_name_and_taken_once(monkeypatch):
     moments = iter([0.0, 1.0, 5.0, 7.0])
-    monkeypatch.setattr(benchmark_mixing.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(mixing.time, "perf_counter", lambda: next(moments))
     watch = Stopwatch(CPU)
     assert watch.timed("a", lambda value: value + 1)(1) == 2
     with watch.span("a"):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.cifar import CifarConfig
 from tasks.common.config import parse_config
+from tasks.images.config import CifarConfig
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs, require_valid
 from tasks.studies.state import RunState

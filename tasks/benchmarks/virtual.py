@@ -1,18 +1,16 @@
-"""What several workers in one process cost, against one worker that accumulates gradients over the same micro-batches.
+"""Measures several workers in one process against one worker that accumulates gradients over the same micro-batches.
 
-    OMP_NUM_THREADS=1 python tasks/benchmark_virtual.py --config configs/benchmark/virtual.yaml
+    OMP_NUM_THREADS=1 python tasks/benchmark.py virtual --config configs/benchmark/virtual.yaml
 
-Variants take turns, so that a noisy machine disturbs all alike. On a CPU their processor time counts, which other
-processes disturb least; on a GPU the wall clock.
+Times are processor time on a CPU, which other load on the machine affects least, and wall-clock time on a GPU.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,22 +21,25 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer
-from tasks.benchmarks.measurement import quartiles
+from tasks.benchmarks.measurement import in_turns, quartiles
+from tasks.benchmarks.report import write_result
 from tasks.benchmarks.training import Training, this_device
 from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("accumulation", "separate", "virtual", "vmap")
-_WARM_UP = 2  # steps, after which virtual and vmap must still be the same training
+_WARM_UP = 2
+"""Steps before the measurement, after which virtual and vmap must have trained alike."""
 _AGREE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualBenchmarkConfig:
-    """Comparisons of step times."""
+    """Settings of the benchmark of virtual workers."""
 
     cases: tuple[str, ...] = ("mlp sgd 64",)
-    """Training runs: '<model> <optimizer> <images per worker>', with an image model of `tasks/images/models.py`."""
+    """Trainings to measure: '<model> <optimizer> <images per worker>', with an image model of
+    `tasks/images/models.py`."""
 
     image_size: int = 32
     """Height and width of the random images, in pixels."""
@@ -50,12 +51,12 @@ class VirtualBenchmarkConfig:
     """Steps per turn."""
 
     variants: tuple[str, ...] = VARIANTS
-    """accumulation (the reference), separate (as many models, each with an optimizer, without this library: the cost of
-    the work alone), virtual (workers_per_process), vmap (all replicas in one call, with stacked parameters)."""
+    """accumulation (the reference), separate (one model and optimizer per worker, without this library: the cost of the
+    work itself), virtual (workers_per_process), vmap (all replicas in one call, with stacked parameters)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0, power=0, workers_per_process=8))
-    """Workers of the process: the worker that accumulates takes as many micro-batches. vmap mixes on the one-peer ring
-    with gamma 1, so `virtual` must do the same if both are measured."""
+    """Workers of the process, as many as micro-batches of the accumulating worker. vmap mixes by the one-peer ring with
+    gamma 1, so `virtual` has to do the same if both are measured."""
 
     output: Path | None = None
     """JSON file for the result. null only prints."""
@@ -66,9 +67,7 @@ class VirtualBenchmarkConfig:
         for case in self.cases:
             Training.of(case)
         if self.workers % 2:
-            raise ValueError(
-                f"workers_per_process must be even, since workers mix in pairs here; got {self.workers}. Use 8, say."
-            )
+            raise ValueError(f"workers_per_process must be even, since workers mix in pairs; got {self.workers}.")
         unknown = [variant for variant in self.variants if variant not in VARIANTS]
         if unknown or "accumulation" not in self.variants:
             raise ValueError(
@@ -87,11 +86,11 @@ class Variant:
 
     step: Callable[[], None]
     parameters: Callable[[], list[Tensor]] = list
-    """Of all workers, one after another, where they are to be compared."""
+    """Returns the parameters of all workers, one worker after another, for variants that are compared."""
 
 
 class Case:
-    """Data, and the variants that train on it."""
+    """Random data, and the variants that train on it."""
 
     def __init__(self, config: VirtualBenchmarkConfig, case: Training, device: torch.device) -> None:
         self.config, self.case, self.device = config, case, device
@@ -120,7 +119,7 @@ class Case:
         return Variant(step)
 
     def separate(self) -> Variant:
-        """Models that do not know of each other."""
+        """Independent models, each with its optimizer."""
         models = [copy.deepcopy(self.model) for _ in range(self.config.workers)]
         optimizers = [self.case.make_optimizer(model.parameters()) for model in models]
         parts = self.parts()
@@ -134,7 +133,7 @@ class Case:
         return Variant(step)
 
     def virtual(self, accelerator: GossipAccelerator) -> Variant:
-        """`VirtualWorkers`, as every script gets them."""
+        """`VirtualWorkers`, as `GossipAccelerator.prepare` makes them."""
         model = copy.deepcopy(self.model)
         model, optimizer = accelerator.prepare(model, self.case.make_optimizer(model.parameters()))
 
@@ -146,7 +145,7 @@ class Case:
         return Variant(step, lambda: [p.detach() for replica in model.replicas for p in replica.parameters()])
 
     def vmap(self) -> Variant:
-        """Replicas as slices of stacked parameters (workers, ...), with the gradients of all by one vectorised call."""
+        """Replicas as slices of stacked parameters (workers, ...); one vectorized call computes all gradients."""
         count = self.config.workers
         model = copy.deepcopy(self.model)
         stacked, buffers = stack_module_state([copy.deepcopy(model) for _ in range(count)])
@@ -158,7 +157,7 @@ class Case:
 
         gradients = vmap(grad(loss), randomness="different")
         workers = torch.arange(count, device=self.device)
-        pairs = workers ^ 1  # 0 and 1, 2 and 3, ...; in every other step 1 and 2, 3 and 4, ...
+        pairs = workers ^ 1  # 0 and 1, 2 and 3, ...; at every other step 1 and 2, 3 and 4, ...
         partners = pairs, (((workers + 1) % count ^ 1) - 1) % count
         taken = 0
 
@@ -168,7 +167,7 @@ class Case:
             partner = partners[taken % 2]
             taken += 1
             with torch.no_grad():
-                # As the library does: the difference is taken before the local step, and added after it.
+                # Like the library, take the difference before the local step and add it after.
                 updates = {name: p[partner].sub_(p) for name, p in stacked.items()}
                 for name, p in stacked.items():
                     p.grad = found[name]
@@ -180,7 +179,7 @@ class Case:
 
 
 def measure(case: Case) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds per step of each variant in each round, and why others were left out."""
+    """Seconds per step of each variant in each round, and for variants that were left out the reason."""
     accelerator = GossipAccelerator(gossip=case.config.gossip, cpu=case.device.type == "cpu")
     makers: dict[str, Callable[[], Variant]] = {
         "accumulation": case.accumulation,
@@ -197,18 +196,16 @@ def measure(case: Case) -> tuple[dict[str, list[float]], dict[str, str]]:
         except RuntimeError as error:
             if name != "vmap":
                 raise
-            variants.pop(name, None)  # not every model can be vectorised
+            variants.pop(name, None)  # not every model can be vectorized
             left_out[name] = str(error).split("\n")[0]
     if {"virtual", "vmap"} <= variants.keys():
         require_agreement(variants["virtual"].parameters(), variants["vmap"].parameters())
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for round_ in range(case.config.rounds):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            begun = _now(case.device)
-            for _ in range(case.config.steps):
-                variants[name].step()
-            seconds[name].append((_now(case.device) - begun) / case.config.steps)
+    for _, name in in_turns(list(variants), case.config.rounds):
+        begun = _now(case.device)
+        for _ in range(case.config.steps):
+            variants[name].step()
+        seconds[name].append((_now(case.device) - begun) / case.config.steps)
     accelerator.free_memory()
     return seconds, left_out
 
@@ -221,15 +218,15 @@ def _now(device: torch.device) -> float:
 
 
 def require_agreement(virtual: list[Tensor], stacked: list[Tensor]) -> None:
-    """Raise RuntimeError unless two variants have trained the same."""
+    """Raise RuntimeError unless two variants ended with the same parameters."""
     difference = sum(float((a - b).square().sum()) for a, b in zip(virtual, stacked, strict=True)) ** 0.5
     whole = sum(float(a.square().sum()) for a in virtual) ** 0.5
     if difference > _AGREE * whole:
-        raise RuntimeError(f"virtual and vmap do not train the same: they are {difference / whole:.1e} apart.")
+        raise RuntimeError(f"virtual and vmap must train alike; their parameters differ by {difference / whole:.1e}.")
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median milliseconds, and the median and quartiles of the ratio to accumulation in the same round.
+    """Median milliseconds, and quartiles of the ratio to accumulation in the same round.
 
     >>> summarise({"accumulation": [2.0, 4.0], "virtual": [2.0, 5.0]})["virtual"]["ratio"]
     1.125
@@ -246,9 +243,11 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return table
 
 
-def main() -> None:
-    """Measure, print the table, write the JSON."""
-    config = config_from_command_line(VirtualBenchmarkConfig, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Measure all cases, print the tables and write the JSON file."""
+    config = config_from_command_line(
+        VirtualBenchmarkConfig, arguments, prog="benchmark.py virtual", description=__doc__
+    )
     device, place = this_device()
     clock = "processor time" if device.type == "cpu" else "wall clock"
     print(f"{config.workers} workers in one process, {place}, {clock}, torch {torch.__version__}")
@@ -268,10 +267,5 @@ def main() -> None:
             print(f"  {name:12s} not possible: {why}")
         results.append({"case": name_of_case, "parameters": parameters, "left_out": left_out, **table})
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
         result = {"workers": config.workers, "device": device.type, "clock": clock, "cases": results}
-        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        write_result(config.output, result)

@@ -1,20 +1,20 @@
-"""What saving costs training: turns of so many steps with one checkpoint in their middle, and without, interleaved.
+"""Measures what saving costs training, by turns of some steps with and without one checkpoint in their middle.
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tasks/benchmark_saving.py --config configs/benchmark/saving.yaml
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 tasks/benchmark.py saving --config configs/benchmark/saving.yaml
 
-Variants take turns, so that a noisy machine disturbs all alike. A turn ends when its checkpoint is complete.
+A turn ends when its checkpoint is complete.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,19 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer
+from tasks.benchmarks.measurement import in_turns, quartiles
+from tasks.benchmarks.report import write_result
 from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("none", "background", "waiting")
-_WARM_UP = 5  # steps before the first turn
+_WARM_UP = 5
+"""Steps before the first turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavingBenchmarkConfig:
-    """One comparison of training times."""
+    """Settings of the saving benchmark."""
 
     model: str = "transformer-5-512"
     """An image model of `tasks/images/models.py`."""
@@ -43,22 +46,23 @@ class SavingBenchmarkConfig:
     """Images per worker and step."""
 
     optimizer: Literal["sgd", "adam"] = "adam"
-    """sgd saves two numbers per parameter and worker (with its momentum), adam three (with its two moments)."""
+    """Optimizer, which decides what is saved per parameter and worker: two numbers with sgd, three with adam."""
 
     every: int = 200
-    """Steps per turn, which is also the distance between checkpoints."""
+    """Steps per turn, and so between two checkpoints."""
 
     rounds: int = 7
     """Turns of each variant."""
 
     variants: tuple[str, ...] = ("none", "background")
-    """none (the reference), background (training goes on while files are written), waiting (training waits)."""
+    """none (no checkpoint, the reference), background (training continues while files are written), waiting (training
+    waits for the files)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
     """Topology and timeout."""
 
     folder: Path | None = None
-    """Folder for the checkpoints, each deleted after its turn. null takes a temporary folder."""
+    """Folder of the checkpoints, which are deleted after their turns; null takes a temporary folder."""
 
     output: Path | None = None
     """JSON file for the result. null only prints."""
@@ -72,7 +76,7 @@ class SavingBenchmarkConfig:
 
 
 class Training:
-    """A model that takes steps on random images, prepared by a GossipAccelerator."""
+    """A training on random images by a GossipAccelerator."""
 
     def __init__(self, config: SavingBenchmarkConfig) -> None:
         torch.manual_seed(0)
@@ -90,16 +94,18 @@ class Training:
         self.labels = torch.randint(10, (config.batch_size,), device=device)
 
     def step(self) -> None:
-        """Forward, backward, update and mix."""
+        """Take one optimizer step."""
         self.accelerator.backward(F.cross_entropy(self.model(self.images), self.labels))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def turn(self, variant: str, steps: int, folder: Path) -> dict[str, float]:
-        """Seconds of `steps` steps with a checkpoint in their middle, and those in which training stood still for it.
+        """Take `steps` steps, with a checkpoint in their middle unless the variant is "none". Collective.
 
-        "finishing" are the seconds at the end, until the checkpoint is complete; "processor" those that the processors
-        of all workers were at work, which other users of the machine disturb less.
+        Returns:
+            On the slowest worker: "seconds" of the turn, "stood_still" in which training waited for the checkpoint, and
+            "finishing" at the end until it was complete. "processor" is the processor time of all workers, which other
+            load on the machine affects less.
         """
         group = self.accelerator.group
         group.barrier("starting a turn")
@@ -123,22 +129,20 @@ class Training:
 
 
 def measure(config: SavingBenchmarkConfig, training: Training, parent: Path) -> dict[str, list[dict[str, float]]]:
-    """What each variant took in each round, on the slowest worker."""
+    """The results of `Training.turn` of each variant in each round. Collective."""
     for _ in range(_WARM_UP):
         training.step()
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in config.variants}
-    names = list(config.variants)
-    for round_ in range(config.rounds):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            folder = parent / f"{name}-{round_}"
-            turns[name].append(training.turn(name, config.every, folder))
-            if training.accelerator.is_main_process and folder.exists():
-                shutil.rmtree(folder)
+    for round_, name in in_turns(config.variants, config.rounds):
+        folder = parent / f"{name}-{round_}"
+        turns[name].append(training.turn(name, config.every, folder))
+        if training.accelerator.is_main_process and folder.exists():
+            shutil.rmtree(folder)
     return turns
 
 
 def summarise(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Median seconds, and the median and quartiles of the ratio to the turn without saving of the same round.
+    """Medians, and quartiles of the ratio to the turn without saving in the same round.
 
     >>> turns = {"none": [{"seconds": 2.0, "processor": 4.0}], "background": [{"seconds": 2.1, "processor": 4.1}]}
     >>> row = summarise(turns)["background"]
@@ -147,21 +151,22 @@ def summarise(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, f
     """
     table = {}
     for name, mine in turns.items():
-        pairs = list(zip(mine, turns["none"], strict=True))
-        ratios = sorted(one["seconds"] / none["seconds"] for one, none in pairs)
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        ratios, processor_ratios = (
+            quartiles([turn[key] for turn in mine], [turn[key] for turn in turns["none"]])
+            for key in ("seconds", "processor")
+        )
         table[name] = {
             **{key: statistics.median(turn[key] for turn in mine) for key in mine[0]},
-            "ratio": statistics.median(ratios),
-            "ratio_q1": quartiles[0],
-            "ratio_q3": quartiles[2],
-            "processor_ratio": statistics.median(one["processor"] / none["processor"] for one, none in pairs),
+            "ratio": ratios["median"],
+            "ratio_q1": ratios["q1"],
+            "ratio_q3": ratios["q3"],
+            "processor_ratio": processor_ratios["median"],
         }
     return table
 
 
 def report(config: SavingBenchmarkConfig, training: Training, table: dict[str, dict[str, float]]) -> None:
-    """Print the table and write the JSON."""
+    """Print the table and write the JSON file."""
     workers = training.accelerator.num_processes
     print(
         f"{config.model}, {training.parameters / 1e6:.2f} M parameters, {config.optimizer}, batch {config.batch_size} "
@@ -175,15 +180,13 @@ def report(config: SavingBenchmarkConfig, training: Training, table: dict[str, d
             f"stood still for {row['stood_still']:.3f} s"
         )
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        result: dict[str, Any] = {"workers": workers, "model": config.model, "parameters": training.parameters}
-        result |= {"optimizer": config.optimizer, "every": config.every, **table}
-        config.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        result = {"workers": workers, "model": config.model, "parameters": training.parameters}
+        write_result(config.output, {**result, "optimizer": config.optimizer, "every": config.every, **table})
 
 
-def main() -> None:
-    """Measure, print the table, write the JSON."""
-    config = config_from_command_line(SavingBenchmarkConfig, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the table and write the JSON file."""
+    config = config_from_command_line(SavingBenchmarkConfig, arguments, prog="benchmark.py saving", description=__doc__)
     training = Training(config)
     group = training.accelerator.group
     own = tempfile.mkdtemp(prefix="benchmark-saving-") if config.folder is None and group.rank == 0 else None
@@ -196,7 +199,3 @@ def main() -> None:
     if training.accelerator.is_main_process:
         report(config, training, table)
     training.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

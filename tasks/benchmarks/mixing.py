@@ -1,17 +1,16 @@
-"""What mixing takes of a step, and how near its passes over memory come to a plain copy.
+"""Measures the share of mixing in a step, and its memory bandwidth relative to a plain copy.
 
-    python tasks/benchmark_mixing.py --config configs/benchmark/mixing.yaml
+    python tasks/benchmark.py mixing --config configs/benchmark/mixing.yaml
 
-Several workers in one process, so that nothing is sent and nobody is waited for: what is measured is the arithmetic of
-mixing, on a GPU if there is one. A pair takes the difference of its two models and adds it to both.
+All workers share one process, so nothing is sent and no worker waits: this measures only the arithmetic of mixing, on
+a GPU if there is one. A pair computes the difference of its two models and adds it to both.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,39 +24,41 @@ from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.core.mixer import Mixer
 from tasks.benchmarks.measurement import quartiles_of
 from tasks.benchmarks.models import build_workload, check_model_name
+from tasks.benchmarks.report import write_result
 from tasks.benchmarks.training import Training, this_device
 from tasks.common.config import config_from_command_line
 
-_WARM_UP = 2  # steps: the first makes the optimizer's state, the second finds all memory there
+_WARM_UP = 2
+"""Steps before the measurement: the first one allocates the optimizer's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixingBenchmarkConfig:
-    """Training runs whose mixing is measured."""
+    """Settings of the mixing benchmark."""
 
     cases: tuple[str, ...] = ("wrn-16-4 sgd 16",)
-    """Training runs: '<model> <optimizer> <samples per worker>', with a model of `tasks/benchmark.py`."""
+    """Trainings to measure: '<model> <optimizer> <samples per worker>', with a model of `tasks/benchmark.py`."""
 
     image_size: int = 32
     """Height and width of the random images, in pixels."""
 
     mixed_precision: Literal["no", "bf16"] = "no"
-    """Autocast type of forward and backward. Parameters are mixed in float32."""
+    """Precision of forward and backward; parameters are mixed in float32."""
 
     steps: int = 20
     """Measured steps per case."""
 
     passes: int = 50
-    """Mixes without training, and copies between them, to measure the bandwidth."""
+    """Mixes without training, alternating with copies, for the bandwidth."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0, workers_per_process=8))
     """How the workers mix: an even number of them, on the one-peer ring."""
 
     most_of_step: float = 0.02
-    """Target: largest share of a step that mixing takes."""
+    """Target: largest share of a step that mixing may take."""
 
     least_of_copy: float = 0.8
-    """Target: smallest bandwidth of mixing, as a fraction of that of a copy."""
+    """Target: smallest bandwidth of mixing relative to a copy."""
 
     output: Path | None = None
     """JSON file for the result. null only prints."""
@@ -68,14 +69,14 @@ class MixingBenchmarkConfig:
         for name in ("most_of_step", "least_of_copy"):
             check_number(name, getattr(self, name), above=0)
         if not self.cases:
-            raise ValueError("cases must name at least one training run; got none. Write 'wrn-16-4 sgd 16', say.")
+            raise ValueError("cases must name at least one training. Use 'wrn-16-4 sgd 16', for example.")
         for case in self.cases:
             check_model_name(Training.of(case).model, self.image_size)
         workers, topology = self.gossip.workers_per_process, self.gossip.topology
         if topology != "one_peer_ring" or workers % 2 or self.gossip.comm_dtype != "full" or self.gossip.mix_every != 1:
             raise ValueError(
-                f"gossip must mix an even number of workers_per_process in pairs and in every step, as the memory that "
-                f"a mix passes over is counted for that; got {workers} workers, topology {topology!r}, comm_dtype "
+                f"gossip must mix an even number of workers_per_process in pairs at every step, for which memory "
+                f"traffic is counted; got {workers} workers, topology {topology!r}, comm_dtype "
                 f"{self.gossip.comm_dtype!r}, mix_every {self.gossip.mix_every}."
             )
         if self.output is not None:
@@ -83,7 +84,7 @@ class MixingBenchmarkConfig:
 
 
 class Stopwatch:
-    """Seconds between moments: of the GPU where there is one, which runs behind the host; else of the wall clock."""
+    """Times spans of work: by events on a GPU, which runs behind the host; else by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,13 +99,13 @@ class Stopwatch:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Inside, time counts for `name`."""
+        """Count the time inside the context for `name`."""
         begin = self._now()
         yield
         self._spans.setdefault(name, []).append((begin, self._now()))
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its time counted."""
+        """Wrap a function so that its time counts for `name`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.span(name):
@@ -113,7 +114,7 @@ class Stopwatch:
         return call
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call; waits for the device."""
+        """Seconds by name since the last call. Waits for the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         spans, self._spans = self._spans, {}
@@ -126,23 +127,23 @@ def _seconds(begin: Any, end: Any) -> float:
 
 @dataclass
 class Result:
-    """Of one case."""
+    """Measurements of one case."""
 
     case: str
     parameters: int
-    """Of one worker."""
+    """Parameters of one worker."""
     step_seconds: float
     """Median over the steps."""
     share: list[float]
-    """Of the step that mixing takes: quartiles over the steps."""
+    """Share of mixing in a step: quartiles over the steps."""
     copy_bytes_per_second: float
-    """Read and written by a copy of one worker's parameters, median."""
+    """Bytes that a plain copy reads and writes per second, median."""
     of_copy: list[float]
-    """Bytes per second of mixing, as a part of that: quartiles over pairs of neighbouring measurements."""
+    """Bandwidth of mixing relative to the copy that follows it: quartiles."""
 
 
 def measure(config: MixingBenchmarkConfig, case: str, device: torch.device) -> Result:
-    """Train for some steps, then mix and copy in turns."""
+    """Train some steps for the share of mixing, then mix and copy in turns for the bandwidth."""
     training, workers = Training.of(case), config.gossip.workers_per_process
     accelerator = GossipAccelerator(
         gossip=config.gossip, mixed_precision=config.mixed_precision, cpu=device.type == "cpu"
@@ -186,7 +187,7 @@ def measure(config: MixingBenchmarkConfig, case: str, device: torch.device) -> R
 
 
 def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float], list[float]]:
-    """Bytes per second of copying the parameters of all workers, and those of a mix as a part of it."""
+    """Bytes per second of copying all workers' parameters, and the bandwidth of a mix relative to it."""
     copies, of_copy = [], []
     for number in range(1 + passes):
         with watch.span("mix"):
@@ -196,7 +197,7 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
                 for bucket, slot in zip(flat.buckets, slots[0], strict=True):
                     slot.copy_(bucket.data)
         took = watch.take()
-        if number:  # the first one warms up
+        if number:  # the first pass warms up
             copied = 2 * len(mixer.flats) * mixer.parameter_bytes / took["copy"]
             copies.append(copied)
             of_copy.append(bytes_of_a_mix(mixer) / took["mix"] / copied)
@@ -204,17 +205,17 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
 
 
 def bytes_of_a_mix(mixer: Mixer) -> int:
-    """What a mix of pairs has to read and write, for all workers of the process.
+    """Bytes that mixing in pairs has to read and write, for all workers of the process.
 
-    A pair reads two models and writes their difference, on a GPU reads it once more for its norm (on a CPU that is done
-    while it is in the cache), and each of the two reads its model and the difference and writes its model.
+    A pair reads two models and writes their difference. On a GPU it reads the difference again for its norm; on a CPU
+    it is still in the cache. Then each worker reads its model and the difference, and writes its model.
     """
     norm = 0 if mixer.group.device.type == "cpu" else 1
     return len(mixer.flats) // 2 * (3 + norm + 2 * 3) * mixer.parameter_bytes
 
 
 def lines(result: Result, config: MixingBenchmarkConfig) -> list[str]:
-    """For people."""
+    """Lines of the report."""
     low, share, high = (100 * part for part in result.share)
     slow, of_copy, fast = result.of_copy
     most, least = 100 * config.most_of_step, config.least_of_copy
@@ -231,9 +232,9 @@ def _met(met: bool) -> str:
     return "met" if met else "missed"
 
 
-def main() -> None:
-    """Measure, print, write the JSON."""
-    config = config_from_command_line(MixingBenchmarkConfig, description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    """Measure all cases, print them and write the JSON file."""
+    config = config_from_command_line(MixingBenchmarkConfig, arguments, prog="benchmark.py mixing", description=__doc__)
     device, place = this_device()
     print(f"{config.gossip.workers_per_process} workers in one process, {place}, torch {torch.__version__}", flush=True)
     results = []
@@ -241,11 +242,5 @@ def main() -> None:
         results.append(measure(config, case, device))
         print("\n".join(lines(results[-1], config)), flush=True)
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Any] = {"device": place, "torch": torch.__version__, "config": config_to_dict(config)}
-        found["cases"] = [asdict(result) for result in results]
-        config.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        found = {"device": place, "torch": torch.__version__, "config": config_to_dict(config)}
+        write_result(config.output, {**found, "cases": [asdict(result) for result in results]})

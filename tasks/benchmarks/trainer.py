@@ -1,9 +1,9 @@
-"""What GossipCallback adds to a step of the Hugging Face Trainer, beyond the mixing core's own cost.
+"""Measures what GossipCallback adds to a step of the Hugging Face Trainer, beyond the cost of the mixing core.
 
-    torchrun --nproc_per_node 2 tasks/benchmark_trainer.py --rounds 15
+    torchrun --nproc_per_node 2 tasks/benchmark.py trainer --rounds 15
 
-Three Trainers of the same model take turns in one launch: `local` without communication, `core` with the bare mixing
-core driven by hand, `callback` with GossipCallback.
+Three Trainers of the same model take turns in one launch: `local` without communication, `core` with a callback that
+drives the bare mixing core, `callback` with GossipCallback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +22,18 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dsgdac_accel import GossipCallback, GossipConfig, Mixer, WorkerGroup, build_topology
-from tasks.benchmarks.measurement import quartiles
+from tasks.benchmarks.measurement import in_turns, quartiles
 from tasks.common.config import config_from_command_line
 from tasks.images.models import build_image_model
 
 VARIANTS = ("local", "core", "callback")
-_WARM_UP = 2  # steps of each turn that are not timed
+_WARM_UP = 2
+"""Steps of each turn that are not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerBenchmarkConfig:
-    """A comparison of Trainer steps."""
+    """Settings of the Trainer benchmark."""
 
     model: str = "wrn-16-4"
     """An image model of `tasks/images/models.py`."""
@@ -50,7 +52,7 @@ class TrainerBenchmarkConfig:
 
 
 class RandomImages(Dataset):
-    """As many as one turn needs, the same in every turn."""
+    """Random images for one turn."""
 
     def __init__(self, length: int) -> None:
         self.images = torch.randn(length, 3, 32, 32)
@@ -63,7 +65,7 @@ class RandomImages(Dataset):
 
 
 class Classifier(nn.Module):
-    """An image model with the loss that a Trainer wants."""
+    """An image model that returns the loss that a Trainer needs."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Classifier(nn.Module):
 
 
 class Clock(TrainerCallback):
-    """Seconds per step after the warm-up of a turn."""
+    """Measures seconds per step after the warm-up of a turn."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == _WARM_UP:
@@ -85,7 +87,7 @@ class Clock(TrainerCallback):
 
 
 class BareCore(TrainerCallback):
-    """The exchange of Algorithm 1 and nothing else."""
+    """Drives the exchange of Algorithm 1 and nothing else."""
 
     def __init__(self, config: GossipConfig, group: WorkerGroup) -> None:
         self.topology = build_topology(str(config.topology), group.size)
@@ -106,7 +108,7 @@ class BareCore(TrainerCallback):
 
 
 def take_turn(variant: str, config: TrainerBenchmarkConfig, folder: str, group: WorkerGroup) -> float:
-    """Seconds per step of a short training run."""
+    """Seconds per step of a short training run, on the slowest worker. Collective."""
     torch.manual_seed(0)
     model = Classifier(config.model)
     steps = _WARM_UP + config.steps
@@ -139,18 +141,18 @@ def take_turn(variant: str, config: TrainerBenchmarkConfig, folder: str, group: 
     return max(group.all_gather_object(clock.seconds, "comparing step times"))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure and print the table."""
-    config = config_from_command_line(TrainerBenchmarkConfig, description=__doc__)
+    config = config_from_command_line(
+        TrainerBenchmarkConfig, arguments, prog="benchmark.py trainer", description=__doc__
+    )
     use_cpu = not torch.accelerator.is_available()
     with tempfile.TemporaryDirectory() as folder:
-        device = TrainingArguments(folder, use_cpu=use_cpu, report_to=[]).device  # makes the process group
+        device = TrainingArguments(folder, use_cpu=use_cpu, report_to=[]).device  # creates the process group
         group = WorkerGroup(device, config.gossip.timeout)
         seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        for round_ in range(config.rounds):
-            for turn in range(len(VARIANTS)):
-                name = VARIANTS[(turn + round_) % len(VARIANTS)]
-                seconds[name].append(take_turn(name, config, folder, group))
+        for _, name in in_turns(VARIANTS, config.rounds):
+            seconds[name].append(take_turn(name, config, folder, group))
         group.barrier("ending the benchmark")
     if group.rank == 0:
         added = statistics.median(a / b for a, b in zip(seconds["callback"], seconds["core"], strict=True))
@@ -161,7 +163,3 @@ def main() -> None:
                 f"(quartiles {ratio['q1']:.3f} to {ratio['q3']:.3f})"
             )
         print(f"callback: {added:.3f} of core, {group.size} workers, {config.model}, torch {torch.__version__}")
-
-
-if __name__ == "__main__":
-    main()

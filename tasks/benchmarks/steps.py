@@ -1,0 +1,42 @@
+"""Measures what a step costs: ways to train the same model, interleaved in one launch, compared by medians.
+
+    torchrun --nproc_per_node 2 tasks/benchmark.py --config configs/benchmark/wrn.yaml
+    python tasks/benchmark.py --config configs/benchmark/network_100mbit.yaml
+
+Variants take turns, so that other load on the machine affects all alike. With `workers` in the configuration, the
+script starts its workers itself; `network` emulates a slower network between them. Other benchmarks are the
+subcommands mixing, saving, trainer and virtual, each with its own --help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
+from tasks.benchmarks.measurement import measure
+from tasks.benchmarks.report import check_output, report
+from tasks.common.cli_errors import quiet_ends, starting_up, training
+from tasks.common.config import config_from_command_line
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Start the workers, or be one of them: measure, print the table and write the files."""
+    config = config_from_command_line(BenchmarkConfig, arguments, description=__doc__)
+    with starting_up(), quiet_ends():
+        check_workers(config)
+        if config.output is not None and os.environ.get("RANK", "0") == "0":
+            check_output(config.output)
+        if must_launch(config):
+            sys.exit(launch_workers(config, launch_command()))
+    with contextlib.ExitStack() as ended:
+        with starting_up():
+            here = ended.enter_context(joined(config))
+        with training(here.group.report), here.relay_is_blamed():
+            measured = measure(config, here.group, here.bytes_carried)
+            if here.group.rank == 0:
+                report(config, measured, here.group.size, here.lines())
+            here.group.barrier("ending the benchmark")

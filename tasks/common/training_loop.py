@@ -1,0 +1,210 @@
+"""The training loop of all tasks: optimizer steps, records, checkpoints, and evaluations every few epochs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tasks.common.checkpoints import Checkpoints
+from tasks.common.config import ConfigError
+from tasks.common.output_dir import AnyAccelerator, OutputDir
+from tasks.common.progress import Clock, WaitingTime, progress_bar, progress_figures, rest_of_epoch
+
+
+class Prepared(NamedTuple):
+    """What `accelerator.prepare` returned."""
+
+    model: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+
+class Task(Protocol):
+    """What differs between tasks. Every worker calls each method equally often, so all may use collectives."""
+
+    def begin_epoch(self) -> None:
+        """Runs before the first batch of an epoch, and of the rest of an epoch after a resume."""
+
+    def backward(self, batch: Any) -> Tensor:
+        """Compute the gradients of one micro-batch, clipped if the task clips. Returns its loss, shape ()."""
+
+    def after_step(self) -> None:
+        """Runs after every optimizer step, before its checkpoint."""
+
+    def end_epoch(self) -> None:
+        """Runs after the last batch of an epoch."""
+
+    def evaluate(self, done: bool, measure_curvature: bool) -> None:
+        """Evaluate the deployed model; `done` says that training is over."""
+
+
+class TrainingLoop:
+    """Trains a task from the step where a checkpoint left off to the last one.
+
+    It owns the position of the run (`epoch`, `step`), the losses since the last record and the times. Registered for
+    checkpointing, it saves and restores them.
+
+    Args:
+        name: name of the task, noted in checkpoints.
+        config: settings of the run.
+        accelerator: accelerator of the run.
+        prepared: model, optimizer, loader and scheduler of the run.
+        output: output folder of the run, which holds its log.
+        steps_per_epoch: optimizer steps in a complete epoch.
+        total_steps: optimizer steps of the run; the last epoch may be incomplete.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        accelerator: AnyAccelerator,
+        prepared: Prepared,
+        output: OutputDir,
+        steps_per_epoch: int,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.prepared = prepared
+        self.output = output
+        self.steps_per_epoch = steps_per_epoch
+        self.total_steps = total_steps
+        self.epoch = self.step = 0
+        self.lr = 0.0
+        """Learning rate of the last step."""
+        self.losses: list[Tensor] = []
+        """Losses of the micro-batches, each of shape (); the task empties the list."""
+        self.recorded = 0
+        """Where the next record begins; the task counts."""
+        self.worker_loss = math.nan
+        """Mean training loss of the workers; the task computes it."""
+        self.log_bytes: int | None = None
+        """Length of the log when the loaded checkpoint was saved."""
+        self.train_seconds = 0.0
+        self.waiting = WaitingTime()
+        self.clock = Clock()
+        self.checkpoints = Checkpoints(config, accelerator, name, total_steps)
+        self._bar: Any = None
+        accelerator.register_for_checkpointing(self)
+
+    def run(self, task: Task) -> None:
+        """Train to the last step and wait for the last checkpoint. Collective."""
+        self._bar = progress_bar(self.accelerator, self.step, self.total_steps)
+        while True:  # a resumed run may have no step left in its last epoch
+            self._train_epoch(task)
+            done = self.step == self.total_steps
+            measure_curvature = self.config.curvature.due(self.epoch, done)
+            if done or measure_curvature or (self.epoch + 1) % self.config.eval_every == 0:
+                self.accelerator.group.retry_after_loss(lambda: task.evaluate(done, measure_curvature))  # noqa: B023  # called at once
+            if done:
+                break
+            self.epoch += 1
+        self._bar.close()
+        self.checkpoints.finish()
+
+    def _train_epoch(self, task: Task) -> None:
+        model, optimizer, loader, scheduler = self.prepared
+        model.train()
+        self.clock.start_lap()
+        task.begin_epoch()
+        rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, loader, self.epoch)
+        for batch in self.waiting.batches(rest):
+            with self.accelerator.accumulate(model):
+                loss = task.backward(batch)
+                self.lr = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            self.losses.append(loss.detach())
+            if not self.accelerator.sync_gradients:
+                continue
+            self.step += 1
+            self.accelerator.group.steps_taken = self.step  # error messages name it; gossip counts its own steps
+            self._bar.update()
+            task.after_step()
+            self.checkpoints.save_if_due(self.step)
+            # A complete epoch has to exhaust its loader, which counts epochs there.
+            if self.step == self.total_steps and not self.epoch_is_complete:
+                break
+        self.train_seconds += self.clock.end_lap()
+        task.end_epoch()
+
+    @property
+    def epoch_is_complete(self) -> bool:
+        """Whether the last step was the last one of an epoch."""
+        return self.step % self.steps_per_epoch == 0
+
+    # ---- records
+
+    def log(self, values: dict[str, float]) -> None:
+        """Log these values with the epoch and the learning rate."""
+        self.accelerator.log({**values, "epoch": self.epoch, "gossip/lr": self.lr}, step=self.step)
+
+    def record(self, loss: float, values: dict[str, float], figures: dict[str, str]) -> None:
+        """Log the mean training loss of some steps and further values, and show the loss and figures in the bar."""
+        self.log({"train/loss": loss, **values})
+        self._bar.set_postfix(progress_figures(self.accelerator, loss, self.lr) | figures)
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of every task's run."""
+        steps = self.accelerator.gossip_steps
+        lost = self.accelerator.group.lost
+        return {
+            "algorithm": self.config.algorithm,
+            "workers": self.accelerator.num_workers,
+            "topology": steps[0].mixer.topology.name if steps else "all-reduce",
+            "epochs": self.epoch + 1,
+            "steps": self.step,
+            "worker_train_loss": self.worker_loss,
+            "radius": self.radius(),
+            "gamma": steps[0].gamma if steps else None,
+            "seconds": round(self.clock.seconds(), 3),
+            "train_seconds": round(self.train_seconds, 3),
+            "data_share": round(self.waiting.seconds / self.train_seconds, 4),
+            "seed": self.config.seed,
+            **({"lost_workers": lost} if lost else {}),
+        }
+
+    def radius(self) -> float:
+        """Consensus radius as measured when the workers were last averaged; 0 without gossip."""
+        steps = self.accelerator.gossip_steps
+        return steps[0].metrics().get("radius", math.nan) if steps else 0.0
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the run, its losses and times."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "lr": self.lr,
+            "losses": torch.stack(self.losses) if self.losses else torch.empty(0),
+            "recorded": self.recorded,
+            "worker_loss": self.worker_loss,
+            "log_bytes": self.output.logged_bytes(),
+            "waited": self.waiting.seconds,
+            "train_seconds": self.train_seconds + self.clock.lap(),
+            "seconds": self.clock.seconds(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved.
+
+        Raises ConfigError for a checkpoint beyond the last step of this run.
+        """
+        if state["step"] > self.total_steps:
+            raise ConfigError(
+                f"resume_from_checkpoint: the checkpoint is of step {state['step']}, but this run has only "
+                f"{self.total_steps} steps. Raise num_train_epochs or max_steps."
+            )
+        self.epoch, self.step, self.lr = state["epoch"], state["step"], state["lr"]
+        self.losses = list(state["losses"].to(self.accelerator.device))
+        self.recorded, self.worker_loss = state["recorded"], state["worker_loss"]
+        self.log_bytes = state["log_bytes"]
+        self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
+        self.clock = Clock(state["seconds"])
