@@ -293,7 +293,7 @@ def test_survivors_checkpoints_resume_from_their_average_only(tmp_path):
 def test_the_trainer_refuses_to_continue(tmp_path):
     config = GossipConfig(on_worker_loss="continue")
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match="is not for the Trainer"):
+    with pytest.raises(ValueError, match="is not supported with the Trainer"):
         Trainer(nn.Linear(1, 1), arguments, callbacks=[GossipCallback(config)])
 
 
