@@ -186,11 +186,12 @@ def _overridden(tree: dict[str, Any], settings: Mapping[str, Text], known: Mappi
     for key, text in settings.items():
         if key not in known:
             raise ConfigError(f"{_COMMAND_LINE}: unknown key {key}. {hint(key, known)}")
-        section = tree = dict(tree)  # a copy: aliases share the sections of a file
+        section = tree
         *parents, name = key.split(".")
         for parent in parents:
             below = section.get(parent, Text(""))
             is_null = isinstance(below, Text) and below.lower() in ("", "~", "null", "none")
+            # A copy, since aliases share the sections of a file.
             section[parent] = {} if is_null else dict(below) if isinstance(below, dict) else below
             section = section[parent] if isinstance(section[parent], dict) else {}  # refused when it is built
         section[name] = text

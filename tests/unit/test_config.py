@@ -237,6 +237,7 @@ def test_the_right_key_is_named_for_the_usual_one(task, name, words):
             ["--num_train_epochs=4", "--warmup_epochs=50"],
             "at most num_train_epochs = 4, or the learning rate",
         ),
+        (CifarConfig, ["--num_train_epochs=12", "--warmup_epochs=12.1"], "warmup_epochs must be at most"),
         (CifarConfig, ["--warmup_epochs=1e308"], "warmup_epochs must be at most num_train_epochs = 200"),
         (CifarConfig, ["--data.image_size=100000"], "data.image_size must be an integer from 1 to 4096; got 100000."),
         (CifarConfig, ["--model=wrn-10-100000"], "model must name sizes from 1 to 10000; got 'wrn-10-100000'."),
@@ -255,6 +256,7 @@ def test_the_right_key_is_named_for_the_usual_one(task, name, words):
         ),
         (CifarConfig, ["--betas=0.9,1"], "betas must be two numbers in [0, 1), below 1; got (0.9, 1.0)."),
         (CifarConfig, ["--report_to=tensorbord"], "Did you mean 'tensorboard'?"),
+        (TranslationConfig, ["--max_steps=3999"], "warmup_steps must be at most max_steps = 3999"),
         (TranslationConfig, ["--max_steps=10"], "warmup_steps must be at most max_steps = 10"),
         (
             TranslationConfig,
