@@ -1,0 +1,63 @@
+"""Every command and example of README.md and docs/ runs, here or in .ci/run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<marker>[^\n]*) -->\n)?```bash\n(?P<commands>.*?)```", re.DOTALL)
+BLOCKS = [
+    pytest.param(found["marker"], found["commands"].strip(), id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, found in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_examples_run(page, capsys):
+    """The blocks of a page run one after the other, and print what the page shows as their output."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page.name, "exec"), {})
+    printed = capsys.readouterr().out
+    for shown in re.findall(r"```python\n.*?```\n\n```text\n(.*?)```", text, re.DOTALL):
+        assert shown in printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:configs|tasks|dsgdac_accel|docs)/[\w/.-]+\.\w+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_is_short_and_names_every_page():
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert len(readme.splitlines()) < 200
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name})" in readme
+
+
+@pytest.mark.parametrize(("marker", "commands"), BLOCKS)
+def test_every_command_is_run_or_parsed(marker, commands):
+    """`ci: NAME` runs in .ci/run; `parsed` needs hardware, data or time, so its settings are parsed here instead."""
+    if marker is not None and marker.startswith("ci: "):
+        assert f'"{marker.removeprefix("ci: ")}"' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+        return
+    assert marker == "parsed", f"mark this block as <!-- ci: NAME --> or <!-- parsed -->: {commands}"
+    for command in commands.splitlines():
+        words = shlex.split(command, comments=True)
+        start = next(number for number, word in enumerate(words) if word.startswith("tasks/"))
+        run = subprocess.run(
+            [sys.executable, *words[start:], "--print_config"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert run.returncode == 0, (command, run.stderr)
