@@ -3,7 +3,7 @@
 Every worker has one full-duplex line of bandwidth B (bytes per second) to a network without other bottlenecks. A
 message of S bytes arrives after L + S / B, where L is the latency in seconds (Hockney's model). The model favors the
 all-reduce: in a real network its ring crosses every slow link, which gossip in pairs can avoid. Noise and stragglers
-are not modeled; they cost synchronous training more, see `synchronous_stall`.
+are not modeled; they cost synchronous training more.
 
 All numbers are per worker and step. Ring all-reduce: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms.
 Trees: Sanders, Speck and Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
@@ -224,27 +224,9 @@ def _gossip(cluster: Cluster, traffic: Traffic) -> Step:
     return Step(traffic.bytes_sent, traffic.messages, exchange, seconds)
 
 
-def synchronous_stall(workers: int, probability: float, seconds: float) -> float:
-    """Return the mean seconds that random stalls add to a synchronous step: (1 - (1 - p)^n) s.
-
-    Every worker stalls independently with `probability` p for `seconds` s, and all wait for the slowest. A single
-    worker loses p s. Gossip stays close to that as long as the stall is shorter than the slack of the exchange, because
-    the neighbors do not need the data yet.
-
-    >>> round(synchronous_stall(8, 0.1, 0.05), 4), round(synchronous_stall(1, 0.1, 0.05), 4)
-    (0.0285, 0.005)
-    """
-    check_number("probability", probability, minimum=0, maximum=1)
-    check_number("seconds", seconds, minimum=0)
-    return (1 - (1 - probability) ** check_workers(workers)) * seconds
-
-
 def check_workers(workers: int) -> int:
     """Return `workers` if it is an integer from 1 to MOST_WORKERS; raise ValueError otherwise."""
-    check_integer("workers", workers, minimum=1)
-    if workers > MOST_WORKERS:
-        raise ValueError(f"workers must be at most {MOST_WORKERS:,}; got {workers:,}.")
-    return workers
+    return check_integer("workers", workers, minimum=1, maximum=MOST_WORKERS)
 
 
 def worker_counts(largest: int) -> list[int]:

@@ -6,7 +6,6 @@ Exit status: 0 for success, 1 if runs failed or are missing or the doctor found 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -71,7 +70,6 @@ def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
         prog="dsgdac",
         description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies, launches.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="chosen")

@@ -29,7 +29,8 @@ class StrictParser(argparse.ArgumentParser):
     """An argument parser that takes options by their whole names, each once. Subcommands get the same class."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        formatter = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # keeps the lines of examples
+        super().__init__(**formatter | options, allow_abbrev=False)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 

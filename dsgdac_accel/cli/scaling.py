@@ -25,7 +25,6 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180\n"
         "  dsgdac scaling --parameters 25M --bandwidth 10G --latency 0.05 --compute 100 --plot scaling.png\n"
         "  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180 --bits 8.125 --workers 64",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = scaling.add_argument
     add("--parameters", metavar="N", type=amount, default=25e6, help="parameters of the model (default: 25M)")
@@ -76,9 +75,7 @@ def _check(options: argparse.Namespace) -> None:
         check_number(flag, milliseconds, minimum=0, advice="It is in milliseconds.")
     for flag, bits in (("--bits", options.bits), ("--gradient-bits", options.gradient_bits)):
         check_number(flag, bits, minimum=FEWEST_BITS, maximum=MOST_BITS)
-    check_integer("--workers", options.workers, minimum=1)
-    if options.workers > MOST_WORKERS:
-        raise ValueError(f"--workers must be at most {MOST_WORKERS:,}; got {options.workers:,}.")
+    check_integer("--workers", options.workers, minimum=1, maximum=MOST_WORKERS)
 
 
 def table_lines(cluster: Cluster, counts: Sequence[int]) -> list[str]:
@@ -95,37 +92,28 @@ def table_lines(cluster: Cluster, counts: Sequence[int]) -> list[str]:
 
 
 def _plot(cluster: Cluster, largest: int, file: Path) -> None:
-    from dsgdac_accel.plotting import (
-        BLUE,
-        DPI,
-        GREEN,
-        ORANGE,
-        VERMILION,
-        add_legend,
-        finish_axes,
-        new_figure,
-        set_logarithmic,
-    )
+    from dsgdac_accel import plotting
     from dsgdac_accel.scaling import SCHEMES
 
     # About twenty counts a decade, evenly spaced on a logarithmic axis.
     points = max(1, math.ceil(20 * math.log10(largest)))
     counts = sorted({round(largest ** (point / points)) for point in range(points + 1)})
-    figure, (time, traffic) = new_figure(1, 2, size=(11.0, 4.6))
-    styles = zip(SCHEMES.items(), (VERMILION, ORANGE, BLUE, GREEN), ("-", "--", "-", "--"), strict=True)
+    figure, (time, traffic) = plotting.new_figure(1, 2, size=(11.0, 4.6))
+    colors = (plotting.VERMILION, plotting.ORANGE, plotting.BLUE, plotting.GREEN)
+    styles = zip(SCHEMES.items(), colors, ("-", "--", "-", "--"), strict=True)
     for (name, scheme), color, dashes in styles:
         steps = [scheme(cluster, workers) for workers in counts]
         time.plot(counts, [step.seconds for step in steps], dashes, color=color, label=name)
         traffic.plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, color=color)
     time.axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
-    set_logarithmic(time)
+    plotting.set_logarithmic(time)
     traffic.set_ylim(bottom=0)
     for panel, label in ((time, "seconds per step"), (traffic, "MB sent per worker and step")):
         panel.set_xscale("log")
-        finish_axes(panel, "workers", label)
-    add_legend(figure, *time.get_legend_handles_labels())
+        plotting.finish_axes(panel, "workers", label)
+    plotting.add_legend(figure, *time.get_legend_handles_labels())
     figure.suptitle(_described(cluster), fontsize="medium")
-    figure.savefig(file, dpi=DPI)
+    figure.savefig(file, dpi=plotting.DPI)
 
 
 def _described(cluster: Cluster) -> str:

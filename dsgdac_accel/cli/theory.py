@@ -30,7 +30,6 @@ def add_commands(commands: Any) -> None:
         "of steps at gamma 1 that it takes to mix. Without NAME, list the topologies.",
         epilog="examples:\n  dsgdac topology\n  dsgdac topology one_peer_ring 8\n"
         "  dsgdac topology base_graph 6 --matrices",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topology.add_argument("name", metavar="NAME", nargs="?", help="name of the topology")
     topology.add_argument("workers", metavar="N", nargs="?", type=int, help="number of workers")
@@ -43,7 +42,6 @@ def add_commands(commands: Any) -> None:
         "image task or by inverse square root decay as in the translation task.",
         epilog="examples:\n  dsgdac schedule --power 0,1,2,3 --epochs 200 --warmup 10 --start 10\n"
         "  dsgdac schedule --lr_scheduler_type inverse_sqrt --power 2 --epochs 20 --warmup 1 --plot gamma.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = schedule.add_argument
     add("--power", metavar="P,P,..", type=_numbers, default=[3.0], help="exponents (default: 3)")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
-from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.doctor.comparison import Facts, collect_facts, compare, flat_settings, parameter_bytes
-from dsgdac_accel.doctor.data import Share, check_shards, check_steps, share_of
+from dsgdac_accel.doctor.comparison import compare_models, compare_settings, compare_streams, flat_settings
+from dsgdac_accel.doctor.data import check_shards, check_steps, share_of
 from dsgdac_accel.doctor.links import check_links, measure_links
-from dsgdac_accel.doctor.report import Finding, Report, named_workers, size_text
-from dsgdac_accel.topology import TOLERANCE, Topology, build_topology, steps_to_mix
+from dsgdac_accel.doctor.report import Finding, Report
+from dsgdac_accel.topology import Topology, build_topology
+from dsgdac_accel.virtual_workers import first_replica
 
 HOW_TO_LAUNCH = (
     "Start several with torchrun --nproc_per_node N or accelerate launch --multi_gpu --num_processes N (which starts "
     "CPU workers as well), or set workers_per_process. accelerate launch --cpu starts one process only"
 )
-_BLOCKING = ("configuration", "device", "launch")
-"""Subjects of errors after which a pass or an exchange might hang."""
 
 
 def examine(
@@ -50,7 +47,7 @@ def examine(
         ValueError: `parameters` or `timeout` is not positive.
 
     >>> from accelerate import Accelerator
-    >>> [finding.level for finding in examine(Accelerator(cpu=True)).findings if finding.subject == "workers"]
+    >>> [finding.level for finding in examine(Accelerator(cpu=True)).findings if finding.name == "workers"]
     ['warning']
     """
     if parameters is not None and parameters < 1:
@@ -59,136 +56,55 @@ def examine(
         raise ValueError(f"timeout must be a number of seconds > 0; got {timeout}.")
     report = Report()
     try:
-        group = _group(accelerator, timeout)
-        facts = _all_facts(accelerator, group, model, settings)
-        report.add([_workers(accelerator, group, facts), *compare(facts)])
-        report.values["workers"] = group.size * getattr(accelerator, "workers_per_process", 1)
-        topology = _topology(accelerator)
-        if topology is not None:
-            report.values |= {"topology": topology.name, "spectral_gap": topology.spectral_gap()}
-            report.add(check_topology(topology))
-        if any(finding.level == "error" and finding.subject in _BLOCKING for finding in report.findings):
-            report.add([Finding("ok", "links", "not measured until the errors above are fixed")])
+        group = WorkerGroup(accelerator.device, timeout)
+        own = flat_settings({"gossip": getattr(accelerator, "gossip_config", {}), "parameters": parameters})
+        report.findings += [_count_workers(accelerator, group)]
+        report.findings += compare_settings(group, own | flat_settings(settings or {}))
+        if model is not None:
+            steps = getattr(accelerator, "gossip_steps", [])
+            report.findings += compare_models(group, model, fresh=bool(steps) and not any(s.mixer.step for s in steps))
+            # `prepare` has given each worker its own random streams.
+            report.findings += compare_streams(group)
+        if report.exit_status:
+            report.findings.append(Finding("ok", "data and links", "not examined until the errors above are fixed"))
             return report
         if loader is not None:
-            report.add(_check_data(group, loader, report))
-        _measure(accelerator, group, model, parameters, topology, report)
+            shares = group.all_gather_object(share_of(loader), "looking at the data")
+            report.findings += [*check_steps(shares), *check_shards(shares)]
+        size = parameter_bytes(model) if parameters is None else 4 * parameters
+        if size > 0 and group.size > 1:
+            _measure(accelerator, group, size, report)
     except WorkerLostError as error:
-        report.add([lost_worker(error)])
+        report.findings.append(Finding("error", "lost worker", str(error)))
     return report
 
 
-def lost_worker(error: WorkerLostError) -> Finding:
-    """Return the finding for a worker that does not answer."""
-    return Finding("error", "lost worker", str(error))
+def parameter_bytes(model: nn.Module | None) -> int:
+    """Return the bytes of the trained parameters of one worker, which are what an exchange sends."""
+    parameters = [] if model is None else first_replica(model).parameters()
+    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _group(accelerator: Any, timeout: float) -> WorkerGroup:
-    """Return the accelerator's own group if its timeout is short enough and a loss ends it, otherwise a new one."""
-    own = getattr(accelerator, "group", None)
-    if isinstance(own, WorkerGroup) and own.timeout <= timeout and own.on_loss == "stop":
-        return own
-    return WorkerGroup(accelerator.device, timeout)
-
-
-def _all_facts(accelerator: Any, group: WorkerGroup, model: nn.Module | None, settings: Any) -> list[Facts]:
-    config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
-    steps = getattr(accelerator, "gossip_steps", ())
-    own = {} if config is None else {f"gossip.{key}": value for key, value in flat_settings(config).items()}
-    if config is not None and isinstance(config.topology, Topology):
-        own["gossip.topology (rounds)"] = config.topology.fingerprint
-    facts = collect_facts(
-        group.rank,
-        accelerator.device,
-        settings=own | flat_settings(settings),
-        model=model,
-        # `prepare` gives each worker its own random streams.
-        streams=group.size > 1 and (bool(steps) if config is not None else model is not None),
-        fresh=bool(steps) and all(step.mixer.step == 0 for step in steps),
-    )
-    return group.all_gather_object(facts, "comparing the workers")
-
-
-def _workers(accelerator: Any, group: WorkerGroup, facts: list[Facts]) -> Finding:
+def _count_workers(accelerator: Any, group: WorkerGroup) -> Finding:
     per_process = getattr(accelerator, "workers_per_process", 1)
-    count, machines = group.size * per_process, len({fact.machine for fact in facts})
+    count = group.size * per_process
     if count == 1:
         return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
-    processes = f"{group.size} process{'es' * (group.size > 1)} x {per_process}"
-    backend = f"{group.backend}, " if group.size > 1 else ""
-    where = f"{machines} machine{'s' * (machines > 1)}, {backend}{facts[0].device.split(':')[0]}"
-    return Finding("ok", "workers", f"{count} ({processes}), {where}")
+    backend = f", {group.backend}" if group.size > 1 else ""
+    return Finding("ok", "workers", f"{count} ({group.size} processes x {per_process}), {group.device.type}{backend}")
 
 
-def _topology(accelerator: Any) -> Topology | None:
-    """Return the topology of all workers; None without gossip."""
-    config: GossipConfig | None = getattr(accelerator, "gossip_config", None)
-    if config is None:
-        return None
-    if isinstance(config.topology, Topology):
-        return config.topology
-    return build_topology(config.topology, accelerator.num_processes * accelerator.workers_per_process)
-
-
-def check_topology(topology: Topology) -> list[Finding]:
-    """Say how fast the topology mixes."""
-    if topology.num_workers == 1:
-        return []
-    gap = topology.spectral_gap()
-    message = f"{topology.name} of {topology.num_workers} workers, period {topology.period}, spectral gap {gap:.3g}"
-    if gap < TOLERANCE:
-        advice = "Let each worker keep some of its own weight, or use base_graph"
-        return [Finding("error", "topology", f"{message}: the workers never agree, even at gamma 1", advice)]
-    return [Finding("ok", "topology", f"{message}, {steps_to_mix(topology, 1e-3)} steps at gamma 1 mix to 1e-3")]
-
-
-def _check_data(group: WorkerGroup, loader: Any, report: Report) -> list[Finding]:
-    """Compare the shares of all processes. An error in the user's loader is a finding that names the worker."""
-    share: Share | None = None
-    problem: str | None = None
-    try:
-        share = share_of(loader)
-    except WorkerLostError:
-        raise
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    answers = group.all_gather_object((share, problem), "looking at the data")
-    failed = tuple(rank for rank, (_, problem) in enumerate(answers) if problem is not None)
-    if failed:
-        message = f"the loader failed on {named_workers(failed)}; worker {failed[0]}: {answers[failed[0]][1]}"
-        return [Finding("error", "data", message, "Fix the loader", failed)]
-    shares = [share for share, _ in answers if share is not None]
-    report.values["steps_per_pass"] = [share.steps for share in shares]
-    return [*check_steps(shares), *check_shards(shares)]
-
-
-def _measure(
-    accelerator: Any,
-    group: WorkerGroup,
-    model: nn.Module | None,
-    parameters: int | None,
-    topology: Topology | None,
-    report: Report,
-) -> None:
-    """Measure exchanges of the model's size."""
-    own = 4 * parameters if parameters is not None else None if model is None else parameter_bytes(model)
-    size = group.all_gather_object(own, "agreeing on a size")[0]
-    if not size:
-        return
-    report.values["parameter_bytes"] = size
-    if group.size == 1:
-        count = getattr(accelerator, "workers_per_process", 1)
-        message = f"none: the {count} workers exchange {size_text(size)} in the memory of this process"
-        report.add([Finding("ok", "links", message)] if count > 1 else [])
-        return
+def _measure(accelerator: Any, group: WorkerGroup, size: int, report: Report) -> None:
+    """Measure exchanges of `size` bytes per worker."""
+    config = getattr(accelerator, "gossip_config", None)
     # Without gossip the links of an all-reduce are measured, each process as one worker.
-    per_process = accelerator.workers_per_process if topology is not None else 1
-    topology = topology or build_topology("complete", group.size)
-    measured = measure_links(group, topology, size, per_process)
-    report.add(check_links(measured, topology))
-    report.values |= {
-        "measured_bytes": measured.measured_size,
-        "exchange_seconds": measured.exchange_seconds,
-        "round_seconds": list(measured.rounds),
-        "links": [asdict(link) | {"bytes_per_second": link.bandwidth} for link in measured.links],
+    topology, per_process = ("complete", 1) if config is None else (config.topology, config.workers_per_process)
+    if not isinstance(topology, Topology):
+        topology = build_topology(topology, group.size * per_process)
+    links, exchange_seconds = measure_links(group, topology, size, per_process)
+    report.findings += check_links(size, links, exchange_seconds)
+    report.values = {
+        "parameter_bytes": size,
+        "exchange_seconds": exchange_seconds,
+        "links": [{"processes": pair, "seconds": seconds} for pair, seconds in sorted(links.items())],
     }

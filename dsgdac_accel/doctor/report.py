@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dsgdac_accel.checkpoint.serialization import write_whole
+
 Level = Literal["ok", "warning", "error"]
-_LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
 
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check.
 
-    >>> Finding("warning", "threads", "8 threads on 2 cores", "Set OMP_NUM_THREADS=1").line()
-    'warning  threads        8 threads on 2 cores. Set OMP_NUM_THREADS=1.'
+    >>> Finding("warning", "steps", "worker 1 has more batches", "Distribute the data evenly").line()
+    'warning  steps           worker 1 has more batches. Distribute the data evenly.'
     """
 
     level: Level
     """ok; warning: the run is slower than it could be or loses something; error: the run would fail or be wrong."""
-    subject: str
+    name: str
     """The thing checked, in a word or two."""
-    message: str
+    text: str
     """The result, with its values."""
     advice: str = ""
     """The way out."""
-    workers: tuple[int, ...] = ()
-    """Ranks of the processes concerned, if not all are."""
-
-    def line(self) -> str:
-        """Format the finding as one line."""
-        return f"{self.level:<7}  {self.subject:<13}  {self.sentence()}"
 
     def sentence(self) -> str:
-        """Join message and advice."""
-        return " ".join((f"{self.message}. {self.advice}." if self.advice else self.message).split())
+        """Join text and advice on one line."""
+        return " ".join((f"{self.text}. {self.advice}." if self.advice else self.text).split())
+
+    def line(self) -> str:
+        """Format the finding as one line of a report."""
+        return f"{self.level:<7}  {self.name:<14}  {self.sentence()}"
 
 
 @dataclass
@@ -47,42 +45,24 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    """Measured numbers, such as `parameter_bytes`, `exchange_seconds`, `spectral_gap` and `links`."""
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        """Append findings."""
-        self.findings += findings
-
-    @property
-    def level(self) -> Level:
-        """The most severe level of all findings."""
-        return max((finding.level for finding in self.findings), key=_LEVELS.index, default="ok")
+    """Measured numbers: `parameter_bytes`, `exchange_seconds` and `links`."""
 
     @property
     def exit_status(self) -> int:
         """1 if there are errors, otherwise 0."""
-        return int(self.level == "error")
-
-    def of_level(self, level: Level) -> list[Finding]:
-        """Return the findings of one level."""
-        return [finding for finding in self.findings if finding.level == level]
+        return int(any(finding.level == "error" for finding in self.findings))
 
     def lines(self) -> list[str]:
         """Format all findings, followed by a line that counts errors and warnings."""
-        counts = [(len(self.of_level(level)), level) for level in ("error", "warning")]
-        summary = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for count, level in counts if count)
-        return [*(finding.line() for finding in self.findings), f"doctor: {summary or 'no problems found'}"]
+        levels = [finding.level for finding in self.findings]
+        counts = [f"{level}s: {levels.count(level)}" for level in ("error", "warning") if level in levels]
+        return [*(finding.line() for finding in self.findings), f"doctor: {', '.join(counts) or 'no problems found'}"]
 
     def write_json(self, file: Path) -> None:
         """Write findings and values as JSON. The file is complete, or keeps its former content."""
-        content = {"level": self.level, "findings": [asdict(finding) for finding in self.findings], **self.values}
+        content = {"findings": [asdict(finding) for finding in self.findings], **self.values}
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(file, [(json.dumps(content, indent=2) + "\n").encode()])
 
 
 def named_workers(workers: Iterable[int]) -> str:
@@ -94,24 +74,3 @@ def named_workers(workers: Iterable[int]) -> str:
     listed = list(workers)
     shown = ", ".join(map(str, listed[:8])) + (f", .. ({len(listed)} in all)" if len(listed) > 8 else "")
     return f"worker{'s' if len(listed) != 1 else ''} {shown}"
-
-
-def size_text(count: float) -> str:
-    """Format a number of bytes.
-
-    >>> size_text(4e7), size_text(512), size_text(3 * 2**30)
-    ('38.1 MiB', '512 bytes', '3 GiB')
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def time_text(seconds: float) -> str:
-    """Format a duration.
-
-    >>> time_text(0.0123), time_text(2.5), time_text(4e-5)
-    ('12.3 ms', '2.5 s', '0.04 ms')
-    """
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from dsgdac_accel import GossipAccelerator, WorkerGroup
+from dsgdac_accel import WorkerGroup
 from dsgdac_accel.checkpoint import CheckpointError, read_manifest
 from dsgdac_accel.doctor import Finding, Report, examine
-from dsgdac_accel.doctor.comparison import check_settings, check_versions, collect_facts
+from dsgdac_accel.doctor.comparison import compare_settings
 from tasks.common.checkpoints import checkpoint_to_resume
 from tasks.common.config import ConfigError, parse_config
 from tasks.common.known_tasks import config_class_of, script_for
@@ -47,8 +47,7 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
 def _examine_run(task: Any, run_class: Any, config: Any, timeout: float) -> Report:
     group = WorkerGroup(torch.device("cpu"), timeout)
     # Workers with different settings would fail, or wait for each other, while they build the run.
-    facts = group.all_gather_object(collect_facts(group.rank, group.device, settings=config), "comparing the settings")
-    wrong = [finding for finding in [*check_versions(facts), *check_settings(facts)] if finding.level == "error"]
+    wrong = [finding for finding in compare_settings(group, config) if finding.level == "error"]
     if wrong:
         return Report([*wrong, Finding("ok", "run", "not built until the errors above are fixed")])
     # Not in the run's own folder: a run that starts there deletes the logs of the one before.
@@ -62,9 +61,6 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float) -> Repo
             "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
         }
         run = run_class(replace(config, **quiet))
-        if isinstance(run.accelerator, GossipAccelerator):  # compare the settings of the run, not the changed ones
-            policies = {"timeout": config.gossip.timeout, "on_worker_loss": config.gossip.on_worker_loss}
-            run.accelerator.gossip_config = replace(run.accelerator.gossip_config, **policies)
         report = examine(run.accelerator, run.model, run.loader, settings=config, timeout=timeout)
         report.findings[:0] = [Finding("ok", "run", run.described()), *_check_folder(task, config, run, group)]
         return report

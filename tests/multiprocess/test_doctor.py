@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.doctor import comparison, examination, examine, quick_check
 from dsgdac_accel.randomness import seed_workers_differently
 from tests.launching import finish, forked, start
@@ -34,7 +34,7 @@ def other_version(rank, run):
 
 
 def other_setting(rank, run):
-    run["settings"] = {"data": {"name": "digits"}, "rate": 0.3 if rank == 2 else 0.1}
+    run["settings"] = {"data": {"name": "digits"}, "lr": 0.3 if rank == 2 else 0.1}
 
 
 def other_model(rank, run):
@@ -61,19 +61,6 @@ def one_step_more(rank, run):
     run["loader"] = own_samples(run, range(32 * rank, 32 * rank + 24 + (BATCH if rank == 1 else 0)))
 
 
-def failing_loader(rank, run):
-    class Broken:
-        def __iter__(self):
-            if rank == 2:
-                raise KeyError("no such column")
-            return iter([[0], [1]])
-
-        def __len__(self):
-            return 2
-
-    run["loader"] = run["accelerator"].equal_steps(DataLoader(range(9), batch_sampler=Broken()))
-
-
 def slow_link(rank, run):
     """Messages of worker 1 to worker 2 take longer."""
     if rank == 1:
@@ -94,13 +81,12 @@ def own_samples(run, samples):
 
 CASES = (
     healthy, other_version, other_setting, other_model, other_values, same_stream, shared_samples, one_step_more,
-    failing_loader, slow_link,
+    slow_link,
 )  # fmt: skip
 
 
 def examine_all(rank):
     """The report of each case, in one launch."""
-    comparison._cores = lambda: (0,)  # advice on cores that are left idle would depend on the machine
     reports = {}
     for case in CASES:
         torch.manual_seed(3)
@@ -135,7 +121,7 @@ def reports():
 def only(reports, case, level, subject):
     """The findings of a case that are not ok; they are of one subject, and the same on all workers."""
     found = [finding for finding in reports[0][case].findings if finding.level != "ok"]
-    assert {(finding.level, finding.subject) for finding in found} == {(level, subject)}, found
+    assert {(finding.level, finding.name) for finding in found} == {(level, subject)}, found
     for report in reports[1:]:
         assert [finding for finding in report[case].findings if finding.level != "ok"] == found
     return found
@@ -146,78 +132,62 @@ def test_a_healthy_run_has_no_warning(reports):
         report = report["healthy"]
         assert [finding.line() for finding in report.findings if finding.level != "ok"] == []
         assert report.exit_status == 0
-        assert report.values["steps_per_pass"] == [96 // BATCH // WORKERS] * WORKERS
     text = "\n".join(reports[0]["healthy"].lines())
-    assert "workers        3 (3 processes x 1), 1 machine, gloo, cpu" in text
-    assert "disjoint, 96 of 96 samples" in text
-    gap = build_topology("one_peer_ring", WORKERS).spectral_gap()
-    assert reports[0]["healthy"].values["spectral_gap"] == gap
+    assert "workers         3 (3 processes x 1), cpu, gloo" in text
+    assert f"{96 // BATCH // WORKERS} batches a pass" in text
+    assert "disjoint, 96 samples" in text
 
 
-def test_links_are_measured_between_all_neighbours(reports):
+def test_links_are_measured_between_all_neighbors(reports):
     values = reports[0]["healthy"].values
     assert values["parameter_bytes"] == 4 * PARAMETERS
     assert [link["processes"] for link in values["links"]] == [(0, 1), (0, 2), (1, 2)]
-    for link in values["links"]:
-        assert link["bytes_per_second"] == 4 * PARAMETERS / link["seconds"]
-        assert 2**20 < link["bytes_per_second"] < 2**40  # memory of one machine, however busy
-    assert len(values["round_seconds"]) == build_topology("one_peer_ring", WORKERS).period
-    assert min(values["round_seconds"]) > 0
+    for seconds in (values["exchange_seconds"], *(link["seconds"] for link in values["links"])):
+        assert 2**20 < 4 * PARAMETERS / seconds < 2**40  # memory of one machine, however busy
 
 
 def test_another_version_is_an_error_that_names_the_worker(reports):
     (finding,) = only(reports, "other_version", "error", "versions")
-    assert finding.workers == (1,)
-    assert "worker 1: torch 1.0, but worker 0: torch 2" in finding.message
+    assert "worker 1: torch = 1.0, but worker 0: torch = 2" in finding.text
 
 
 def test_another_setting_is_named_with_its_key_and_values(reports):
     (finding,) = only(reports, "other_setting", "error", "configuration")
-    assert finding.message == "worker 2: rate = 0.3, but worker 0: rate = 0.1"
-    assert finding.workers == (2,)
+    assert finding.text == "worker 2: lr = 0.3, but worker 0: lr = 0.1"
     assert "links" not in reports[0]["other_setting"].values  # such workers might wait for each other
 
 
 def test_another_model_is_named_with_its_first_difference(reports):
-    (finding,) = only(reports, "other_model", "error", "model")
-    assert finding.workers == (1,)
-    assert "weight (3, 4) torch.float32 instead of 0.weight (3, 4) torch.float32" in finding.message
+    finding = only(reports, "other_model", "error", "model")[0]
+    assert finding.text.startswith("worker 1: 0.weight = nothing, but worker 0: 0.weight = no. 0, (3, 4) torch.float32")
 
 
-def test_another_start_is_an_error(reports):
+def test_another_start_is_an_error_that_names_the_parameter(reports):
     (finding,) = only(reports, "other_values", "error", "model")
-    assert (finding.workers, "start from different values" in finding.message) == ((2,), True)
+    assert finding.text.startswith("worker 2: 0.weight = no. 0, (3, 4) torch.float32, trained, sum ")
 
 
 def test_equal_random_streams_are_an_error(reports):
     (finding,) = only(reports, "same_stream", "error", "random streams")
-    assert finding.workers == (0, 2)
+    assert finding.text == "workers 0, 2 draw the same random numbers (torch)"
 
 
 def test_overlapping_shards_name_both_workers_and_count(reports):
     (finding,) = only(reports, "shared_samples", "error", "shards")
-    assert finding.workers == (0, 2)
-    assert "both read 20 samples" in finding.message
+    assert finding.text == "workers 0, 2 both read 20 samples"
 
 
 def test_one_step_more_on_a_worker_is_a_warning(reports):
     (finding,) = only(reports, "one_step_more", "warning", "steps")
-    assert finding.workers == (1,)
-    assert "(6, 7, 6)" in finding.message
+    assert "(6, 7, 6)" in finding.text
     assert reports[0]["one_step_more"].exit_status == 0
-
-
-def test_a_loader_that_fails_on_one_worker_is_its_fault(reports):
-    (finding,) = only(reports, "failing_loader", "error", "data")
-    assert finding.workers == (2,)
-    assert "KeyError: 'no such column'" in finding.message
 
 
 def test_a_slow_link_is_named_by_its_pair(reports):
     (finding,) = only(reports, "slow_link", "warning", "links")
-    assert finding.workers == (1, 2)
-    times = {tuple(link["processes"]): link["seconds"] for link in reports[0]["slow_link"].values["links"]}
-    assert times.pop((1, 2)) >= SLOW_SECONDS > max(times.values())
+    assert "slowest, workers 1 and 2: " in finding.text
+    times = {link["processes"]: link["seconds"] for link in reports[0]["slow_link"].values["links"]}
+    assert times.pop((1, 2)) >= 0.95 * SLOW_SECONDS > max(times.values())
 
 
 # ---- silence
@@ -244,9 +214,9 @@ def meet_without_one(rank, folder):
 def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
     first, _, last = run_workers(meet_without_one, WORKERS, tmp_path)
     for report, seconds in (first, last):
-        (finding,) = report.of_level("error")
-        assert finding.subject == "lost worker"
-        assert "worker 1 was lost in connecting the workers" in finding.message
+        (finding,) = [finding for finding in report.findings if finding.level == "error"]
+        assert finding.name == "lost worker"
+        assert "worker 1 was lost in connecting the workers" in finding.text
         assert report.exit_status == 1
         assert seconds < 10
 
@@ -269,9 +239,9 @@ def lose_one_on_the_way(rank, folder):
 def test_a_worker_that_falls_silent_is_named(tmp_path):
     first, second, _ = run_workers(lose_one_on_the_way, WORKERS, tmp_path)
     for report, seconds in (first, second):
-        (finding,) = report.of_level("error")
-        assert finding.subject == "lost worker"
-        assert "worker 2 did not answer" in finding.message
+        (finding,) = [finding for finding in report.findings if finding.level == "error"]
+        assert finding.name == "lost worker"
+        assert "worker 2 did not answer" in finding.text
         assert seconds < 20
 
 
@@ -282,13 +252,13 @@ def check_quickly(rank):
     accelerator = GossipAccelerator(gossip=GossipConfig())
     group = accelerator.group
     seed_workers_differently(group)
-    found = {"healthy": quick_check(group, {"rate": 0.1})}
+    found = {"healthy": quick_check(group, {"lr": 0.1})}
     took = []
     for _ in range(5):
         started = time.perf_counter()
-        quick_check(group, {"rate": 0.1})
+        quick_check(group, {"lr": 0.1})
         took.append(time.perf_counter() - started)
-    for name, settings in (("rate", {"rate": 0.1 + rank}), ("seed", {"rate": 0.1})):
+    for name, settings in (("lr", {"lr": 0.1 + rank}), ("seed", {"lr": 0.1})):
         torch.manual_seed(1)
         try:
             quick_check(group, settings)
@@ -300,7 +270,7 @@ def check_quickly(rank):
 def test_the_quick_check_refuses_what_would_be_wrong_and_costs_nothing():
     for found, seconds in run_workers(check_quickly, 2):
         assert found["healthy"] == []
-        assert "worker 1: rate = 1.1, but worker 0: rate = 0.1" in found["rate"]
+        assert "worker 1: lr = 1.1, but worker 0: lr = 0.1" in found["lr"]
         assert "workers 0, 1 draw the same random numbers (torch)" in found["seed"]
         assert seconds < 0.25  # the fastest of five, which take a millisecond or two
 
@@ -310,8 +280,6 @@ def test_the_quick_check_refuses_what_would_be_wrong_and_costs_nothing():
 
 PROLOGUE = """
 import os, sys, time
-from dsgdac_accel.doctor import comparison
-comparison._cores = lambda: (0,)
 rank = os.environ["RANK"]
 """
 CALL = """
@@ -332,8 +300,7 @@ def test_worker_0_alone_reports_and_writes_json(tmp_path):
     assert status == 0, err
     assert out.count("doctor: ") == 1
     report = json.loads(file.read_text())
-    assert (report["level"], report["workers"], report["topology"]) == ("ok", 2, "ring")
-    assert [found["subject"] for found in report["findings"] if found["level"] != "ok"] == []
+    assert [found["name"] for found in report["findings"] if found["level"] != "ok"] == []
     assert [link["processes"] for link in report["links"]] == [[0, 1]]
 
 
@@ -343,7 +310,7 @@ def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_pat
     words = ["--config", f"{root}/configs/digits.yaml", "--output_dir", tmp_path / "runs"]
     status, out, _ = launch(tmp_path, 2, *words, before=before)
     assert status == 1
-    assert "error    configuration  worker 1: learning_rate = 0.3, but worker 0: learning_rate = 0.2." in out
+    assert "error    configuration   worker 1: learning_rate = 0.3, but worker 0: learning_rate = 0.2." in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -351,7 +318,7 @@ def test_a_worker_that_is_not_launched_is_named(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
     assert status == 1
-    assert "error    lost worker    worker 1 did not answer within 2 s at the start" in out
+    assert "error    lost worker     worker 1 did not answer within 2 s at the start" in out
 
 
 def test_the_failure_of_one_worker_ends_the_launch_with_its_reason(tmp_path):
@@ -369,8 +336,12 @@ if rank == "1":
     assert time.monotonic() - started < 50  # worker 0 waits in a collective, whose timeout is 100 s
 
 
-def test_a_mistake_is_said_once(tmp_path):
-    status, out, err = launch(tmp_path, 2, "--topology", "ringg")
+@pytest.mark.parametrize(
+    ("workers", "name", "expected"),
+    [(2, "ringg", "Did you mean 'ring'?"), (3, "one_peer_exponential", "a power of two; got 3")],
+)
+def test_a_mistake_is_said_once(tmp_path, workers, name, expected):
+    status, out, err = launch(tmp_path, workers, "--topology", name)
     assert (status, out) == (2, "")
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [err.strip()]
-    assert "Did you mean 'ring'?" in err
+    assert expected in err

@@ -1,10 +1,8 @@
 """The doctor's findings from facts, settings and times, and the command in a single process."""
 
 import json
-import os
-from dataclasses import replace
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,147 +11,86 @@ from torch.utils.data import DataLoader, IterableDataset
 from dsgdac_accel import GossipAccelerator, GossipConfig, Topology, build_topology
 from dsgdac_accel.cli import doctor, main
 from dsgdac_accel.cli.doctor import launched_processes
-from dsgdac_accel.doctor import Report, comparison, examine
+from dsgdac_accel.doctor import Report, examine
+from dsgdac_accel.doctor.comparison import check_equal, check_streams, describe_model, flat_settings
 from dsgdac_accel.doctor.data import Share, check_shards, check_steps, share_of
-from dsgdac_accel.doctor.examination import check_topology
-from dsgdac_accel.doctor.links import Link, Measured, check_links, matchings
+from dsgdac_accel.doctor.examination import parameter_bytes
+from dsgdac_accel.doctor.links import check_links, link_times
 from dsgdac_accel.doctor.report import Finding
 from dsgdac_accel.topology import TOPOLOGIES
 from tests.launching import ROOT
 
-MINE = comparison.collect_facts(0, torch.device("cpu"))
-
-
-def workers(count, **changes):
-    """Facts of healthy workers on one machine of as many cores."""
-    settings = {"threads": 1, "cores": tuple(range(count)), "core_limit": count, "announced": count}
-    return [replace(MINE, rank=rank, **(settings | changes)) for rank in range(count)]
-
 
 def levels(findings):
-    return [(finding.level, finding.subject) for finding in findings if finding.level != "ok"]
+    return [(finding.level, finding.name) for finding in findings if finding.level != "ok"]
 
 
-# ---- facts
+# ---- settings, models, streams
 
 
-def test_healthy_workers_have_no_warning():
-    streams = [{"torch": str(rank), "numpy": str(rank)} for rank in range(4)]
-    found = [replace(fact, streams=streams[fact.rank]) for fact in workers(4)]
-    assert levels(comparison.compare(found)) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "threads", "cores", "limit", "device", "expected"),
-    [
-        (4, 1, 4, 4.0, "cpu", None),
-        (4, 1, 2, 2.0, "cpu", None),  # nothing to set: one thread each is the least
-        (4, 2, 4, 4.0, "cpu", "OMP_NUM_THREADS=1"),
-        (2, 4, 6, 6.0, "cpu", "OMP_NUM_THREADS=3"),
-        (2, 4, 16, 4.0, "cpu", "OMP_NUM_THREADS=2"),  # a container with a quota
-        (2, 1, 16, 16.0, "cpu", "OMP_NUM_THREADS=8"),  # idle cores
-        (2, 1, 4, 4.0, "cpu", "OMP_NUM_THREADS=2"),  # half of them are
-        (2, 1, 16, 16.0, "cuda:0", None),
-    ],
-)
-def test_threads_against_cores(count, threads, cores, limit, device, expected):
-    found = workers(count, threads=threads, cores=tuple(range(cores)), core_limit=limit, device=device)
-    (finding,) = comparison.check_threads(found)
-    assert finding.level == ("ok" if expected is None else "warning")
-    assert expected is None or expected in finding.advice
-
-
-def test_machines_are_counted_by_themselves():
-    found = [replace(fact, machine="ab"[fact.rank // 2], threads=2) for fact in workers(4, cores=(0, 1, 2, 3))]
-    assert [finding.level for finding in comparison.check_threads(found)] == ["ok", "ok"]
-
-
-def test_workers_that_share_a_gpu_are_named():
-    found = [replace(fact, device="cuda:0", gpu=f"m {fact.rank // 2}") for fact in workers(3)]
-    (finding,) = comparison.check_devices(found)
-    assert (finding.level, finding.workers, "workers_per_process" in finding.advice) == ("error", (0, 1), True)
-    mixed = [replace(fact, device=device) for fact, device in zip(workers(2), ("cpu", "cuda:0"), strict=True)]
-    assert levels(comparison.check_devices(mixed)) == [("error", "device")]
-    each = [replace(fact, device=f"cuda:{fact.rank}", gpu=f"m {fact.rank}") for fact in workers(2)]
-    assert comparison.check_devices(each) == []
-
-
-def test_processes_that_do_not_see_each_other_are_an_error():
-    (finding,) = comparison.check_launch(workers(1, announced=4))
-    assert (finding.level, "4 processes were launched" in finding.message) == ("error", True)
-    assert "--multi_gpu" in finding.advice
+def test_a_version_that_may_differ_is_a_warning():
+    workers = [{"torch": "2.1", "numpy": "1.0"}, {"torch": "2.1", "numpy": "2.0"}, {"torch": "2.2", "numpy": "1.0"}]
+    found = check_equal("versions", workers, "", may_differ=("numpy",))
+    assert [(finding.level, finding.text) for finding in found] == [
+        ("error", "worker 2: torch = 2.2, but worker 0: torch = 2.1"),
+        ("warning", "worker 1: numpy = 2.0, but worker 0: numpy = 1.0"),
+    ]
 
 
 def test_many_differences_are_shortened():
-    found = workers(2)
-    found[1] = replace(found[1], settings={f"key{number}": number for number in range(30)})
-    lines = [finding.line() for finding in comparison.check_settings(found)]
-    assert len(lines) == 9
-    assert "worker 1: key0 = 0, but worker 0: key0 = nothing" in lines[0]
-    assert "22 more" in lines[-1]
+    found = check_equal("configuration", [{}, {f"key{number}": number for number in range(30)}], "")
+    assert len(found) == 9
+    assert found[0].text == "worker 1: key0 = 0, but worker 0: key0 = nothing"
+    assert "22 more" in found[-1].text
 
 
-def test_streams_of_workers_within_processes_must_differ_too():
-    own = [
-        {"torch": "ab"[rank], "torch, virtual worker 0": "c", "torch, virtual worker 1": "de"[rank]} for rank in (0, 1)
-    ]
-    (finding,) = comparison.check_streams(own)
-    assert (finding.level, finding.workers, "virtual workers" in finding.message) == ("error", (0, 1), True)
+def test_settings_tell_topologies_of_the_same_name_apart():
+    @dataclass
+    class Run:
+        topology: Topology
+
+    one, other = (Topology.from_matrices([matrix]) for matrix in ([[0.5, 0.5], [0.5, 0.5]], [[0.9, 0.1], [0.1, 0.9]]))
+    assert (
+        flat_settings({"run": Run(one)}) == flat_settings({"run.topology": one}) != flat_settings({"run": Run(other)})
+    )
 
 
-def test_equal_numpy_streams_are_a_warning():
-    assert levels(comparison.check_streams([{"torch": "a", "numpy": "c"}, {"torch": "b", "numpy": "c"}])) == [
-        ("warning", "random streams")
-    ]
-    assert comparison.check_streams([{}, {}]) == []
-
-
-def test_missing_variables_of_a_launcher_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="RANK must be a number from 0 to WORLD_SIZE - 1; got RANK=None"):
-        launched_processes()
-    monkeypatch.setenv("RANK", "4")
-    with pytest.raises(ValueError, match="got RANK=4, WORLD_SIZE=4"):
-        launched_processes()
-
-
-def test_a_containers_share_of_processors_is_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "_QUOTA", tmp_path / "cpu.max")
-    for quota, limit in (("250000 100000", 2.5), ("max 100000", os.cpu_count())):
-        (tmp_path / "cpu.max").write_text(f"{quota}\n")
-        assert comparison.collect_facts(0, torch.device("cpu")).core_limit == limit
+def test_equal_streams_are_an_error_for_torch_and_a_warning_for_numpy():
+    workers = [{"torch": "a", "numpy": "c"}, {"torch": "b", "numpy": "c"}, {"torch": "a", "numpy": "d"}]
+    found = check_streams(workers)
+    assert levels(found) == [("error", "random streams"), ("warning", "random streams")]
+    assert found[0].text == "workers 0, 2 draw the same random numbers (torch)"
+    # Two processes that have not used CUDA yet have no stream of it.
+    assert levels(check_streams([{"torch": "a", "cuda": "c"}, {"torch": "b"}, {"torch": "c"}])) == []
 
 
 def test_other_values_of_the_same_sum_are_another_start():
     def start(value):
         model = nn.Linear(2, 1, bias=False)
         model.load_state_dict({"weight": torch.tensor([[value, -value]])})
-        return comparison.collect_facts(0, torch.device("cpu"), model=model, fresh=True).start
+        return describe_model(model, values=True)
 
     assert start(1.0) == start(1.0) != start(2.0)
+
+
+def test_the_same_parameters_in_another_order_are_another_model():
+    one, other = nn.ModuleDict({"a": nn.PReLU(), "b": nn.PReLU()}), nn.ModuleDict({"b": nn.PReLU(), "a": nn.PReLU()})
+    assert describe_model(one, values=False) != describe_model(other, values=False)
 
 
 def test_frozen_parameters_are_not_exchanged():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(5, 5))
     model[1].requires_grad_(False)
-    assert comparison.parameter_bytes(model) == 4 * (3 * 2 + 2)
+    assert parameter_bytes(model) == 4 * (3 * 2 + 2)
 
 
-# ---- topology
-
-
-@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_topologies_are_described(name):
-    (finding,) = check_topology(build_topology(name, 8))
-    assert finding.level == "ok"
-    assert f"spectral gap {build_topology(name, 8).spectral_gap():.3g}" in finding.message
-
-
-def test_a_topology_that_never_mixes_is_an_error():
-    swap = Topology.from_matrices([[[0, 1], [1, 0]]])
-    (finding,) = check_topology(swap)
-    assert (finding.level, "never agree" in finding.message) == ("error", True)
+@pytest.mark.parametrize(("rank", "size"), [(None, "4"), ("4", "4"), ("1", None)])
+def test_contradictory_variables_of_a_launcher_are_refused(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    rule = f"RANK must be a number from 0 to WORLD_SIZE - 1; got RANK={rank}, WORLD_SIZE={size}"
+    with pytest.raises(ValueError, match=rule):
+        launched_processes()
 
 
 # ---- links
@@ -162,12 +99,8 @@ def test_a_topology_that_never_mixes_is_an_error():
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("per_process", [1, 2])
-def test_matchings_are_disjoint_and_hold_every_pair(name, count, per_process):
+def test_the_slowest_of_all_links_is_found(name, count, per_process):
     topology = build_topology(name, count * per_process)
-    found = matchings(topology, per_process)
-    for joined in found:
-        ends = [end for pair in joined for end in pair]
-        assert len(ends) == len(set(ends))
     expected = {
         tuple(sorted((worker // per_process, peer // per_process)))
         for step in range(topology.period)
@@ -175,36 +108,35 @@ def test_matchings_are_disjoint_and_hold_every_pair(name, count, per_process):
         for peer in topology.neighbors(step, worker)
         if worker // per_process != peer // per_process
     }
-    assert sorted(pair for joined in found for pair in joined) == sorted(expected)
-
-
-def times(*seconds, measured=10**6):
-    links = tuple(Link((number, number + 1), took, 10**6) for number, took in enumerate(seconds))
-    return Measured(10**6, measured, links, rounds=(0.1, 0.3))
+    for slow in expected:
+        times = [[0.1] * count for _ in range(topology.period)]
+        for step, round_ in enumerate(topology.rounds):
+            one, other = (slice(end * per_process, (end + 1) * per_process) for end in slow)
+            if round_[one, other].any():
+                times[step][slow[0]] = times[step][slow[1]] = 0.9
+        links = link_times(topology, times, per_process)
+        assert set(links) == expected
+        assert {pair for pair, seconds in links.items() if seconds == 0.9} == {slow}
 
 
 @pytest.mark.parametrize(
     ("seconds", "slow"),
     [
-        ((0.1, 0.1, 0.12), None),
-        ((0.1, 0.1, 0.6), (2, 3)),
-        ((0.1, 0.6), (1, 2)),
-        ((0.001, 0.001, 0.006), None),  # too short to notice
-        ((1.0, 1.0, 3.0), None),  # no link stands out
-        ((0.1,), None),
+        ((0.1, 0.1, 0.12), False),
+        ((0.1, 0.1, 0.6), True),
+        ((0.1, 0.6), True),
+        ((0.001, 0.001, 0.006), False),  # too short to notice
+        ((1.0, 1.0, 3.0), False),  # no link stands out
+        ((0.1,), False),
     ],
 )
 def test_a_link_is_slow_if_it_stands_out(seconds, slow):
-    link, exchange = check_links(times(*seconds), build_topology("ring", 8))
-    assert (link.level, link.workers) == (("ok", ()) if slow is None else ("warning", slow))
+    links = {(number, number + 1): took for number, took in enumerate(seconds)}
+    link, exchange = check_links(10**6, links, exchange_seconds=0.2)
+    assert link.level == ("warning" if slow else "ok")
     one = max(range(len(seconds)), key=seconds.__getitem__)
-    assert f"slowest, workers {one} and {one + 1}: " in link.message
-    assert "takes 200 ms, 300 ms in the slowest round (1 of 1)" in exchange.message
-
-
-def test_a_scaled_measurement_says_so():
-    (_, exchange) = check_links(times(0.1, measured=2**19), build_topology("ring", 8))
-    assert "estimated from 512 KiB" in exchange.message
+    assert f"slowest, workers {one} and {one + 1}: " in link.text
+    assert "an exchange of 1 MB takes 200 ms" in exchange.text
 
 
 # ---- data
@@ -228,11 +160,11 @@ def test_a_pass_over_the_numbers_of_samples_leaves_no_trace():
     assert vars(base) == kept
     assert sorted(first.samples) == list(range(10))
     assert list(first.samples) == list(second.samples)  # it is the next pass, that nobody has begun
-    assert (first.steps, first.batch_size, first.total) == (3, 4, 10)
+    assert (first.steps, first.batch_size) == (3, 4)
     assert prepared.iteration == 0
 
 
-def test_of_a_long_pass_the_beginning_is_looked_at(monkeypatch):
+def test_only_the_beginning_of_a_long_pass_is_compared(monkeypatch):
     monkeypatch.setattr("dsgdac_accel.doctor.data.MOST_SAMPLES", 5)
     prepared = GossipAccelerator(gossip=GossipConfig()).prepare(DataLoader(range(10), batch_size=2))
     references = list(prepared.gradient_state.dataloader_references)
@@ -252,8 +184,8 @@ def test_an_iterable_is_not_read():
 
 
 def share(samples, **changes):
-    samples = np.asarray(samples)
-    known = {"steps": len(samples) // 2, "samples": samples, "batch_size": 2, "prepared": True, "total": 100}
+    samples = list(samples)
+    known = {"steps": len(samples) // 2, "samples": samples, "batch_size": 2, "equalized": True}
     return Share(**(known | changes))
 
 
@@ -265,10 +197,10 @@ def share(samples, **changes):
         ([share(range(8)), share(range(8))], [("error", "shards")]),
         ([share([0, 1]), share([0, 1])], [("error", "shards")]),  # though so few might fill a last batch
         ([share(range(8)), share(range(8, 18))], [("warning", "steps")]),
-        ([share(range(8), prepared=False), share(range(8, 18), prepared=False)], [("error", "steps")]),
+        ([share(range(8), equalized=False), share(range(8, 18), equalized=False)], [("error", "steps")]),
         ([share(range(8)), share(range(0))], [("error", "steps")]),
         ([share(range(8), steps=None), share(range(8, 16))], []),
-        ([share(range(8), steps=None, prepared=False), share(range(8, 16))], [("error", "steps")]),
+        ([share(range(8), steps=None, equalized=False), share(range(8, 16))], [("error", "steps")]),
     ],
 )
 def test_findings_from_shares(shares, expected):
@@ -280,29 +212,28 @@ def test_findings_from_shares(shares, expected):
 
 def test_a_report_counts_and_writes_what_it_found(tmp_path):
     report = Report()
-    assert (report.level, report.exit_status, report.lines()) == ("ok", 0, ["doctor: no problems found"])
-    report.add([Finding("warning", "a", "b"), Finding("ok", "c", "d")])
-    assert (report.level, report.exit_status, report.lines()[-1]) == ("warning", 0, "doctor: 1 warning")
-    report.add([Finding("error", "e", "several\nlines", "Mend it", (1,))])
-    assert report.lines()[2:] == ["error    e              several lines. Mend it.", "doctor: 1 error, 1 warning"]
+    assert (report.exit_status, report.lines()) == (0, ["doctor: no problems found"])
+    report.findings += [Finding("warning", "a", "b"), Finding("ok", "c", "d")]
+    assert (report.exit_status, report.lines()[-1]) == (0, "doctor: warnings: 1")
+    report.findings += [Finding("error", "e", "several\nlines", "Mend it")]
+    assert report.lines()[2:] == ["error    e               several lines. Mend it.", "doctor: errors: 1, warnings: 1"]
     assert report.exit_status == 1
     report.write_json(tmp_path / "sub" / "report.json")
     written = json.loads((tmp_path / "sub" / "report.json").read_text())
-    assert written["findings"][2]["workers"] == [1]
+    assert written["findings"][2] == {"level": "error", "name": "e", "text": "several\nlines", "advice": "Mend it"}
 
 
 def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     Report().write_json(tmp_path / "report.json")
 
-    def full(path, *args, **kwargs):
-        path.touch()
+    def full(handle):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_text", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         Report([Finding("error", "a", "b")]).write_json(tmp_path / "report.json")
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
-    assert json.loads((tmp_path / "report.json").read_text())["level"] == "ok"
+    assert json.loads((tmp_path / "report.json").read_text())["findings"] == []
 
 
 # ---- in one process
@@ -310,24 +241,19 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkey
 
 def test_one_process_is_told_how_to_launch(capsys):
     report = examine(GossipAccelerator(gossip=GossipConfig()), nn.Linear(2, 2))
-    (finding,) = [finding for finding in report.of_level("warning") if finding.subject == "workers"]
+    (finding,) = [finding for finding in report.findings if finding.level == "warning"]
     assert "torchrun --nproc_per_node N" in finding.advice
     assert main(["doctor", "--parameters", "1k"]) == 0
     assert "no other worker to mix with" in capsys.readouterr().out
-    assert main(["doctor", "--parameters", "1k", "--workers_per_process", "4", "--topology", "grid"]) == 0
-    out = capsys.readouterr().out
-    assert "4 (1 process x 4)" in out
-    assert "the 4 workers exchange 3.91 KiB in the memory of this process" in out
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--topology", "ringg"], "Did you mean 'ring'?"),
-        (["--topology", "one_peer_exponential", "--workers_per_process", "3"], "a power of two; got 3"),
         (["--parameters", "many"], "must be a number such as 25M"),
-        (["--parameters", "0"], "--parameters must be a number >= 1"),
-        (["--workers_per_process", "0"], "workers_per_process must be"),
+        (["--parameters", "0"], "--parameters must be a finite number >= 1"),
+        (["--parameters", "1e999"], "--parameters must be a finite number >= 1"),
         (["--timeout", "0"], "--timeout must be"),
         (["--rate", "3"], "unrecognized arguments: --rate 3"),
         (["--topologie", "ring"], "Did you mean --topology?"),
@@ -363,7 +289,9 @@ def test_the_run_of_a_task_is_examined_and_its_folder_left_alone(tmp_path, capsy
     report = json.loads((tmp_path / "j").read_text())
     assert "dsgd_ac on digits of scikit-learn: 1437 training images, 2 workers, 880 steps" in out
     assert f"{folder} holds another run" in out
-    assert report["steps_per_pass"] == [1437 // 32]
+    assert f"{1437 // 32} batches a pass" in out
+    assert "2 (1 processes x 2), cpu" in out
+    assert levels([Finding(**finding) for finding in report["findings"]]) == [("warning", "output folder")]
     assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
         ("metrics.jsonl", "summary.json"), "of an earlier run"
     )
