@@ -20,7 +20,6 @@ that names it, or, if the run continues after a loss, stop without it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import uuid
@@ -30,13 +29,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsgdac_accel.distributed.failure_detection import Failure
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
 from dsgdac_accel.distributed.signals import STOP_SIGNALS, SignalReceiver
 
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 20.0  # threads answer within a second or so; launchers kill 30 s after they asked
-_GRACE_SECONDS = 15.0  # after a loss: enough for the roll call and the reports of which the error is made
 _JOIN_SECONDS = 3.0  # the store may be gone with the process that kept it
 
 
@@ -52,11 +51,7 @@ class StoppedBySignal(SystemExit):
 
 
 class StopOnSignals:
-    """Stops all workers of a group after the same step when any one of them gets a signal.
-
-    Args:
-        group: the workers.
-    """
+    """Stops all workers of a group after the same step when any one of them gets a signal."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -126,7 +121,7 @@ class StopAgreement:
         self.receiver = receiver
         self.reason: str | None = None
         self._prefix = f"dsgdac_accel/stop/{word}"
-        self._workers, self._me = list(group.original_ranks), group.members.original_rank
+        self._workers, self._me = list(group.members.original_ranks), group.members.original_rank
         self._news = threading.Condition()
         self._passed = 0
         self._held = False  # at the next boundary, until S is known
@@ -157,11 +152,8 @@ class StopAgreement:
                 self._passed += 1
                 return self.reached
         worker, how = self._lost
-
-        def fail() -> bool:
-            raise RuntimeError(how)
-
-        return self.group.guarded(fail, "agreeing on where to stop", peer=self.group.original_ranks.index(worker))
+        what = f"agreeing on where to stop at step {self.group.steps_taken}"
+        raise self.group.detector.worker_lost(Failure(what, how, worker))
 
     def close(self) -> None:
         """Leave: workers that are about to agree need not wait for this one."""
@@ -184,8 +176,6 @@ class StopAgreement:
             self._give_up()
             if not (self._leaving.is_set() or isinstance(error, RuntimeError | OSError)):
                 raise  # a mistake of ours
-        if self._lost is not None:
-            self._end_if_stuck()
 
     def _request(self) -> str | None:
         """Wait for a signal to any worker; None if this one leaves before."""
@@ -210,15 +200,17 @@ class StopAgreement:
         passed: dict[int, int] = {}
         waited_for = list(self._workers)
         deadline = time.monotonic() + min(_ANSWER_SECONDS, self.group.timeout)
+        members, reports = self.group.members, self.group.detector.reports
         while waited_for and not self._leaving.is_set():
             for worker in list(waited_for):
                 # Before looking: what a dead worker has not written by then it never will.
-                dead, late = self._is_dead(worker), time.monotonic() > deadline
+                dead = worker not in members.original_ranks or reports.is_alive(worker) is False
+                late = time.monotonic() > deadline
                 if self._store.check([f"{self._prefix}/passed/{worker}"]):
                     passed[worker] = int(self._store.get(f"{self._prefix}/passed/{worker}"))
                 elif not (dead or late):
                     continue
-                elif self.group.on_loss == "stop":
+                elif self.group.policy.name == "stop":
                     how = "connection lost: the process is gone" if dead else "timed out: no answer to a signal"
                     return self._release(lost=(worker, how))
                 waited_for.remove(worker)
@@ -228,9 +220,6 @@ class StopAgreement:
             return self._release()
         mine = str(1 + max(passed.values()))
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
-
-    def _is_dead(self, worker: int) -> bool:
-        return worker not in self.group.original_ranks or self.group.detector.reports.is_alive(worker) is False
 
     def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
         """Let training continue to where it stops."""
@@ -245,26 +234,6 @@ class StopAgreement:
         self.receiver.deaf = True
         if self.receiver.first is not None:
             os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
-
-    def _end_if_stuck(self) -> None:
-        """End a process that got a signal, and whose training waits for a lost worker where no error is raised.
-
-        A GPU that waits for a lost worker is an example. Without a handler the signal would have ended it at once.
-        """
-        assert self._lost is not None
-        since: float | None = None
-        while not self._leaving.is_set():
-            if self.receiver.first is not None:
-                since = time.monotonic() if since is None else since
-                if time.monotonic() - since > _GRACE_SECONDS:
-                    worker, how = self._lost
-                    message = (
-                        f"error: worker {self._me} got {self.receiver.first.name}, and worker {worker} was lost "
-                        f"({how}). Training raised no error within {_GRACE_SECONDS:g} s, so the process ends here."
-                    )
-                    print(message, file=sys.stderr, flush=True)
-                    os._exit(1)
-            self.receiver.wait(1.0)
 
 
 def _own_client(store: Any) -> Any:

@@ -86,7 +86,7 @@ def lost_worker(error: WorkerLostError) -> Finding:
 def _group(accelerator: Any, timeout: float) -> WorkerGroup:
     """Return the accelerator's own group if its timeout is short enough and a loss ends it, otherwise a new one."""
     own = getattr(accelerator, "group", None)
-    if isinstance(own, WorkerGroup) and own.timeout <= timeout and own.on_loss == "stop":
+    if isinstance(own, WorkerGroup) and own.timeout <= timeout and own.policy.name == "stop":
         return own
     return WorkerGroup(accelerator.device, timeout)
 
@@ -115,7 +115,7 @@ def _workers(accelerator: Any, group: WorkerGroup, facts: list[Facts]) -> Findin
     if count == 1:
         return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
     processes = f"{group.size} process{'es' * (group.size > 1)} x {per_process}"
-    backend = f"{group.backend}, " if group.size > 1 else ""
+    backend = f"{group.process_groups.backend}, " if group.size > 1 else ""
     where = f"{machines} machine{'s' * (machines > 1)}, {backend}{facts[0].device.split(':')[0]}"
     return Finding("ok", "workers", f"{count} ({processes}), {where}")
 

@@ -1,8 +1,9 @@
 """Which workers survive a loss, and how far they are: one answer for all survivors, agreed on in the store.
 
 No connection between the workers can be trusted after a loss, so the survivors use the rendezvous store. Each writes
-that it is present, and its progress. The first that finds nobody else worth waiting for proposes the answer. The store
-keeps only the first proposal, and a worker that is not in it has been given up by the others and must end.
+its progress, which also says that it is present. The first that finds nobody else worth waiting for proposes the
+survivors. The store keeps only the first proposal, and a worker that is not in it has been given up by the others and
+must end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 _POLL_SECONDS = 0.02
@@ -68,8 +69,9 @@ def agree(
     """
     for worker in accused:
         store.set(f"{prefix}/accused/{worker}", "")
-    store.set(f"{prefix}/present/{me}", json.dumps(asdict(progress)))
-    decision = f"{prefix}/decision"
+    store.set(
+        f"{prefix}/present/{me}", json.dumps([[*progress.steps.items()], progress.collectives, progress.sections])
+    )
     started = time.monotonic()
     accused_since: dict[int, float] = {}
 
@@ -85,30 +87,20 @@ def agree(
             return now < accused_since.setdefault(worker, now) + _GRACE_SECONDS
         return True
 
-    while not store.check([decision]):
+    while not store.check([f"{prefix}/decision"]):
         missing = [worker for worker in members if not store.check([f"{prefix}/present/{worker}"])]
         if not any(may_come(worker) for worker in missing):
             present = [worker for worker in members if worker not in missing]
-            of_all = [_read(store.get(f"{prefix}/present/{worker}")) for worker in present]
-            proposal = {"members": present, "furthest": asdict(_furthest(of_all))}
-            store.compare_set(decision, "", json.dumps(proposal))
+            store.compare_set(f"{prefix}/decision", "", json.dumps(present))
             break
         time.sleep(_POLL_SECONDS)
-    decided = json.loads(store.get(decision))
-    agreed = Agreement(tuple(decided["members"]), _read(json.dumps(decided["furthest"])))
-    return agreed if me in agreed.members else None
-
-
-def _furthest(of_all: Sequence[Progress]) -> Progress:
-    mixers = sorted({mixer for progress in of_all for mixer in progress.steps})
-    return Progress(
-        {mixer: max(progress.steps.get(mixer, 0) for progress in of_all) for mixer in mixers},
-        max(progress.collectives for progress in of_all),
-        max(progress.sections for progress in of_all),
-    )
-
-
-def _read(text: str | bytes) -> Progress:
-    values = json.loads(text)
-    values["steps"] = {int(mixer): step for mixer, step in values["steps"].items()}
-    return Progress(**values)
+    survivors = tuple(json.loads(store.get(f"{prefix}/decision")))
+    if me not in survivors:
+        return None
+    steps: dict[int, int] = {}
+    collectives = sections = 0
+    for worker in survivors:
+        of_mixers, of_collectives, of_sections = json.loads(store.get(f"{prefix}/present/{worker}"))
+        steps |= {mixer: max(step, steps.get(mixer, 0)) for mixer, step in of_mixers}
+        collectives, sections = max(collectives, of_collectives), max(sections, of_sections)
+    return Agreement(survivors, Progress(steps, collectives, sections))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
+from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.elastic.heartbeat import Heartbeat
 from dsgdac_accel.elastic.membership import Progress, agree
 from dsgdac_accel.elastic.watched_store import WatchedStore
@@ -201,10 +202,12 @@ def test_a_worker_that_does_not_answer_the_roll_call_is_gone_unless_its_process_
 
 
 def test_the_local_rank_counts_the_workers_of_ones_machine():
-    reports = FailureReports(3, 5)
-    reports.processes = [("a", 1), ("b", 2), ("a", 3), ("b", 4), ("a", 5)]
-    assert reports.local_rank([0, 1, 2, 3]) == 1
-    assert reports.local_rank([0, 2, 3]) == 0  # worker 1 was lost
+    group = WorkerGroup(torch.device("cpu"))
+    group.members = Members(3, 5)
+    group.detector.reports.processes = [("a", 1), ("b", 2), ("a", 3), ("b", 4), ("a", 5)]
+    assert group.local_rank == 1
+    group.members.original_ranks = [0, 2, 3, 4]  # worker 1 was lost
+    assert group.local_rank == 0
 
 
 def test_the_launcher_reads_keys_without_the_prefixes_of_a_workers_store():
