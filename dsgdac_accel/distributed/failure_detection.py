@@ -49,9 +49,7 @@ class Failure:
 class FailureDetector:
     """Turns transport errors into a `WorkerLostError` that names the worker and the step.
 
-    Args:
-        members: of the run; only read here.
-        timeout: seconds after which a silent worker counts as lost.
+    It only reads `members`. `timeout` is in seconds, after which a silent worker counts as lost.
     """
 
     def __init__(self, members: Members, timeout: float) -> None:

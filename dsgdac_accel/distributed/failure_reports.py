@@ -25,12 +25,7 @@ _ROLL_CALL_SECONDS = 4.0  # longer than the survivors' notices of one loss are a
 
 
 class FailureReports:
-    """Writes this worker's report, and reads those of the others.
-
-    Args:
-        me: original rank of this worker.
-        workers: number of workers that were launched.
-    """
+    """Writes the report of worker `me` (its original rank), and reads those of the other launched workers."""
 
     def __init__(self, me: int, workers: int = 1) -> None:
         self.me = me

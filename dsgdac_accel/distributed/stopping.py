@@ -65,12 +65,8 @@ class StopOnSignals:
         an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
         themselves. The third signal of a kind takes effect at once.
 
-        Args:
-            signals: which ones; by default SIGTERM and SIGUSR1.
-
-        Raises:
-            ValueError, TypeError: not in the main thread, or signals that cannot be caught.
-            RuntimeError: already inside.
+        Raises ValueError or TypeError outside of the main thread or for signals that cannot be caught, and RuntimeError
+        inside another such context.
         """
         if self._agreement is not None:
             raise RuntimeError("`stop_on_signals` is entered already; once is enough for all of training.")
@@ -110,10 +106,7 @@ class StopOnSignals:
 class StopAgreement:
     """One worker's part in stopping at the same boundary as all others; see the module.
 
-    Args:
-        group: the workers.
-        receiver: of this process's signals, open.
-        word: unique to this run, and the same on all workers.
+    `receiver` is open. `word` is unique to this run, and the same on all workers.
     """
 
     def __init__(self, group: WorkerGroup, receiver: SignalReceiver, word: str) -> None:
@@ -134,15 +127,13 @@ class StopAgreement:
             self._thread = threading.Thread(target=self._listen, name="dsgdac-signals", daemon=True)
             self._thread.start()
 
-    # ---- training
-
     @property
     def reached(self) -> bool:
         """Whether training is at the boundary where all stop."""
         return self._stop_at is not None and self._passed >= self._stop_at
 
     def should_stop(self) -> bool:
-        """Pass a boundary, unless it is the one where all stop; see `StopOnSignals.should_stop`."""
+        """Pass a boundary, unless it is the one where all stop."""
         if self._thread is None and self._stop_at is None and self.receiver.first is not None:
             self.reason, self._stop_at = self.receiver.first.name, self._passed + 1
         with self._news:
@@ -162,7 +153,7 @@ class StopAgreement:
             self.receiver.wake()
             self._thread.join(_JOIN_SECONDS)
 
-    # ---- the thread that listens
+    # ---- in the thread that listens
 
     def _listen(self) -> None:
         try:
@@ -173,9 +164,13 @@ class StopAgreement:
                 self._decide()
         except Exception as error:
             # The store is gone with the process that kept it. Training continues, or ends by errors of its own.
-            self._give_up()
-            if not (self._leaving.is_set() or isinstance(error, RuntimeError | OSError)):
-                raise  # a mistake of ours
+            self._release()
+            if not self._leaving.is_set():
+                self.receiver.deaf = True
+                if self.receiver.first is not None:
+                    os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
+                if not isinstance(error, RuntimeError | OSError):
+                    raise  # a mistake of ours
 
     def _request(self) -> str | None:
         """Wait for a signal to any worker; None if this one leaves before."""
@@ -226,14 +221,6 @@ class StopAgreement:
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False
             self._news.notify_all()
-
-    def _give_up(self) -> None:
-        self._release()
-        if self._leaving.is_set():
-            return
-        self.receiver.deaf = True
-        if self.receiver.first is not None:
-            os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
 
 
 def _own_client(store: Any) -> Any:

@@ -6,14 +6,13 @@ rendezvous store lives in the launcher, so that no worker is a single point of f
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -66,12 +65,7 @@ def launch(command: Sequence[str], workers: int, module: bool = False, stop_on_f
 
 
 class Run:
-    """One launch: its workers, and the signals that came.
-
-    Args:
-        store: the rendezvous store of the workers.
-        stop_on_failure: as in `launch`.
-    """
+    """One launch: its workers, and the signals that came. `store` is the rendezvous store of the workers."""
 
     def __init__(self, store: TCPStore, stop_on_failure: bool = False) -> None:
         self.store = store
@@ -197,9 +191,7 @@ def check(command: Sequence[str], workers: int, module: bool) -> None:
         raise ValueError("name the script to launch, after the options.")
     name = command[0]
     if module:
-        package = name.partition(".")[0]
-        here = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])
-        if not (here or importlib.util.find_spec(package)):
+        if not PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
             raise ValueError(f"there is no module {name}. Install it, or give the path of a script without -m.")
     elif not Path(name).is_file():
         raise ValueError(f"there is no script {name} in {os.getcwd()}. For a module give -m.")
@@ -238,7 +230,5 @@ def _in_words(status: int) -> str:
         return f"was stopped by a signal and has saved (status {status})"
     if status > 0:
         return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    return f"was ended by {names.get(-status, f'signal {-status}')}"

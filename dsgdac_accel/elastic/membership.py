@@ -12,7 +12,8 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from dsgdac_accel.distributed.failure_reports import FailureReports
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 4.0
@@ -41,12 +42,10 @@ class Agreement:
 
 
 def agree(
-    store: Any,
+    reports: FailureReports,
     prefix: str,
-    me: int,
     members: Sequence[int],
     progress: Progress,
-    is_alive: Callable[[int], bool | None],
     timeout: float,
     accused: Collection[int] = (),
     beats: Callable[[int], bool] = lambda worker: False,
@@ -54,12 +53,10 @@ def agree(
     """Agree with the other survivors on who survives.
 
     Args:
-        store: the rendezvous store.
+        reports: of this worker; has the store, and knows which workers are alive.
         prefix: of the keys; a new one for each agreement.
-        me: original rank of this worker.
         members: original ranks of all workers until now, in order.
         progress: of this worker.
-        is_alive: whether the process of a worker exists; None if that cannot be seen from here.
         timeout: seconds within which each survivor comes here; it may have been busy, and notice the loss late.
         accused: workers that this one waited for in vain. They are given up after a few seconds.
         beats: whether a worker's heartbeat is seen. Such a worker is waited for, however long it takes.
@@ -67,17 +64,17 @@ def agree(
     Returns:
         The same on all survivors; None on a worker that the others have given up.
     """
+    store, me = reports.store, reports.me
     for worker in accused:
         store.set(f"{prefix}/accused/{worker}", "")
-    store.set(
-        f"{prefix}/present/{me}", json.dumps([[*progress.steps.items()], progress.collectives, progress.sections])
-    )
+    mine = [list(progress.steps.items()), progress.collectives, progress.sections]
+    store.set(f"{prefix}/present/{me}", json.dumps(mine))
     started = time.monotonic()
     accused_since: dict[int, float] = {}
 
     def may_come(worker: int) -> bool:
         now = time.monotonic()
-        if is_alive(worker) is False:
+        if reports.is_alive(worker) is False:
             return False
         if beats(worker):
             return True

@@ -182,17 +182,8 @@ class ContinueWithSurvivors(StopOnLoss):
         me = members.original_rank
         progress = Progress({number: mixer.step for number, mixer in mixers.items()}, self._collectives, self._sections)
         try:
-            agreed = agree(
-                reports.store,
-                f"dsgdac_accel/survivors/{self.generation}",
-                me,
-                members.original_ranks,
-                progress,
-                reports.is_alive,
-                self.group.timeout,
-                accused,
-                heartbeat.seen_from,
-            )
+            prefix, timeout = f"dsgdac_accel/survivors/{self.generation}", self.group.timeout
+            agreed = agree(reports, prefix, members.original_ranks, progress, timeout, accused, heartbeat.seen_from)
         except (RuntimeError, OSError) as error:
             raise WorkerLostError(
                 f"worker {me}: a worker was lost in {failure.what} ({failure.cause}), and the rendezvous store is gone "

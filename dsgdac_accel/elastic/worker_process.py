@@ -10,15 +10,10 @@ from collections.abc import Sequence
 
 
 class Worker:
-    """A worker process. It shares a process group with the processes that it starts and with a guard.
+    """A process of `python ARGUMENTS`. It shares a process group with the processes that it starts and with a guard.
 
     The guard is a shell that waits for the end of its input, which comes with the end of the launcher, and then kills
     the group. As leader of the group it also keeps the group's id from being used again.
-
-    Args:
-        rank: of the worker.
-        arguments: of Python.
-        variables: its environment.
     """
 
     def __init__(self, rank: int, arguments: Sequence[str], variables: dict[str, str]) -> None:
@@ -28,11 +23,9 @@ class Worker:
         # A terminal, batch system or library may send signals to the whole group.
         command = ["sh", "-c", "trap '' HUP INT QUIT TERM USR1 USR2; read _; kill -KILL 0"]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        command = [sys.executable, "-u", *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-u", *arguments],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            process_group=self._guard.pid,
+            command, env=variables, stdin=subprocess.DEVNULL, process_group=self._guard.pid
         )
 
     def has_ended(self) -> bool:

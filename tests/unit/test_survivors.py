@@ -22,6 +22,12 @@ from dsgdac_accel.elastic.watched_store import WatchedStore
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 
 
+def reports_of(number, store, is_alive=lambda number: True):
+    reports = FailureReports(number)
+    reports.store, reports.is_alive = store, is_alive
+    return reports
+
+
 def meet(progress, members, is_alive=lambda number: None, timeout=30.0, accused=(), delays=(), last=None):
     """What each survivor agrees to. `progress` is that of the workers that come; `last` comes after all others."""
     store, found = dist.HashStore(), {}
@@ -32,7 +38,7 @@ def meet(progress, members, is_alive=lambda number: None, timeout=30.0, accused=
         for other in threads if number == last else ():
             if other is not threading.current_thread():
                 other.join(20)
-        found[number] = agree(store, "here", number, members, progress[number], is_alive, timeout, accused)
+        found[number] = agree(reports_of(number, store, is_alive), "here", members, progress[number], timeout, accused)
 
     threads = [threading.Thread(target=come, args=(number,)) for number in progress]
     for thread in threads:
@@ -79,7 +85,7 @@ def test_a_worker_with_a_heartbeat_is_waited_for_beyond_the_timeout():
     def come_late():
         with Heartbeat(store, 1):
             time.sleep(1.5)
-            found.append(agree(store, "here", 1, [0, 1], Progress({}), lambda number: True, 0.3))
+            found.append(agree(reports_of(1, store), "here", [0, 1], Progress({}), 0.3))
 
     late = threading.Thread(target=come_late)
     late.start()
@@ -90,7 +96,7 @@ def test_a_worker_with_a_heartbeat_is_waited_for_beyond_the_timeout():
             time.sleep(0.01)
         assert not heartbeat.missed_since(0.0, 1)
         # Not even an accused worker is given up then.
-        found.append(agree(store, "here", 0, [0, 1], Progress({}), lambda number: True, 0.3, [1], heartbeat.seen_from))
+        found.append(agree(reports_of(0, store), "here", [0, 1], Progress({}), 0.3, [1], heartbeat.seen_from))
     late.join(20)
     assert [agreement.members for agreement in found] == [(0, 1)] * 2
 
