@@ -119,7 +119,7 @@ class StopAgreement:
         self._passed = 0
         self._held = False  # at the next boundary, until S is known
         self._stop_at: int | None = None
-        self._lost: tuple[int, str] | None = None  # a worker that does not answer, and how that shows
+        self._lost: Failure | None = None  # of a worker that does not answer
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if group.size > 1:
@@ -142,9 +142,7 @@ class StopAgreement:
             if self._lost is None:
                 self._passed += 1
                 return self.reached
-        worker, how = self._lost
-        what = f"agreeing on where to stop at step {self.group.steps_taken}"
-        raise self.group.detector.worker_lost(Failure(what, how, worker))
+        raise self.group.detector.worker_lost(self._lost)
 
     def close(self) -> None:
         """Leave: workers that are about to agree need not wait for this one."""
@@ -207,7 +205,8 @@ class StopAgreement:
                     continue
                 elif self.group.policy.name == "stop":
                     how = "connection lost: the process is gone" if dead else "timed out: no answer to a signal"
-                    return self._release(lost=(worker, how))
+                    what = f"agreeing on where to stop at step {self.group.steps_taken}"
+                    return self._release(lost=Failure(what, how, worker))
                 waited_for.remove(worker)
             if waited_for:
                 self.receiver.wait(_POLL_SECONDS / 5)
@@ -216,7 +215,7 @@ class StopAgreement:
         mine = str(1 + max(passed.values()))
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
 
-    def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
+    def _release(self, stop_at: int | None = None, lost: Failure | None = None) -> None:
         """Let training continue to where it stops."""
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False

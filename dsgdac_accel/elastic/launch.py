@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -191,7 +192,8 @@ def check(command: Sequence[str], workers: int, module: bool) -> None:
         raise ValueError("name the script to launch, after the options.")
     name = command[0]
     if module:
-        if not PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
+        package = name.partition(".")[0]
+        if not (PathFinder.find_spec(package, [os.getcwd()]) or find_spec(package)):
             raise ValueError(f"there is no module {name}. Install it, or give the path of a script without -m.")
     elif not Path(name).is_file():
         raise ValueError(f"there is no script {name} in {os.getcwd()}. For a module give -m.")
