@@ -76,7 +76,7 @@ def deployed_model(
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with group.section(), preserved_state(holder), first_replica_only:
+    with group.policy.section(), preserved_state(holder), first_replica_only:
         try:
             for mixer in mixers:
                 mixer.swap_in_average()

@@ -130,7 +130,7 @@ class CheckpointWriter:
         finally:
             pending.abandon.set()  # the gathered outcomes replace the receipts
             self._thread.join()
-        if pending.numbers != self.group.original_ranks:
+        if pending.numbers != self.group.members.original_ranks:
             return pending.folder if pending.was_committed() else None
         pending.conclude(outcomes)
         return pending.folder
@@ -161,7 +161,7 @@ class PendingCheckpoint:
         self.folder = Path(folder)
         self.group = group
         # As they are now: workers may be lost before the checkpoint is complete.
-        self.rank, self.workers, self.numbers = group.rank, group.size, list(group.original_ranks)
+        self.rank, self.workers, self.numbers = group.rank, group.size, list(group.members.original_ranks)
         self.step = step
         self.facts = dict(facts or {})
         self.written = threading.Event()

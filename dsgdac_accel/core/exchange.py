@@ -102,7 +102,7 @@ class Exchange:
             for members in topology.averaging_groups(round_) or ():
                 if len(members) > 2 and self.spans_processes(members):
                     # Collective: every process creates every subgroup, member or not, in the same order.
-                    self.group.subgroup(self._processes(members))
+                    self.group.process_groups.subgroup(self._processes(members))
         self._channel = self.group.new_channel()
 
     # ---- who exchanges with whom
@@ -126,7 +126,7 @@ class Exchange:
     def original_number(self, worker: int) -> int:
         """Return the number that a worker had before any was lost, which is what messages use."""
         process, local = divmod(worker, self.local_workers)
-        return self.group.original_ranks[process] * self.local_workers + local
+        return self.group.members.original_ranks[process] * self.local_workers + local
 
     def _processes(self, members: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({member // self.local_workers for member in members}))
@@ -237,7 +237,7 @@ class Exchange:
 
     def _wait_for_first(self, deadline: float) -> None:
         work = self._works[0][0]
-        if self.group.backend == "nccl":
+        if self.group.process_groups.backend == "nccl":
             work.wait()  # orders the streams, the host continues; NCCL's watchdog keeps the timeout
         else:
             work.wait(timedelta(seconds=max(0.001, deadline - time.perf_counter())))
@@ -253,7 +253,7 @@ class Exchange:
     def _average(self, sums: list[tuple[int, ...]], outgoing: Outgoing, incoming: Incoming) -> Works:
         works: Works = []
         for members in sums:
-            handle = self.group.subgroup(self._processes(members))
+            handle = self.group.process_groups.subgroup(self._processes(members))
             first, *others = [worker - self.workers.start for worker in members if worker in self.workers]
             for number, total in enumerate(incoming[first][0]):
                 total.copy_(outgoing(first, first)[number])
@@ -266,8 +266,8 @@ class Exchange:
         # Receives first: posted the other way round, 40 MB waited 147 ms on gloo.
         calls: list[tuple[Any, Message]] = [(dist.irecv, message) for message in receives]
         calls += [(dist.isend, message) for message in sends]
-        handle = self.group.exchange_group
-        if self.group.backend == "nccl" and calls:
+        handle = self.group.process_groups.exchange
+        if self.group.process_groups.backend == "nccl" and calls:
             # Unbatched point-to-point would create a communicator per pair.
             operations = [dist.P2POp(call, chunk, peer, handle, tag) for call, (chunk, peer, tag) in calls]
             return [(work, None) for work in dist.batch_isend_irecv(operations)]

@@ -66,7 +66,7 @@ class Mixer:
         _require_size(topology, group.size, per_process)
         self.group = group
         self.topology = topology
-        self._launched = topology, list(group.original_ranks)
+        self._launched = topology, list(group.members.original_ranks)
         """Topology and processes before any was lost."""
         self.order = order
         self.mix_every = mix_every
@@ -113,7 +113,7 @@ class Mixer:
             return
         arrived = False
         try:
-            arrived = self.group.complete_exchange(self.exchange.wait)
+            arrived = self.group.policy.complete_exchange(self.exchange.wait)
         finally:
             if self.buckets.use is Use.RECEIVING:  # after a lost worker, there are new receive buffers
                 self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
@@ -285,7 +285,7 @@ class Mixer:
         """
         topology, ranks = self._launched
         local = self.exchange.local_workers
-        processes = map(ranks.index, self.group.original_ranks)
+        processes = map(ranks.index, self.group.members.original_ranks)
         survivors = [local * process + worker for process in processes for worker in range(local)]
         self.topology = topology.of_survivors(survivors)
         self._mixes_from = step + 1

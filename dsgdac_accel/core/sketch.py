@@ -175,7 +175,7 @@ class RadiusEstimate:
     def _connect(self) -> None:
         self._handle: Any = None
         if self.group.size > 1:
-            self._handle = self.group.new_group("gloo")
+            self._handle = self.group.process_groups.new("gloo")
 
     @property
     def latest(self) -> Consensus | None:

@@ -129,7 +129,7 @@ class RepeatedSharing:
 
 def survive_losses(prepared: Any, group: WorkerGroup) -> None:
     """Let survivors of a lost worker synchronize the random states of a loader again, if the group continues then."""
-    if group.on_loss == "continue" and getattr(prepared, "rng_types", None):
+    if group.policy.name == "continue" and getattr(prepared, "rng_types", None):
         prepared.rng_types = RepeatedSharing(prepared.rng_types, prepared.synchronized_generator, group)
 
 

@@ -17,8 +17,6 @@ _TRANSPORT_ERRORS = re.compile(
 )
 _SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
 
-_AVERAGING = "averaging the workers"
-
 
 class WorkerLostError(RuntimeError):
     """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
@@ -51,11 +49,7 @@ class Failure:
 class FailureDetector:
     """Turns transport errors into a `WorkerLostError` that names the worker and the step.
 
-    Reads `members`, and asks the other workers through `reports`.
-
-    Args:
-        members: of the run.
-        timeout: seconds after which a silent worker counts as lost.
+    It only reads `members`. `timeout` is in seconds, after which a silent worker counts as lost.
     """
 
     def __init__(self, members: Members, timeout: float) -> None:
@@ -68,12 +62,8 @@ class FailureDetector:
     ) -> Failure | None:
         """The failure that an error shows; None if it is a mistake of ours or of the caller, not a lost worker.
 
-        Args:
-            error: raised by a communication.
-            what: the communication. The step is added unless it names one.
-            step: optimizer steps taken so far.
-            peer: rank of the only other worker in it, if there is only one.
-            strict: other libraries' code ran too, whose own timeouts and connections do not count.
+        Arguments as in `WorkerGroup.guarded`. `step`, the optimizer steps taken so far, is added to `what` unless it
+        names one.
         """
         own = type(error).__module__.startswith("dsgdac_accel")  # raised closer to where it happened
         pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
@@ -91,18 +81,12 @@ class FailureDetector:
         silent = failure.is_silence and not any(self.reports.is_alive(worker) is False for worker in blamed)
         lost = "were lost" if len(blamed) > 1 else "was lost"
         happened = f"did not answer within {self.timeout:g} s" if silent else lost
-        me = self.members.original_rank
-        if blamed:
-            who = _named(blamed)
-        elif silent_only:
+        who = _named(blamed) if blamed else "a worker"
+        if silent_only:
             who = f"{_named(silent_only)}, which {'do' if len(silent_only) > 1 else 'does'} not answer,"
-        else:
-            who = "a worker"
-        seen = f"{who} {happened} in {failure.what}, as worker {me} saw it"
-        news = self._other_reports(failure, seen)
-        return WorkerLostError(
-            f"worker {me}: {who} {happened} in {failure.what} ({failure.cause}).{news} {self._advice(failure, silent)}"
-        )
+        me, seen = self.members.original_rank, f"{who} {happened} in {failure.what}"
+        news = self._other_reports(failure, f"{seen}, as worker {me} saw it")
+        return WorkerLostError(f"worker {me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
         """Original ranks of the workers that are to blame, and of those that are alive and only do not answer."""
@@ -127,16 +111,17 @@ class FailureDetector:
             news += f" Worker {peer} reports: {reported}." if reported else ""
         return news
 
-    def _advice(self, failure: Failure, silent: bool) -> str:
-        advice = "Look at that worker's own output for its error"
-        if failure.what.startswith(_AVERAGING):
-            advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers"
-        if silent:
-            advice += (
-                "; if it was slow, raise `timeout`, if it ran out of data, pass its loader through `prepare` or "
-                "`equal_steps`, and if it left out an `optimizer.step()`, let it take every step"
-            )
-        return f"{advice}."
+
+def _advice(failure: Failure, silent: bool) -> str:
+    advice = "Look at that worker's own output for its error"
+    if failure.what.startswith("averaging the workers"):
+        advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers"
+    if silent:
+        advice += (
+            "; if it was slow, raise `timeout`, if it ran out of data, pass its loader through `prepare` or "
+            "`equal_steps`, and if it left out an `optimizer.step()`, let it take every step"
+        )
+    return f"{advice}."
 
 
 def short_cause(error: BaseException) -> str:

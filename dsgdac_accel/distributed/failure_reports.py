@@ -1,4 +1,4 @@
-"""What workers tell each other about a failure. It goes through the rendezvous store, since connections are suspect."""
+"""Workers' reports about a failure. They go through the rendezvous store, since connections are suspect."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # keys in the store
 _REPORT_OF = "dsgdac_accel/report_of"
@@ -23,12 +25,7 @@ _ROLL_CALL_SECONDS = 4.0  # longer than the survivors' notices of one loss are a
 
 
 class FailureReports:
-    """Writes this worker's report, and reads those of the others.
-
-    Args:
-        me: original rank of this worker.
-        workers: number of workers that were launched.
-    """
+    """Writes the report of worker `me` (its original rank), and reads those of the other launched workers."""
 
     def __init__(self, me: int, workers: int = 1) -> None:
         self.me = me
@@ -39,41 +36,30 @@ class FailureReports:
 
     def write(self, message: str) -> str:
         """Tell the others why this run ends. Returns the first message that any worker wrote."""
-        first = [message]
 
-        def write(store: Any) -> None:
+        def write(store: Any) -> str:
             # compare_set returns the value that is there now: ours, or an earlier worker's.
-            first[0] = store.compare_set(_FIRST_FAILURE, "", message).decode() or message
+            first = store.compare_set(_FIRST_FAILURE, "", message).decode()
             store.set(f"{_REPORT_OF}/{self.me}", message)
+            return first
 
-        self._ask(write, _STORE_SECONDS)
-        return first[0]
+        return self._ask(write, _STORE_SECONDS) or message
 
-    def first(self) -> str:
-        """The report of the first worker that noticed a failure; empty if there is none yet."""
-        found = [""]
+    def first(self) -> str | None:
+        """The report of the first worker that noticed a failure; None if there is none yet."""
+        return self._ask(lambda store: _read(store, _FIRST_FAILURE), _STORE_SECONDS)
 
-        def read(store: Any) -> None:
-            if store.check([_FIRST_FAILURE]):
-                found[0] = store.get(_FIRST_FAILURE).decode()
+    def of(self, worker: int) -> str | None:
+        """The report that this worker wrote, or writes within a few seconds; None if there is none."""
+        key = f"{_REPORT_OF}/{worker}"
 
-        self._ask(read, _STORE_SECONDS)
-        return found[0]
-
-    def of(self, worker: int) -> str:
-        """The report that this worker wrote, or writes within a few seconds; empty if there is none."""
-        found = [""]
-
-        def read(store: Any) -> None:
-            key = f"{_REPORT_OF}/{worker}"
+        def read(store: Any) -> str | None:
             deadline = time.monotonic() + _CHAIN_SECONDS
             while not store.check([key]) and time.monotonic() < deadline and self.is_alive(worker) is not False:
                 time.sleep(0.05)
-            if store.check([key]):
-                found[0] = store.get(key).decode()
+            return _read(store, key)
 
-        self._ask(read, _CHAIN_SECONDS + _STORE_SECONDS)
-        return found[0]
+        return self._ask(read, _CHAIN_SECONDS + _STORE_SECONDS)
 
     def missing(self) -> tuple[list[int], list[int]]:
         """Call the roll of all workers for a few seconds, and return who does not answer: (gone, alive but silent).
@@ -105,11 +91,6 @@ class FailureReports:
             return False
         return state not in "ZX"  # killed, and not yet reaped by its parent
 
-    def local_rank(self, workers: Sequence[int]) -> int:
-        """Rank of the last of these workers among those on its machine."""
-        machines = [self.processes[worker][0] for worker in workers]
-        return machines.count(machines[-1]) - 1
-
     def tell_launcher(self, *keys: str) -> None:
         """Set keys where `dsgdac launch` reads them; see `launcher_protocol`."""
 
@@ -121,18 +102,23 @@ class FailureReports:
 
         self._ask(write, _STORE_SECONDS)
 
-    def _ask(self, ask: Callable[[Any], None], seconds: float) -> None:
-        """Use the store, in vain if it is gone with the process that kept it."""
-        if self.store is None:
-            return
+    def _ask(self, ask: Callable[[Any], T], seconds: float) -> T | None:
+        """Use the store; None without an answer in time, since it may be gone with the process that kept it."""
+        answers: list[T] = []
 
         def attempt() -> None:
             with contextlib.suppress(Exception):
-                ask(self.store)
+                answers.append(ask(self.store))
 
-        thread = threading.Thread(target=attempt, daemon=True)
-        thread.start()
-        thread.join(seconds)
+        if self.store is not None:
+            thread = threading.Thread(target=attempt, daemon=True)
+            thread.start()
+            thread.join(seconds)
+        return answers[0] if answers else None
+
+
+def _read(store: Any, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def this_machine() -> str:

@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_machine
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED
-from dsgdac_accel.distributed.loss_policy import LossPolicy, OnLoss, StopOnLoss, load_policy
+from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 
@@ -54,7 +53,7 @@ class WorkerGroup:
         self.members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
         self.process_groups = ProcessGroups(device, timeout)
         self.detector = FailureDetector(self.members, timeout)
-        self.policy: LossPolicy = StopOnLoss(self.detector)
+        self.policy = StopOnLoss(self.detector)
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
         self.closed = False
@@ -78,7 +77,7 @@ class WorkerGroup:
             )
         # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
         # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
-        self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.backend == "gloo" else None
+        self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.process_groups.backend == "gloo" else None
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
         self.guarded(self.process_groups.connect, "connecting the workers")
@@ -98,44 +97,17 @@ class WorkerGroup:
         return self.members.size
 
     @property
-    def original_ranks(self) -> list[int]:
-        """Of each worker, by rank: its rank before any worker was lost, by which messages call it."""
-        return self.members.original_ranks
-
-    @property
     def lost(self) -> list[int]:
-        """Original ranks of the workers that were lost."""
+        """Ranks that the lost workers had before any was lost."""
         return self.members.lost
 
     @property
     def local_rank(self) -> int:
         """Rank of this process among those on its machine."""
-        return self.detector.reports.local_rank(self.original_ranks[: self.rank + 1])
+        machines = [self.detector.reports.processes[worker][0] for worker in self.members.original_ranks]
+        return machines[: self.rank].count(machines[self.rank])
 
-    # ---- process groups, and who uses them
-
-    @property
-    def backend(self) -> str:
-        """Backend for parameters: "gloo" or "nccl"."""
-        return self.process_groups.backend
-
-    @property
-    def exchange_group(self) -> Any:
-        """The process group for parameters on their way to neighbors."""
-        return self.process_groups.exchange
-
-    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """A process group of `ranks`, by default of all workers. Collective over ALL workers. Ends with a loss."""
-        return self.process_groups.new(backend, ranks)
-
-    def subgroup(self, members: tuple[int, ...]) -> Any:
-        """The process group of `members`. Collective over ALL workers at the first call for these members."""
-        return self.process_groups.subgroup(members)
-
-    def limit_default_group(self) -> None:
-        """Make collectives on the default process group, such as Accelerate's, give up after `timeout` too."""
-        if self.size > 1:
-            self.process_groups.limit_default_group()
+    # ---- who uses the group
 
     def new_channel(self) -> int:
         """A number that separates the messages of one exchange from another's; the same on all workers."""
@@ -151,8 +123,8 @@ class WorkerGroup:
 
     def registered(self) -> dict[int, Any]:
         """What is registered and still exists, by order of registration, which is the same on all workers."""
-        living = {number: reference() for number, reference in enumerate(self._registered)}
-        return {number: mixer for number, mixer in living.items() if mixer is not None}
+        references = enumerate(self._registered)
+        return {number: mixer for number, reference in references if (mixer := reference()) is not None}
 
     def _drain(self) -> None:
         for mixer in self.registered().values():
@@ -176,11 +148,6 @@ class WorkerGroup:
 
     # ---- lost workers
 
-    @property
-    def on_loss(self) -> str:
-        """Name of the loss policy: "stop" or "continue"."""
-        return self.policy.name
-
     def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
         """Run `communicate`. If another worker is lost in it, raise an error that names that worker and `what`.
 
@@ -203,31 +170,16 @@ class WorkerGroup:
                 raise
             self.policy.handle(failure, error)
 
-    def section(self) -> AbstractContextManager[None]:
-        """Context for work that is shared out among the workers, such as an evaluation. Sections nest.
-
-        If the run continues after a loss, the section ends by WorkersChangedError on all survivors, since part of the
-        work is missing; see `retry_after_loss`.
-        """
-        return self.policy.section()
-
     def retry_after_loss(self, work: Callable[[], T]) -> T:
         """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
         return self.policy.retry_after_loss(work)
 
-    def complete_exchange(self, wait: Callable[[], None]) -> bool:
-        """Wait for a posted exchange. False: a worker was lost in it, the run continues, and the round is dropped.
-
-        Raises WorkersChangedError inside a section, which then starts over.
-        """
-        return self.policy.complete_exchange(wait)
-
     def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every loss, once `rank`, `size` and `original_ranks` are those of the survivors."""
+        """Call `callback` after every loss, once `rank` and `size` are those of the survivors."""
         self._callbacks.append(callback)
 
     def workers_changed(self) -> None:
-        """Call these callbacks; the loss policy does it after a loss."""
+        """Call the callbacks of `when_workers_change`. The loss policy does it after a loss."""
         for callback in self._callbacks:
             callback()
 
@@ -324,24 +276,25 @@ class WorkerGroup:
             dist.all_gather_object(answers, (what, value), group=self.process_groups.control)
             return answers
 
-        answers = self.collective(everyone, what)
+        answers, names = self.collective(everyone, what), self.members.original_ranks
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are at different places: worker {self.original_ranks[0]} in {answers[0][0]}, worker "
-                    f"{self.original_ranks[rank]} in {where}. All of them must take every optimizer step and enter "
-                    f"every `prepare` and `deployed_model`."
+                    f"the workers are at different places: worker {names[0]} in {answers[0][0]}, worker {names[rank]} "
+                    f"in {where}. All of them must take every optimizer step and enter every `prepare` and "
+                    f"`deployed_model`."
                 )
         return [answer for _, answer in answers]
 
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
         """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it."""
         values = self.all_gather_object(value, f"comparing the {what} of all workers")
+        names = self.members.original_ranks
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"all workers must have the same {what}; worker {self.original_ranks[0]} has {_short(values[0])} "
-                    f"and worker {self.original_ranks[rank]} has {_short(other)}.{advice and ' '}{advice}"
+                    f"all workers must have the same {what}; worker {names[0]} has {_short(values[0])} and worker "
+                    f"{names[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector
 
@@ -16,56 +16,53 @@ OnLoss = Literal["stop", "continue"]
 _ENTRY_POINTS = "dsgdac.on_worker_loss"
 
 
-class LossPolicy(Protocol):
-    """What a `WorkerGroup` asks when a worker may be lost; the methods of the same names there say more."""
-
-    name: str
-
-    def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
-        """Raise what the failure means to the caller: WorkerLostError, or WorkersChangedError."""
-
-    def collective(self, run: Callable[[], T], what: str) -> T: ...
-    def section(self) -> AbstractContextManager[None]: ...
-    def retry_after_loss(self, work: Callable[[], T]) -> T: ...
-    def complete_exchange(self, wait: Callable[[], None]) -> bool: ...
-    def cover_collectives(self, accelerator: Any) -> None:
-        """Apply this policy to the collectives of an `accelerate.Accelerator` too."""
-
-
 class StopOnLoss:
-    """A lost worker ends the run on all others by an error that names it. Everything runs once."""
+    """A lost worker ends the run on all others by an error that names it. Everything runs once.
 
-    name = "stop"
+    Another policy overrides every method.
+    """
+
+    name: OnLoss = "stop"
 
     def __init__(self, detector: FailureDetector) -> None:
         self.detector = detector
 
     def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
+        """Raise the error that the failure means to the caller: WorkerLostError or WorkersChangedError."""
         raise self.detector.worker_lost(failure) from error
 
     def collective(self, run: Callable[[], T], what: str) -> T:
+        """Run a collective of all workers; after a loss in it the survivors do it once more if the run continues."""
         return run()
 
     def section(self) -> AbstractContextManager[None]:
+        """Context for work that is shared out among the workers, such as an evaluation. Sections nest.
+
+        If the run continues after a loss, the section ends by WorkersChangedError on all survivors, since part of the
+        work is missing.
+        """
         return nullcontext()
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
         return work()
 
     def complete_exchange(self, wait: Callable[[], None]) -> bool:
+        """Wait for a posted exchange. False: a worker was lost in it, the run continues, and the round is dropped.
+
+        Raises WorkersChangedError inside a section, which then starts over.
+        """
         wait()
         return True
 
     def cover_collectives(self, accelerator: Any) -> None:
-        pass
+        """Apply this policy to the collectives of an `accelerate.Accelerator` too."""
 
 
-def load_policy(on_loss: str) -> Callable[[Any], LossPolicy]:
+def load_policy(on_loss: str) -> Callable[[Any], StopOnLoss]:
     """The policy that a package registered under this name, to be called with the `WorkerGroup`.
 
-    Registered as an entry point, so that the core runs without it.
-
-    Raises ImportError if there is none.
+    Registered as an entry point, so that the core runs without it. Raises ImportError if there is none.
     """
     found = entry_points(group=_ENTRY_POINTS, name=on_loss)
     if not found:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class Members:
-    """The workers of a run, as one of them sees it.
+    """The workers of a run, as one of them sees it. Only a loss policy changes `original_ranks`.
 
     After a loss, ranks are renumbered without gaps. Messages and checkpoints call a worker by its original rank, which
     stays.
@@ -16,19 +14,16 @@ class Members:
         launched: number of workers that were launched.
 
     >>> members = Members(2, launched=4)
-    >>> members.remain((0, 2, 3))
-    >>> members.rank, members.size, members.original_ranks, members.lost
-    (1, 3, [0, 2, 3], [1])
+    >>> members.original_ranks = [0, 2, 3]
+    >>> members.rank, members.size, members.lost
+    (1, 3, [1])
     """
 
     def __init__(self, original_rank: int, launched: int) -> None:
         self.original_rank = original_rank
         self.launched = launched
         self.original_ranks = list(range(launched))
-
-    def remain(self, original_ranks: Sequence[int]) -> None:
-        """Only these workers, in this order, remain."""
-        self.original_ranks = list(original_ranks)
+        """Original rank of each remaining worker, by rank."""
 
     @property
     def rank(self) -> int:

@@ -14,19 +14,16 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from dsgdac_accel.distributed.launcher_protocol import RUN_ID, WAITING
 
 _SCHEME = "dsgdac-restarted"
-_ANNOUNCE_SECONDS = 10.0
 
 
 def announce_waiting() -> None:
     """Tell `dsgdac launch`, if it started this process, that this worker is about to wait for all others."""
     variables = os.environ
-    if variables.get("TORCHELASTIC_RUN_ID") != RUN_ID or int(variables.get("WORLD_SIZE", "1")) == 1:
+    if variables.get("TORCHELASTIC_RUN_ID") != RUN_ID or variables["WORLD_SIZE"] == "1":
         return
     with contextlib.suppress(RuntimeError):  # the process group, which needs the store, reports that it is gone
-        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        store = TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANNOUNCE_SECONDS)
-        )
+        address, port, patience = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), timedelta(seconds=10)
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
         store.set(f"{WAITING}/{variables['RANK']}", "")
 
 

@@ -29,11 +29,7 @@ class SignalReceiver:
     and a run whose DataLoader has lost its processes cannot stop cleanly. So processes that `multiprocessing` forks
     between `open` and `close` end by SIGTERM only from their parent, and ignore the other signals.
 
-    Args:
-        signals: which ones.
-
-    Raises:
-        ValueError, TypeError: no signal is given, or something that is no signal or cannot be caught.
+    Raises ValueError or TypeError if no signal is given, or something that is no signal or cannot be caught.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -137,12 +133,8 @@ def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
     if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
         raise TypeError(f"signals must be a sequence such as (signal.SIGTERM,); got {signals!r}.")
     found = tuple(signals)
-    if not found:
-        raise ValueError("signals must name at least one signal, such as (signal.SIGTERM,); got none.")
-    for number in found:
-        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(
-                f"signals must be signals that a process can catch, such as signal.SIGTERM or signal.SIGUSR1; "
-                f"got {number!r}."
-            )
+    if not found or not {*found} <= signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        raise ValueError(
+            f"signals must name at least one signal that a process can catch, such as signal.SIGTERM; got {found!r}."
+        )
     return tuple(map(signal.Signals, found))

@@ -20,7 +20,6 @@ that names it, or, if the run continues after a loss, stop without it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import uuid
@@ -30,13 +29,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsgdac_accel.distributed.failure_detection import Failure
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
 from dsgdac_accel.distributed.signals import STOP_SIGNALS, SignalReceiver
 
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 20.0  # threads answer within a second or so; launchers kill 30 s after they asked
-_GRACE_SECONDS = 15.0  # after a loss: enough for the roll call and the reports of which the error is made
 _JOIN_SECONDS = 3.0  # the store may be gone with the process that kept it
 
 
@@ -52,11 +51,7 @@ class StoppedBySignal(SystemExit):
 
 
 class StopOnSignals:
-    """Stops all workers of a group after the same step when any one of them gets a signal.
-
-    Args:
-        group: the workers.
-    """
+    """Stops all workers of a group after the same step when any one of them gets a signal."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -70,12 +65,8 @@ class StopOnSignals:
         an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
         themselves. The third signal of a kind takes effect at once.
 
-        Args:
-            signals: which ones; by default SIGTERM and SIGUSR1.
-
-        Raises:
-            ValueError, TypeError: not in the main thread, or signals that cannot be caught.
-            RuntimeError: already inside.
+        Raises ValueError or TypeError outside of the main thread or for signals that cannot be caught, and RuntimeError
+        inside another such context.
         """
         if self._agreement is not None:
             raise RuntimeError("`stop_on_signals` is entered already; once is enough for all of training.")
@@ -115,10 +106,7 @@ class StopOnSignals:
 class StopAgreement:
     """One worker's part in stopping at the same boundary as all others; see the module.
 
-    Args:
-        group: the workers.
-        receiver: of this process's signals, open.
-        word: unique to this run, and the same on all workers.
+    `receiver` is open. `word` is unique to this run, and the same on all workers.
     """
 
     def __init__(self, group: WorkerGroup, receiver: SignalReceiver, word: str) -> None:
@@ -126,12 +114,12 @@ class StopAgreement:
         self.receiver = receiver
         self.reason: str | None = None
         self._prefix = f"dsgdac_accel/stop/{word}"
-        self._workers, self._me = list(group.original_ranks), group.members.original_rank
+        self._workers, self._me = list(group.members.original_ranks), group.members.original_rank
         self._news = threading.Condition()
         self._passed = 0
         self._held = False  # at the next boundary, until S is known
         self._stop_at: int | None = None
-        self._lost: tuple[int, str] | None = None  # a worker that does not answer, and how that shows
+        self._lost: Failure | None = None  # of a worker that does not answer
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if group.size > 1:
@@ -139,15 +127,13 @@ class StopAgreement:
             self._thread = threading.Thread(target=self._listen, name="dsgdac-signals", daemon=True)
             self._thread.start()
 
-    # ---- training
-
     @property
     def reached(self) -> bool:
         """Whether training is at the boundary where all stop."""
         return self._stop_at is not None and self._passed >= self._stop_at
 
     def should_stop(self) -> bool:
-        """Pass a boundary, unless it is the one where all stop; see `StopOnSignals.should_stop`."""
+        """Pass a boundary, unless it is the one where all stop."""
         if self._thread is None and self._stop_at is None and self.receiver.first is not None:
             self.reason, self._stop_at = self.receiver.first.name, self._passed + 1
         with self._news:
@@ -156,12 +142,7 @@ class StopAgreement:
             if self._lost is None:
                 self._passed += 1
                 return self.reached
-        worker, how = self._lost
-
-        def fail() -> bool:
-            raise RuntimeError(how)
-
-        return self.group.guarded(fail, "agreeing on where to stop", peer=self.group.original_ranks.index(worker))
+        raise self.group.detector.worker_lost(self._lost)
 
     def close(self) -> None:
         """Leave: workers that are about to agree need not wait for this one."""
@@ -170,7 +151,7 @@ class StopAgreement:
             self.receiver.wake()
             self._thread.join(_JOIN_SECONDS)
 
-    # ---- the thread that listens
+    # ---- in the thread that listens
 
     def _listen(self) -> None:
         try:
@@ -181,11 +162,13 @@ class StopAgreement:
                 self._decide()
         except Exception as error:
             # The store is gone with the process that kept it. Training continues, or ends by errors of its own.
-            self._give_up()
-            if not (self._leaving.is_set() or isinstance(error, RuntimeError | OSError)):
-                raise  # a mistake of ours
-        if self._lost is not None:
-            self._end_if_stuck()
+            self._release()
+            if not self._leaving.is_set():
+                self.receiver.deaf = True
+                if self.receiver.first is not None:
+                    os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
+                if not isinstance(error, RuntimeError | OSError):
+                    raise  # a mistake of ours
 
     def _request(self) -> str | None:
         """Wait for a signal to any worker; None if this one leaves before."""
@@ -210,17 +193,20 @@ class StopAgreement:
         passed: dict[int, int] = {}
         waited_for = list(self._workers)
         deadline = time.monotonic() + min(_ANSWER_SECONDS, self.group.timeout)
+        members, reports = self.group.members, self.group.detector.reports
         while waited_for and not self._leaving.is_set():
             for worker in list(waited_for):
                 # Before looking: what a dead worker has not written by then it never will.
-                dead, late = self._is_dead(worker), time.monotonic() > deadline
+                dead = worker not in members.original_ranks or reports.is_alive(worker) is False
+                late = time.monotonic() > deadline
                 if self._store.check([f"{self._prefix}/passed/{worker}"]):
                     passed[worker] = int(self._store.get(f"{self._prefix}/passed/{worker}"))
                 elif not (dead or late):
                     continue
-                elif self.group.on_loss == "stop":
+                elif self.group.policy.name == "stop":
                     how = "connection lost: the process is gone" if dead else "timed out: no answer to a signal"
-                    return self._release(lost=(worker, how))
+                    what = f"agreeing on where to stop at step {self.group.steps_taken}"
+                    return self._release(lost=Failure(what, how, worker))
                 waited_for.remove(worker)
             if waited_for:
                 self.receiver.wait(_POLL_SECONDS / 5)
@@ -229,42 +215,11 @@ class StopAgreement:
         mine = str(1 + max(passed.values()))
         return self._release(stop_at=int(self._store.compare_set(f"{self._prefix}/stop_at", "", mine)))
 
-    def _is_dead(self, worker: int) -> bool:
-        return worker not in self.group.original_ranks or self.group.detector.reports.is_alive(worker) is False
-
-    def _release(self, stop_at: int | None = None, lost: tuple[int, str] | None = None) -> None:
+    def _release(self, stop_at: int | None = None, lost: Failure | None = None) -> None:
         """Let training continue to where it stops."""
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False
             self._news.notify_all()
-
-    def _give_up(self) -> None:
-        self._release()
-        if self._leaving.is_set():
-            return
-        self.receiver.deaf = True
-        if self.receiver.first is not None:
-            os.kill(os.getpid(), self.receiver.first)  # nobody can agree, so it takes its usual effect now
-
-    def _end_if_stuck(self) -> None:
-        """End a process that got a signal, and whose training waits for a lost worker where no error is raised.
-
-        A GPU that waits for a lost worker is an example. Without a handler the signal would have ended it at once.
-        """
-        assert self._lost is not None
-        since: float | None = None
-        while not self._leaving.is_set():
-            if self.receiver.first is not None:
-                since = time.monotonic() if since is None else since
-                if time.monotonic() - since > _GRACE_SECONDS:
-                    worker, how = self._lost
-                    message = (
-                        f"error: worker {self._me} got {self.receiver.first.name}, and worker {worker} was lost "
-                        f"({how}). Training raised no error within {_GRACE_SECONDS:g} s, so the process ends here."
-                    )
-                    print(message, file=sys.stderr, flush=True)
-                    os._exit(1)
-            self.receiver.wait(1.0)
 
 
 def _own_client(store: Any) -> Any:

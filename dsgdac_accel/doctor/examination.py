@@ -90,7 +90,7 @@ def _count_workers(accelerator: Any, group: WorkerGroup) -> Finding:
     count = group.size * per_process
     if count == 1:
         return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
-    backend = f", {group.backend}" if group.size > 1 else ""
+    backend = f", {group.process_groups.backend}" if group.size > 1 else ""
     return Finding("ok", "workers", f"{count} ({group.size} processes x {per_process}), {group.device.type}{backend}")
 
 

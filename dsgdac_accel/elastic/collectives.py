@@ -26,32 +26,26 @@ def repeat_collectives(accelerator: Any, group: WorkerGroup) -> None:
         accelerator: whose methods are replaced, on this instance only.
         group: its workers.
     """
-    repeater = _Repeater(group)
-    for name in _REPEATED:
-        setattr(accelerator, name, repeater.repeated(getattr(accelerator, name)))
-    accelerator.main_process_first = _goes_first(accelerator, "is_main_process")
-    accelerator.local_main_process_first = _goes_first(accelerator, "is_local_main_process")
+    running = False  # a collective that runs inside another is repeated with it
 
-
-class _Repeater:
-    """Wraps collectives; one that runs inside another is repeated with it."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-        self._running = False
-
-    def repeated(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if self.group.size == 1 or self.group.closed or self._running:
+            nonlocal running
+            if group.size == 1 or group.closed or running:
                 return method(*args, **kwargs)
-            self._running = True
+            running = True
             try:
-                return self.group.collective(lambda: method(*args, **kwargs), f"`{method.__name__}`", strict=True)
+                return group.collective(lambda: method(*args, **kwargs), f"`{method.__name__}`", strict=True)
             finally:
-                self._running = False
+                running = False
 
         return collective
+
+    for name in _REPEATED:
+        setattr(accelerator, name, repeated(getattr(accelerator, name)))
+    accelerator.main_process_first = _goes_first(accelerator, "is_main_process")
+    accelerator.local_main_process_first = _goes_first(accelerator, "is_local_main_process")
 
 
 def _goes_first(accelerator: Any, is_first: str) -> Callable[[], AbstractContextManager[None]]:

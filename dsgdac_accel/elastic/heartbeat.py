@@ -17,10 +17,6 @@ class Heartbeat:
 
     A thread changes a value in the store again and again. It keeps running while the worker waits in the transport, and
     stops with the process, so that a slow worker can be told from a hanging one, on another machine too.
-
-    Args:
-        store: the rendezvous store.
-        me: original rank of this worker.
     """
 
     def __init__(self, store: Any, me: int) -> None:

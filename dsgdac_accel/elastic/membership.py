@@ -1,8 +1,9 @@
 """Which workers survive a loss, and how far they are: one answer for all survivors, agreed on in the store.
 
 No connection between the workers can be trusted after a loss, so the survivors use the rendezvous store. Each writes
-that it is present, and its progress. The first that finds nobody else worth waiting for proposes the answer. The store
-keeps only the first proposal, and a worker that is not in it has been given up by the others and must end.
+its progress, which also says that it is present. The first that finds nobody else worth waiting for proposes the
+survivors. The store keeps only the first proposal, and a worker that is not in it has been given up by the others and
+must end.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from dsgdac_accel.distributed.failure_reports import FailureReports
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 4.0
@@ -40,12 +42,10 @@ class Agreement:
 
 
 def agree(
-    store: Any,
+    reports: FailureReports,
     prefix: str,
-    me: int,
     members: Sequence[int],
     progress: Progress,
-    is_alive: Callable[[int], bool | None],
     timeout: float,
     accused: Collection[int] = (),
     beats: Callable[[int], bool] = lambda worker: False,
@@ -53,12 +53,10 @@ def agree(
     """Agree with the other survivors on who survives.
 
     Args:
-        store: the rendezvous store.
+        reports: of this worker; has the store, and knows which workers are alive.
         prefix: of the keys; a new one for each agreement.
-        me: original rank of this worker.
         members: original ranks of all workers until now, in order.
         progress: of this worker.
-        is_alive: whether the process of a worker exists; None if that cannot be seen from here.
         timeout: seconds within which each survivor comes here; it may have been busy, and notice the loss late.
         accused: workers that this one waited for in vain. They are given up after a few seconds.
         beats: whether a worker's heartbeat is seen. Such a worker is waited for, however long it takes.
@@ -66,16 +64,17 @@ def agree(
     Returns:
         The same on all survivors; None on a worker that the others have given up.
     """
+    store, me = reports.store, reports.me
     for worker in accused:
         store.set(f"{prefix}/accused/{worker}", "")
-    store.set(f"{prefix}/present/{me}", json.dumps(asdict(progress)))
-    decision = f"{prefix}/decision"
+    mine = [list(progress.steps.items()), progress.collectives, progress.sections]
+    store.set(f"{prefix}/present/{me}", json.dumps(mine))
     started = time.monotonic()
     accused_since: dict[int, float] = {}
 
     def may_come(worker: int) -> bool:
         now = time.monotonic()
-        if is_alive(worker) is False:
+        if reports.is_alive(worker) is False:
             return False
         if beats(worker):
             return True
@@ -85,30 +84,20 @@ def agree(
             return now < accused_since.setdefault(worker, now) + _GRACE_SECONDS
         return True
 
-    while not store.check([decision]):
+    while not store.check([f"{prefix}/decision"]):
         missing = [worker for worker in members if not store.check([f"{prefix}/present/{worker}"])]
         if not any(may_come(worker) for worker in missing):
             present = [worker for worker in members if worker not in missing]
-            of_all = [_read(store.get(f"{prefix}/present/{worker}")) for worker in present]
-            proposal = {"members": present, "furthest": asdict(_furthest(of_all))}
-            store.compare_set(decision, "", json.dumps(proposal))
+            store.compare_set(f"{prefix}/decision", "", json.dumps(present))
             break
         time.sleep(_POLL_SECONDS)
-    decided = json.loads(store.get(decision))
-    agreed = Agreement(tuple(decided["members"]), _read(json.dumps(decided["furthest"])))
-    return agreed if me in agreed.members else None
-
-
-def _furthest(of_all: Sequence[Progress]) -> Progress:
-    mixers = sorted({mixer for progress in of_all for mixer in progress.steps})
-    return Progress(
-        {mixer: max(progress.steps.get(mixer, 0) for progress in of_all) for mixer in mixers},
-        max(progress.collectives for progress in of_all),
-        max(progress.sections for progress in of_all),
-    )
-
-
-def _read(text: str | bytes) -> Progress:
-    values = json.loads(text)
-    values["steps"] = {int(mixer): step for mixer, step in values["steps"].items()}
-    return Progress(**values)
+    survivors = tuple(json.loads(store.get(f"{prefix}/decision")))
+    if me not in survivors:
+        return None
+    steps: dict[int, int] = {}
+    collectives = sections = 0
+    for worker in survivors:
+        of_mixers, of_collectives, of_sections = json.loads(store.get(f"{prefix}/present/{worker}"))
+        steps |= {mixer: max(step, steps.get(mixer, 0)) for mixer, step in of_mixers}
+        collectives, sections = max(collectives, of_collectives), max(sections, of_sections)
+    return Agreement(survivors, Progress(steps, collectives, sections))

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from dsgdac_accel.distributed.failure_detection import Failure, WorkerLostError, WorkersChangedError, short_cause
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_protocol import DROPPED
+from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss
 from dsgdac_accel.elastic.collectives import repeat_collectives
 from dsgdac_accel.elastic.heartbeat import Heartbeat
 from dsgdac_accel.elastic.membership import Agreement, Progress, agree
@@ -41,19 +43,17 @@ connecting may need longer than the first of these.
 """
 
 
-class ContinueWithSurvivors:
+class ContinueWithSurvivors(StopOnLoss):
     """The loss policy "continue". After a loss it changes the group's members and process groups.
-
-    Args:
-        group: the workers; CPU only.
 
     Raises ValueError for a group that uses NCCL.
     """
 
-    name = "continue"
+    name: OnLoss = "continue"
 
     def __init__(self, group: WorkerGroup) -> None:
-        if group.backend == "nccl":
+        super().__init__(group.detector)
+        if group.process_groups.backend == "nccl":
             raise ValueError(
                 "on_worker_loss='continue' is for CPU workers (gloo): with NCCL, a lost worker leaves kernels waiting "
                 "on the GPU, and a watchdog ends the process. Use 'stop', and resume from a checkpoint."
@@ -101,7 +101,6 @@ class ContinueWithSurvivors:
             self._open_sections -= 1
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """Do `work` as a section, again after every loss in it."""
         while True:
             try:
                 with self.section():
@@ -112,7 +111,6 @@ class ContinueWithSurvivors:
                 logger.info("starting over: %s", change)
 
     def complete_exchange(self, wait: Callable[[], None]) -> bool:
-        """Wait; False after a loss, outside of a section."""
         try:
             wait()
             return True
@@ -121,7 +119,6 @@ class ContinueWithSurvivors:
             return False
 
     def cover_collectives(self, accelerator: Any) -> None:
-        """Let the survivors repeat Accelerate's own collectives too."""
         repeat_collectives(accelerator, self.group)
 
     def _raise_inside_section(self, change: WorkersChangedError) -> None:
@@ -134,21 +131,21 @@ class ContinueWithSurvivors:
     def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
         """Reconnect the survivors, and raise WorkersChangedError."""
         if self._reconnecting:
-            raise self.group.detector.worker_lost(failure) from error
+            super().handle(failure, error)
         _forget_frames(error)  # their variables keep connections open that the other survivors must see closed
         raise self._recover(failure) from None
 
     def _recover(self, failure: Failure) -> WorkersChangedError:
         """Agree with the other survivors, and connect to them. Everything under way here is given up."""
-        group = self.group
-        reports, me, before = group.detector.reports, group.members.original_rank, list(group.original_ranks)
+        group, members, reports = self.group, self.group.members, self.detector.reports
+        before = list(members.original_ranks)
         accused = [] if failure.peer is None else [failure.peer]
         if accused and not failure.is_silence and reports.is_alive(accused[0]):
             accused = []  # its connection broke, and it may only be late to notice
         mixers = group.registered()
         self._reconnecting = True
         try:
-            with Heartbeat(reports.store, me) as heartbeat:
+            with Heartbeat(reports.store, members.original_rank) as heartbeat:
                 attempts = 0
                 while True:
                     self.generation += 1
@@ -164,20 +161,16 @@ class ContinueWithSurvivors:
                     accused, attempts = [], attempts + 1
                     if attempts == len(_CONNECT_SECONDS):
                         raise WorkerLostError(
-                            f"worker {me}: a worker was lost in {failure.what}, and the {group.size} survivors could "
-                            f"not connect to each other in {attempts} attempts ({trouble}). Resume from a checkpoint."
+                            f"worker {members.original_rank}: a worker was lost in {failure.what}, and the "
+                            f"{group.size} survivors could not connect to each other in {attempts} attempts "
+                            f"({trouble}). Resume from a checkpoint."
                         )
         finally:
             self._reconnecting = False
-        return self._announce(failure, before)
-
-    def _announce(self, failure: Failure, before: list[int]) -> WorkersChangedError:
-        """Tell everyone concerned that the survivors train on."""
-        group = self.group
-        lost = [worker for worker in before if worker not in group.original_ranks]
-        group.detector.reports.tell_launcher(*(f"{DROPPED}/{worker}" for worker in lost))
+        lost = [worker for worker in before if worker not in members.original_ranks]
+        reports.tell_launcher(*(f"{DROPPED}/{worker}" for worker in lost))
         who = f"worker {', '.join(map(str, lost))} was lost" if lost else "a connection was lost"
-        survivors = f"{group.size} of {len(before)} workers continue: {', '.join(map(str, group.original_ranks))}"
+        survivors = f"{group.size} of {len(before)} workers continue: {', '.join(map(str, members.original_ranks))}"
         message = f"{who} in {failure.what} ({failure.cause}); {survivors}"
         if group.rank == 0:
             logger.warning("%s", message)
@@ -185,21 +178,12 @@ class ContinueWithSurvivors:
         return WorkersChangedError(f"{message}. Do the same work once more.")
 
     def _agree(self, failure: Failure, mixers: dict[int, Any], accused: list[int], heartbeat: Heartbeat) -> Agreement:
-        group, reports = self.group, self.group.detector.reports
-        me = group.members.original_rank
+        members, reports = self.group.members, self.detector.reports
+        me = members.original_rank
         progress = Progress({number: mixer.step for number, mixer in mixers.items()}, self._collectives, self._sections)
         try:
-            agreed = agree(
-                reports.store,
-                f"dsgdac_accel/survivors/{self.generation}",
-                me,
-                group.original_ranks,
-                progress,
-                reports.is_alive,
-                group.timeout,
-                accused,
-                heartbeat.seen_from,
-            )
+            prefix, timeout = f"dsgdac_accel/survivors/{self.generation}", self.group.timeout
+            agreed = agree(reports, prefix, members.original_ranks, progress, timeout, accused, heartbeat.seen_from)
         except (RuntimeError, OSError) as error:
             raise WorkerLostError(
                 f"worker {me}: a worker was lost in {failure.what} ({failure.cause}), and the rendezvous store is gone "
@@ -215,34 +199,36 @@ class ContinueWithSurvivors:
 
     def _reconnect(self, agreed: Agreement, mixers: dict[int, Any], heartbeat: Heartbeat, seconds: float) -> str:
         """Connect the survivors. Returns why it failed, mostly since another one was lost; empty if it did not."""
-        group, groups, reports = self.group, self.group.process_groups, self.group.detector.reports
-        group.members.remain(agreed.members)
+        group, groups, reports = self.group, self.group.process_groups, self.detector.reports
+        group.members.original_ranks = list(agreed.members)
         self._furthest = agreed.furthest
         prefix, began = f"dsgdac_accel/generation/{self.generation}", time.monotonic()
         failed = f"{prefix}/failed"
 
         def in_vain() -> str:
             gone = [worker for worker in agreed.members if reports.is_alive(worker) is False]
-            if gone or not self._reconnecting:  # once connected, nobody beats any more
-                return f"worker {gone[0]} was lost" if gone else ""
+            if gone:
+                return f"worker {gone[0]} was lost"
+            if not self._reconnecting:  # once connected, nobody beats any more
+                return ""
             if reports.store.check([failed]):
                 return "another worker could not connect"
             silent = [worker for worker in agreed.members if heartbeat.missed_since(began, worker)]
             return f"worker {silent[0]} does not answer" if silent else ""
 
         try:
-            with groups.connecting_within(seconds):
-                self._store = WatchedStore(reports.store, prefix, in_vain, group.timeout)
-                dist.init_process_group(
-                    "gloo", store=self._store, rank=group.rank, world_size=group.size, timeout=groups.connect_timeout
-                )
-                if group.size > 1:
-                    groups.connect()
-                for number, mixer in mixers.items():
-                    mixer.regroup(agreed.furthest.steps.get(number, mixer.step))
-                groups.limit_all()
-                if group.size > 1:
-                    dist.barrier(group=groups.control)
+            groups.limit = timedelta(seconds=min(seconds, group.timeout))
+            self._store = WatchedStore(reports.store, prefix, in_vain, group.timeout)
+            dist.init_process_group(
+                "gloo", store=self._store, rank=group.rank, world_size=group.size, timeout=groups.limit
+            )
+            if group.size > 1:
+                groups.connect()
+            for number, mixer in mixers.items():
+                mixer.regroup(agreed.furthest.steps.get(number, mixer.step))
+            groups.limit_all(timedelta(seconds=group.timeout))
+            if group.size > 1:
+                dist.barrier(group=groups.control)
         except RuntimeError as error:
             trouble = short_cause(error) or type(error).__name__
             _forget_frames(error)

@@ -13,15 +13,10 @@ _POLL_SECONDS = 0.02
 
 
 class WatchedStore(dist.Store):
-    """A store in which a wait fails as soon as it is in vain.
+    """A store in which a wait fails as soon as it is in vain: once `in_vain()` returns a reason.
 
-    torch and gloo would wait for a worker that dies while connecting until their timeouts, several in a row.
-
-    Args:
-        store: the rendezvous store.
-        prefix: of the keys.
-        in_vain: why the workers that are waited for cannot all come; empty as long as they can.
-        timeout: seconds after which a wait fails in any case, in place of the timeouts it is called with.
+    torch and gloo would wait for a worker that dies while connecting until their timeouts, several in a row. `timeout`,
+    in seconds, replaces the timeouts that waits are called with.
     """
 
     def __init__(self, store: Any, prefix: str, in_vain: Callable[[], str], timeout: float) -> None:
@@ -43,30 +38,24 @@ class WatchedStore(dist.Store):
             time.sleep(_POLL_SECONDS / 4)
 
     def get(self, key: str) -> bytes:
-        """The value, once it exists."""
+        """The value, once it exists. All other methods are the store's own."""
         self.wait([key])
         return self._store.get(key)
 
     def set(self, key: str, value: Any) -> None:
-        """As in any store; so are the following."""
         self._store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Increase a counter."""
         return self._store.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        """Set the key unless another worker has."""
         return self._store.compare_set(key, expected, wanted)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether these keys exist."""
         return self._store.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it existed."""
         return self._store.delete_key(key)
 
     def has_extended_api(self) -> bool:
-        """False: keys are read one by one."""
-        return False
+        return False  # keys are read one by one

@@ -1,63 +1,38 @@
-"""The worker processes of a launch. None of them, nor what they start, outlives the launcher, however it ends."""
+"""One worker process of a launch. What it starts does not outlive it, and nothing outlives the launcher."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-_PR_SET_PDEATHSIG = 1
-_GUARD = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    groups ^= {int(line)}
-for leader in groups:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except OSError:
-        pass
-"""
-"""Reads the id of each process group when it starts and again when it has ended, and kills the rest at the end."""
+from collections.abc import Sequence
 
 
 class Worker:
-    """One worker process, in a process group of its own.
+    """A process of `python ARGUMENTS`. It shares a process group with the processes that it starts and with a guard.
 
-    Args:
-        rank: of the worker.
-        arguments: of Python.
-        variables: its environment.
-        guard: from `guard()`; kills the process group if the launcher ends first.
+    The guard is a shell that waits for the end of its input, which comes with the end of the launcher, and then kills
+    the group. As leader of the group it also keeps the group's id from being used again.
     """
 
-    def __init__(self, rank: int, arguments: Sequence[str], variables: dict[str, str], guard: Any) -> None:
+    def __init__(self, rank: int, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self.rank = rank
         self.status: int | None = None
         """How it ended, as in `subprocess`: negative for a signal. None while it runs."""
-        self._guard = guard
+        # A terminal, batch system or library may send signals to the whole group.
+        command = ["sh", "-c", "trap '' HUP INT QUIT TERM USR1 USR2; read _; kill -KILL 0"]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        command = [sys.executable, "-u", *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-u", *arguments],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-            preexec_fn=_die_with(os.getpid()),
+            command, env=variables, stdin=subprocess.DEVNULL, process_group=self._guard.pid
         )
-        self._tell_guard()
 
     def has_ended(self) -> bool:
         """Whether it has ended since the last call. If so, the processes that it started are killed."""
-        if self.status is not None:
+        if self.status is not None or self._process.poll() is None:
             return False
-        # Not reaped yet, so that the id of its process group cannot be another's.
-        if not os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return False
-        self._reap()
+        self.end()
         return True
 
     def send(self, number: int) -> None:
@@ -68,45 +43,11 @@ class Worker:
     def kill(self) -> None:
         """Kill the worker and the processes that it started."""
         if self.status is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._guard.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it if it still runs, and wait."""
+        """Kill what still runs, and wait for it."""
         if self.status is None:
-            self._reap()
-
-    def _reap(self) -> None:
-        self.kill()
-        self._tell_guard()
-        self.status = self._process.wait()
-
-    def _tell_guard(self) -> None:
-        with contextlib.suppress(OSError):  # somebody ended it
-            self._guard.stdin.write(f"{self._process.pid}\n".encode())
-            self._guard.stdin.flush()
-
-
-@contextlib.contextmanager
-def guard() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that outlives the launcher for as long as it takes to kill what the workers started.
-
-    The kernel ends the workers with the launcher, but not the workers' own processes. The guard's input ends with the
-    launcher.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
-    ) as process:
-        yield process
-
-
-def _die_with(launcher: int) -> Callable[[], None]:
-    """Called in the new process: the kernel kills it when the launcher ends."""
-    control = ctypes.CDLL(None).prctl  # looked up here: a forked process should do as little as possible
-
-    def bind() -> None:
-        control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it ended before the kernel knew
-            os._exit(1)
-
-    return bind
+            self.kill()
+            self._guard.communicate()
+            self.status = self._process.wait()

@@ -218,7 +218,7 @@ class GossipCallback(TrainerCallback):
     def _adopt_accelerator(self) -> None:
         GossipAccelerator.adopt(self.trainer.accelerator, self.config)
         # The Trainer gathers losses and predictions on the default process group.
-        self._group.limit_default_group()
+        self._group.process_groups.limit_default_group()
 
     def _create_accelerator(self, original: Callable[[], None]) -> None:
         """Adopt the new Accelerator that a hyperparameter search creates for each trial."""

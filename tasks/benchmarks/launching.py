@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from dsgdac_accel import WorkerGroup, WorkerLostError
 from dsgdac_accel.elastic.launch import launch
-from dsgdac_accel.elastic.launch_plan import Launch
 from dsgdac_accel.topology import Topology, build_topology
 from tasks.benchmarks import LAUNCHED
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig
@@ -82,7 +81,7 @@ def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
         if config.network is not None:
             os.environ["ACCELERATE_USE_CPU"] = "true"
             os.environ[_RELAY] = str(ended.enter_context(_relay_for(config.network)))
-        status = launch(Launch(command=command, workers=config.workers, stop_on_failure=True))
+        status = launch(command, config.workers, stop_on_failure=True)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     return status

@@ -45,7 +45,7 @@ class StepLoss:
     def local(self, of_workers: NDArray) -> NDArray:
         """Select this process's workers: (..., workers of the launch) to (..., local workers)."""
         count, group = self.accelerator.workers_per_process, self.accelerator.group
-        first = count * group.original_ranks[group.rank]  # the plan was made before any worker was lost
+        first = count * group.members.original_ranks[group.rank]  # the plan was made before any worker was lost
         return of_workers[..., first : first + count]
 
     def _token_scales(self) -> NDArray:

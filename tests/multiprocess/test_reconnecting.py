@@ -105,7 +105,7 @@ def train(rank, first, second, disturb, timeout=30.0):
     gc.collect()
     dist.barrier(dist.new_group())  # the user can make new groups
     return (
-        (accelerator.group.original_ranks, accelerator.group.lost, radius),
+        (accelerator.group.members.original_ranks, accelerator.group.lost, radius),
         longest,
         accelerator.group.policy.generation,
     )

@@ -37,7 +37,7 @@ def begin(rank: int, make, **options):
 
 def take_step(accelerator, model, optimizer, number: int) -> None:
     here = accelerator.workers_per_process
-    first = here * accelerator.group.original_ranks[accelerator.group.rank]
+    first = here * accelerator.group.members.original_ranks[accelerator.group.rank]
     x = torch.cat([inputs(worker, number) for worker in range(first, first + here)])
     accelerator.backward((model(x) - 1).square().mean())
     optimizer.step()

@@ -291,7 +291,7 @@ def test_handlers_are_set_in_the_main_thread_only():
     [
         ((), ValueError, "at least one signal"),
         ((signal.SIGKILL,), ValueError, "that a process can catch"),
-        ((1000,), ValueError, "got 1000"),
+        ((1000,), ValueError, r"got \(1000,\)"),
         ("SIGTERM", TypeError, "sequence such as"),
         (signal.SIGTERM, TypeError, "sequence such as"),
     ],

@@ -96,7 +96,8 @@ def train(rank, case, folder, config):
     parameters = [[p.detach().clone() for p in flat.parameters] for flat in mixer.flats]
     return {
         "parameters": parameters, "average": average, "skipped_steps": mixer.skipped_steps,
-        "mixes_from": mixer._mixes_from, "numbers": group.original_ranks, "evaluations": evaluations, "gammas": gammas,
+        "mixes_from": mixer._mixes_from, "numbers": group.members.original_ranks, "evaluations": evaluations,
+        "gammas": gammas,
         "saved": saved and saved.name, "communications": counted and counted[0], "main": accelerator.is_main_process,
         "steps": mixer.step,
     }  # fmt: skip
@@ -222,7 +223,8 @@ def train_on(rank, case, lost, at):
         optimizer.step()
         optimizer.zero_grad()
     radius = accelerator.measure_consensus()["gossip/radius"]
-    return accelerator.group.original_ranks, accelerator.group.lost, accelerator.gossip_steps[0].mixer.step, radius
+    members = accelerator.group.members
+    return members.original_ranks, members.lost, accelerator.gossip_steps[0].mixer.step, radius
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dsgdac_accel.distributed.members import Members
 from tasks.translation.batches import IGNORED, TokenBatches
 from tasks.translation.config import TranslationConfig
 from tasks.translation.step_loss import StepLoss
@@ -45,7 +46,7 @@ def plan(per_process):
 
 def backpropagated(algorithm, rank, per_process):
     """What a process leaves in the gradient after one step, and the summed loss that it reports."""
-    group = SimpleNamespace(original_ranks=list(range(WORKERS // per_process)), rank=rank)
+    group = SimpleNamespace(members=Members(rank, WORKERS // per_process), rank=rank)
     accelerator = SimpleNamespace(workers_per_process=per_process, num_processes=WORKERS // per_process, group=group)
     config = TranslationConfig(algorithm=algorithm, gradient_accumulation_steps=ACCUMULATION, label_smoothing=SMOOTHING)
     batches, model = plan(per_process), Model()
@@ -100,7 +101,7 @@ def test_one_process_of_all_workers_descends_the_same_synchronous_mean():
 
 def test_virtual_workers_are_weighted_by_their_share_of_the_batch():
     """VirtualWorkers divides a worker's gradient by that share again."""
-    group = SimpleNamespace(original_ranks=[0], rank=0)
+    group = SimpleNamespace(members=Members(0, 1), rank=0)
     accelerator = SimpleNamespace(workers_per_process=WORKERS, num_processes=1, group=group)
     config = TranslationConfig(algorithm="dadam_ac", gradient_accumulation_steps=ACCUMULATION)
     batches = plan(WORKERS)

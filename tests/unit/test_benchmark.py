@@ -522,17 +522,17 @@ def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
     assert launching.must_launch(config)
     launched = []
 
-    def fake(plan):
+    def fake(command, workers, stop_on_failure):
         client = RelayClient(int(os.environ[launching._RELAY]))
-        launched.append((plan.workers, plan.command, client.counters().bytes_sent))
+        launched.append((workers, command, stop_on_failure, client.counters().bytes_sent))
         client.close()
         return 7
 
     monkeypatch.setattr(launching, "launch", fake)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert launching.launch_workers(config, [str(Path(__file__)), "--x"]) == 7
-    assert launched == [(3, [str(Path(__file__)), "--x"], {})]
-    monkeypatch.setattr(launching, "launch", lambda plan: 130)
+    assert launched == [(3, [str(Path(__file__)), "--x"], True, {})]
+    monkeypatch.setattr(launching, "launch", lambda *_, **__: 130)
     with pytest.raises(KeyboardInterrupt):
         launching.launch_workers(config, [str(Path(__file__))])
     monkeypatch.setenv("RANK", "0")

@@ -49,7 +49,7 @@ def test_a_failure_names_what_was_going_on_with_its_step_once():
 
 def test_a_peer_is_called_by_its_rank_before_any_loss():
     one = detector(me=1)
-    one.members.remain([1, 3])
+    one.members.original_ranks = [1, 3]
     assert one.failure_in(RuntimeError(CLOSED), "evaluating", 7, peer=1).peer == 3
 
 
@@ -70,7 +70,7 @@ def test_silence_is_told_from_death_and_has_a_way_out_of_its_own():
 
 def test_a_barrier_names_the_workers_that_did_not_come_by_their_original_ranks():
     one = detector()
-    one.members.remain([0, 2, 3])
+    one.members.original_ranks = [0, 2, 3]
     failure = Failure("averaging the workers at step 5", "Ranks 1, 2 failed to pass monitoredBarrier in 3000 ms")
     message = str(one.worker_lost(failure))
     assert "workers 2, 3 did not answer within 3 s in averaging the workers at step 5" in message

@@ -2,20 +2,18 @@
 
 import os
 import signal
-import socket
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from dsgdac_accel.cli import main
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED, DROPPED, EXIT_STOPPED, WAITING
 from dsgdac_accel.distributed.rendezvous import init_method_after_restart
 from dsgdac_accel.elastic import launch as launcher
-from dsgdac_accel.elastic.launch_plan import Launch
 from dsgdac_accel.elastic.worker_process import Worker
 from tests.workers import fork
 
@@ -50,7 +48,7 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 class Command:
-    """`dsgdac launch WORDS`, or the launch of a `plan`, in a forked process."""
+    """`dsgdac launch WORDS`, or `launch(**plan)`, in a forked process."""
 
     def __init__(self, folder, *words, script=None, plan=None, **variables):
         self.output = folder / f"output{time.monotonic_ns()}"
@@ -91,7 +89,7 @@ def _launch(words, folder, output, variables, plan):
     launcher._GRACE_SECONDS = float(variables.pop("GRACE_SECONDS", launcher._GRACE_SECONDS))
     os.environ.update(variables)
     try:
-        status = launcher.launch(Launch(**plan)) if plan else main(words)
+        status = launcher.launch(**plan) if plan else main(words)
     except SystemExit as end:
         status = end.code
     sys.stdout.flush()
@@ -122,12 +120,6 @@ def is_gone(process, seconds=5):
             return True
         time.sleep(0.02)
     return False
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ---- the environment of workers
@@ -397,17 +389,12 @@ def test_restarted_workers_of_one_machine_use_a_prefix_of_their_own(monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", 0, "script.py"], "workers must be at least 1; got 0"),
-        (["-n", 99999999, "script.py"], "workers must be at most 1024"),
+        (["-n", 0, "script.py"], "workers must be in 1..1024, since each is a process here; got 0"),
+        (["-n", 99999999, "script.py"], "got 99999999. For more, let each process hold several: gossip."),
         (["-n", 1], "name the script"),
         (["-n", 1, "nothing.py"], "there is no script nothing.py in"),
         (["-n", 1, "."], "there is no script . in"),
         (["-n", 1, "-m", "nothing.here"], "there is no module nothing.here"),
-        (["-n", 1, "--machines", 2, "script.py"], "2 machines need the address HOST:PORT"),
-        (["-n", 1, "--machines", 2, "--address", "node0", "script.py"], "HOST:PORT, such as node0:29500; got 'node0'"),
-        (["-n", 1, "--machines", 2, "--address", "node0:0", "script.py"], "got 'node0:0'"),
-        (["-n", 1, "--address", "node0:70000", "script.py"], "got 'node0:70000'"),
-        (["-n", 1, "--machine-index", 1, "script.py"], "the machine index must be in 0..0; got 1"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -417,16 +404,6 @@ def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, words,
     error = capsys.readouterr().err
     assert message in error
     assert (error.count("\n"), error.startswith("error: ")) == (1, True)
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert main(["launch", "-n", "1", "--address", f"127.0.0.1:{port}", "script.py"]) == 2
-    error = capsys.readouterr().err
-    assert (f"port {port} cannot be used" in error, error.count("\n")) == (True, 1)
 
 
 # ---- with torch
@@ -459,45 +436,9 @@ def test_survivors_of_worker_0_still_have_the_store(tmp_path):
     assert "finished without worker 0" in out
 
 
-CONNECT = """
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.tensor([10.0 ** rank])
-    dist.all_reduce(total)
-    print("rank", rank, "local", os.environ["LOCAL_RANK"], "sum", total.item())
-    time.sleep(rank)
-    dist.get_world_size(), dist.distributed_c10d._get_default_store().set("late", "still there")
-    print("late", rank)
-    """
-
-
-def test_two_machines_connect_and_the_first_one_stays_until_the_other_is_done(tmp_path):
-    words = ["-n", 1, "--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
-    second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=CONNECT, GLOO_SOCKET_IFNAME="lo")
-    first = Command(tmp_path, *words, "--machine-index", 0, "script.py", GLOO_SOCKET_IFNAME="lo")
-    assert first.end() == (0, "rank 0 local 0 sum 11.0\nlate 0\n")
-    assert second.end() == (0, "rank 1 local 0 sum 11.0\nlate 1\n")
-
-
-def test_machines_with_different_plans_are_refused(tmp_path):
-    words = ["--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
-    first = Command(tmp_path, "-n", 1, *words, "script.py", script=HANG)
-    first.await_workers(0)
-    status, out = run(tmp_path, "-n", 1, *words, "script.py")
-    assert (status, "cannot be used" in out) == (2, True)
-    status, out = run(tmp_path, "-n", 2, *words, "--machine-index", 1, "script.py")
-    assert (status, "2 machines with 2 workers each, and another one 2 machines with 1 workers each" in out) == (
-        2,
-        True,
-    )
-    os.kill(first.process.pid, signal.SIGKILL)
-
-
 def test_a_launcher_that_is_to_end_while_it_starts_workers_starts_no_more(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("import time; time.sleep(60)")
-    run = launcher.Run(Launch(command=[str(tmp_path / "script.py")], workers=50))
+    run = launcher.Run(HashStore())
     started = []
 
     def start_and_interrupt(*args):
@@ -507,5 +448,5 @@ def test_a_launcher_that_is_to_end_while_it_starts_workers_starts_no_more(tmp_pa
         return started[-1]
 
     monkeypatch.setattr(launcher, "Worker", start_and_interrupt)
-    assert run.run() == 128 + signal.SIGTERM
+    assert run.run([str(tmp_path / "script.py")], dict(os.environ), workers=50) == 128 + signal.SIGTERM
     assert [worker.status for worker in started] == [-signal.SIGTERM] * 2

@@ -47,17 +47,17 @@ class Work:
 
 def test_by_default_everything_is_done_once_and_a_loss_ends_the_run():
     group = WorkerGroup(CPU)
-    assert group.on_loss == "stop"
+    assert group.policy.name == "stop"
     assert group.collective(Work(), "a test") == 1
     assert group.retry_after_loss(Work()) == 1
-    assert group.complete_exchange(Work()) is True
-    with group.section():
+    assert group.policy.complete_exchange(Work()) is True
+    with group.policy.section():
         pass
     for call in (lambda work: group.collective(work, "a test"), lambda work: group.guarded(work, "a test", peer=0)):
         with pytest.raises(WorkerLostError, match="in a test at step 0"):
             call(Work(RuntimeError("Connection closed by peer")))
     work = Work(CHANGE, CHANGE)
-    for call in (group.retry_after_loss, group.complete_exchange):
+    for call in (group.retry_after_loss, group.policy.complete_exchange):
         with pytest.raises(WorkersChangedError):
             call(work)
 
@@ -101,7 +101,7 @@ def test_without_elastic_continuing_is_refused_with_the_way_out(monkeypatch):
 def test_continuing_is_found_by_its_name():
     group = WorkerGroup(CPU, on_loss="continue")
     assert isinstance(group.policy, ContinueWithSurvivors)
-    assert group.on_loss == "continue"
+    assert group.policy.name == "continue"
 
 
 def test_a_collective_is_complete_after_the_barrier_only(monkeypatch):
@@ -138,7 +138,7 @@ def test_the_last_survivor_computes_alone(monkeypatch):
 
     def lose_the_other():
         if group.size > 1:
-            group.members.remain([0])
+            group.members.original_ranks = [0]
             raise CHANGE
         return "alone"
 
@@ -165,7 +165,7 @@ def test_inside_another_section_the_outer_one_is_repeated(monkeypatch):
     group.policy = ContinueWithSurvivors(group)
     inner = Work(CHANGE)
     assert group.retry_after_loss(lambda: group.retry_after_loss(inner)) == 2
-    with pytest.raises(WorkersChangedError), group.section():
+    with pytest.raises(WorkersChangedError), group.policy.section():
         group.retry_after_loss(Work(CHANGE))
 
 
@@ -186,10 +186,10 @@ def test_a_section_that_another_survivor_has_completed_is_not_repeated(monkeypat
 def test_an_exchange_is_dropped_after_a_loss_and_raises_in_a_section(monkeypatch):
     group, _ = group_of(3, monkeypatch)
     group.policy = ContinueWithSurvivors(group)
-    assert group.complete_exchange(Work()) is True
-    assert group.complete_exchange(Work(CHANGE)) is False
-    with pytest.raises(WorkersChangedError), group.section():
-        group.complete_exchange(Work(CHANGE))
+    assert group.policy.complete_exchange(Work()) is True
+    assert group.policy.complete_exchange(Work(CHANGE)) is False
+    with pytest.raises(WorkersChangedError), group.policy.section():
+        group.policy.complete_exchange(Work(CHANGE))
 
 
 def test_an_error_while_reconnecting_is_that_of_a_lost_worker(monkeypatch):

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
+from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.elastic.heartbeat import Heartbeat
 from dsgdac_accel.elastic.membership import Progress, agree
 from dsgdac_accel.elastic.watched_store import WatchedStore
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
+
+
+def reports_of(number, store, is_alive=lambda number: True):
+    reports = FailureReports(number)
+    reports.store, reports.is_alive = store, is_alive
+    return reports
 
 
 def meet(progress, members, is_alive=lambda number: None, timeout=30.0, accused=(), delays=(), last=None):
@@ -31,7 +38,7 @@ def meet(progress, members, is_alive=lambda number: None, timeout=30.0, accused=
         for other in threads if number == last else ():
             if other is not threading.current_thread():
                 other.join(20)
-        found[number] = agree(store, "here", number, members, progress[number], is_alive, timeout, accused)
+        found[number] = agree(reports_of(number, store, is_alive), "here", members, progress[number], timeout, accused)
 
     threads = [threading.Thread(target=come, args=(number,)) for number in progress]
     for thread in threads:
@@ -78,7 +85,7 @@ def test_a_worker_with_a_heartbeat_is_waited_for_beyond_the_timeout():
     def come_late():
         with Heartbeat(store, 1):
             time.sleep(1.5)
-            found.append(agree(store, "here", 1, [0, 1], Progress({}), lambda number: True, 0.3))
+            found.append(agree(reports_of(1, store), "here", [0, 1], Progress({}), 0.3))
 
     late = threading.Thread(target=come_late)
     late.start()
@@ -89,7 +96,7 @@ def test_a_worker_with_a_heartbeat_is_waited_for_beyond_the_timeout():
             time.sleep(0.01)
         assert not heartbeat.missed_since(0.0, 1)
         # Not even an accused worker is given up then.
-        found.append(agree(store, "here", 0, [0, 1], Progress({}), lambda number: True, 0.3, [1], heartbeat.seen_from))
+        found.append(agree(reports_of(0, store), "here", [0, 1], Progress({}), 0.3, [1], heartbeat.seen_from))
     late.join(20)
     assert [agreement.members for agreement in found] == [(0, 1)] * 2
 
@@ -201,10 +208,12 @@ def test_a_worker_that_does_not_answer_the_roll_call_is_gone_unless_its_process_
 
 
 def test_the_local_rank_counts_the_workers_of_ones_machine():
-    reports = FailureReports(3, 5)
-    reports.processes = [("a", 1), ("b", 2), ("a", 3), ("b", 4), ("a", 5)]
-    assert reports.local_rank([0, 1, 2, 3]) == 1
-    assert reports.local_rank([0, 2, 3]) == 0  # worker 1 was lost
+    group = WorkerGroup(torch.device("cpu"))
+    group.members = Members(3, 5)
+    group.detector.reports.processes = [("a", 1), ("b", 2), ("a", 3), ("b", 4), ("a", 5)]
+    assert group.local_rank == 1
+    group.members.original_ranks = [0, 2, 3, 4]  # worker 1 was lost
+    assert group.local_rank == 0
 
 
 def test_the_launcher_reads_keys_without_the_prefixes_of_a_workers_store():
