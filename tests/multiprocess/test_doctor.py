@@ -236,6 +236,7 @@ def lose_one_on_the_way(rank, folder):
     return report, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_worker_that_falls_silent_is_named(tmp_path):
     first, second, _ = run_workers(lose_one_on_the_way, WORKERS, tmp_path)
     for report, seconds in (first, second):
@@ -314,6 +315,7 @@ def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_not_launched_is_named(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)

@@ -111,6 +111,7 @@ def run(rank: int, folder: Path, names: list[str], resume: str, kill_at: int | N
     return found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path):
     names = list(RUNS)
     unbroken = run_workers(run, 2, tmp_path, names, "no", timeout=150.0)
