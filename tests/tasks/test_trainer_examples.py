@@ -101,6 +101,27 @@ def test_the_best_deployed_model_is_what_is_saved(images):
     assert printed(out, "test_accuracy") == pytest.approx(workers[0]["metrics"]["test_accuracy"], abs=1e-4)
 
 
+FEW_SENTENCES = """
+import runpy, sys
+from tasks.translation import grammar
+splits = {name: pairs[:count] for (name, pairs), count in zip(grammar.grammar_splits().items(), (96, 8, 4))}
+grammar.grammar_splits = lambda: splits
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_translation_example_trains_and_translates_few_sentences(tmp_path):
+    (tmp_path / "few_sentences.py").write_text(FEW_SENTENCES, encoding="utf-8")
+    launcher = [*forked(2), "few_sentences.py"]
+    folder, out, workers = end(begin(launcher, tmp_path, "trainer_translation", "--num_train_epochs", "2"), tmp_path)
+    assert_equal_workers(workers, 2)
+    assert max(radii(workers[0])) > 1e-3
+    assert 0 < printed(out, "test_loss") < 20
+    assert out.count("reference: ") == 3
+    assert (folder / "run" / "deployed" / "model.safetensors").is_file()
+
+
 def test_consensus_metrics_stand_in_tensorboard(images):
     folder, _, workers = images
     (file,) = (folder / "run").rglob("events.out.tfevents.*")

@@ -477,7 +477,6 @@ CONNECT = """
     """
 
 
-@pytest.mark.slow
 def test_two_machines_connect_and_the_first_one_stays_until_the_other_is_done(tmp_path):
     words = ["-n", 1, "--machines", 2, "--address", f"127.0.0.1:{free_port()}"]
     second = Command(tmp_path, *words, "--machine-index", 1, "script.py", script=CONNECT, GLOO_SOCKET_IFNAME="lo")
