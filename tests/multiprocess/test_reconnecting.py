@@ -135,7 +135,6 @@ def test_the_short_timeouts_of_connecting_end_once_all_are_connected():
     assert outcomes[1].value[2] == 1  # they have reconnected once only
 
 
-@pytest.mark.slow
 def test_a_worker_that_hangs_while_survivors_reconnect_is_given_up():
     outcomes = Launch(train, 4, 1, 3, hanging, 3.0, timeout=60).outcomes(hanging=3)
     assert [outcomes[rank].exit_code for rank in (0, 2, 3)] == [0, 0, None], [outcome.error for outcome in outcomes]
