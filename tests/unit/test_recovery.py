@@ -21,7 +21,7 @@ def group():
 def test_a_worker_that_the_others_dropped_ends_by_an_error(group, monkeypatch):
     monkeypatch.setattr(recovery, "agree", lambda *_: None)
     policy = recovery.ContinueWithSurvivors(group)
-    with pytest.raises(WorkerLostError, match="the others continue without this worker.*raise `timeout`"):
+    with pytest.raises(WorkerLostError, match=r"the others continue without this worker.*raise `timeout`"):
         policy._agree(Failure("the exchange of step 3", "a timeout", 1), {}, [], Heartbeat(None, 0))
 
 
