@@ -315,7 +315,6 @@ def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_not_launched_is_named(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
