@@ -217,6 +217,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_can_launch_it_after_the_import(tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)

@@ -9,6 +9,7 @@ from torch import nn
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.core import exchange
 from dsgdac_accel.simulation import Simulation
+from tests.selection import slow_except
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -100,9 +101,22 @@ CASES += [
     for options in ({"order": "mix_first"}, {"overlap": False}, {"log_every": 3}, {"mix_every": 3})
 ]
 CASES += [("complete", 3, "adam", {"mix_every": 2}), ("one_peer_ring", 5, "sgd", {"mix_every": 2, "overlap": False})]
+# Every topology, option and number of workers once. tests/unit/test_parity.py has the full product in one process.
+FAST = [
+    ("one_peer_ring", 4, "adam", {}),
+    ("one_peer_ring", 5, "sgd", {}),
+    ("one_peer_exponential", 4, "sgd", {}),
+    ("complete", 3, "adam", {}),
+    ("complete", 2, "sgd", {}),
+    ("ring", 4, "sgd", {}),
+    ("exponential", 5, "adam", {}),
+    ("grid", 4, "adam", {}),
+    ("base_graph", 3, "sgd", {}),
+    *CASES[-6:],
+]
 
 
-@pytest.mark.parametrize(("topology", "num_workers", "optimizer", "options"), CASES)
+@pytest.mark.parametrize(("topology", "num_workers", "optimizer", "options"), slow_except(FAST, CASES))
 def test_workers_follow_algorithm_1(topology, num_workers, optimizer, options):
     shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
     simulation, expected = simulate(num_workers, topology, optimizer, **shared)

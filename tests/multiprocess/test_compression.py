@@ -6,6 +6,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
+from tests.selection import slow_except
 from tests.workers import run_workers
 
 SIZE = 2000
@@ -29,10 +30,15 @@ def mix(rank, topology, comm_dtype, per_process, steps, gamma):
     return [parameter.detach() for parameter in parameters], frobenius, mixer.exchange.bytes_sent, mixer.parameter_bytes
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+SPLITS = [("one_peer_ring", 3, 1), ("complete", 4, 1), ("grid", 4, 1), ("one_peer_ring", 2, 2), ("exponential", 2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("topology", "processes", "per_process"),
-    [("one_peer_ring", 3, 1), ("complete", 4, 1), ("grid", 4, 1), ("one_peer_ring", 2, 2), ("exponential", 2, 3)],
+    ("topology", "processes", "per_process", "comm_dtype"),
+    slow_except(
+        [("one_peer_ring", 3, 1, "int8"), ("complete", 4, 1, "bf16"), ("exponential", 2, 3, "int8")],
+        [(*split, comm_dtype) for split in SPLITS for comm_dtype in ("bf16", "int8")],
+    ),
 )
 def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology, processes, per_process):
     results = run_workers(mix, processes, topology, comm_dtype, per_process, 40, 0.7)
@@ -53,15 +59,20 @@ def test_bytes_sent_are_counted():
         assert sent / size == pytest.approx(share, rel=0.02)
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+RUNS = [
+    ("one_peer_ring", 4, "sgd", {}),
+    ("ring", 3, "adam", {"log_every": 3}),
+    ("complete", 4, "sgd", {"order": "mix_first"}),
+    ("one_peer_exponential", 4, "adam", {"overlap": False, "mix_every": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("topology", "workers", "optimizer", "options"),
-    [
-        ("one_peer_ring", 4, "sgd", {}),
-        ("ring", 3, "adam", {"log_every": 3}),
-        ("complete", 4, "sgd", {"order": "mix_first"}),
-        ("one_peer_exponential", 4, "adam", {"overlap": False, "mix_every": 2}),
-    ],
+    ("topology", "workers", "optimizer", "options", "comm_dtype"),
+    slow_except(
+        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, 2 * ("bf16", "int8"), strict=True)],
+        [(*run, comm_dtype) for run in RUNS for comm_dtype in ("bf16", "int8")],
+    ),
 )
 def test_training_follows_algorithm_1_but_for_the_rounding(comm_dtype, topology, workers, optimizer, options):
     shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
@@ -111,7 +122,7 @@ def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("comm_dtype", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_resuming_is_exact(tmp_path, comm_dtype):
     whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, 13, 6)
     resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, 13, None, tmp_path / "saved")

@@ -325,6 +325,7 @@ def on_the_main_process_only(rank: int) -> None:
         time.sleep(5)  # does other work
 
 
+@pytest.mark.slow
 def test_evaluating_on_one_worker_only_is_an_error_with_the_way_out():
     told = " ".join(outcome.error for outcome in try_workers(on_the_main_process_only, 3))
     assert "workers 1, 2 did not answer within 3 s in averaging the workers at step 0" in told

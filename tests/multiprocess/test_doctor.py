@@ -236,6 +236,7 @@ def lose_one_on_the_way(rank, folder):
     return report, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_worker_that_falls_silent_is_named(tmp_path):
     first, second, _ = run_workers(lose_one_on_the_way, WORKERS, tmp_path)
     for report, seconds in (first, second):

@@ -301,6 +301,7 @@ def exchange_64_mb(rank: int) -> float:
     return float(parameter.detach()[0]), float(parameter.detach()[-1])
 
 
+@pytest.mark.slow
 def test_64_mb_around_a_ring_does_not_deadlock():
     x = torch.arange(4.0)
     for _ in range(5):

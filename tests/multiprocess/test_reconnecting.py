@@ -121,6 +121,7 @@ def test_a_second_loss_while_survivors_reconnect_is_noticed_soon(dies):
     assert max(seconds) < 15  # 31 to 150 if only gloo's timeouts end the waits
 
 
+@pytest.mark.slow
 def test_a_worker_that_connects_slowly_is_waited_for_beyond_the_timeout():
     outcomes = try_workers(train, 3, 0, 2, slow, 2.0)
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]

@@ -204,18 +204,20 @@ def same(one: dict[str, Any], other: dict[str, Any], last: int | None = None) ->
 @pytest.mark.parametrize(
     ("workers", "case", "places"),
     [
-        (2, Case(), (3, 8, "epoch 1")),  # 6 batches an epoch; adaptive consensus begins with step 5
-        (
+        # 6 batches an epoch; adaptive consensus begins with step 5
+        pytest.param(2, Case(), (3, 8, "epoch 1"), marks=pytest.mark.slow),
+        pytest.param(
             3,
             Case(optimizer="adam", scaled=True, samples=30, topology="base_graph", start_step=2),
             (1, 5),
+            marks=pytest.mark.slow,
         ),  # 5 an epoch: 5 is its end
         (2, Case(loader_workers=2, accumulation=2, optimizer="adam", start_step=2, epochs=2), (3,)),  # inside a window
         (2, Case(data="stream", epochs=2, start_step=None, start_epoch=1), (4,)),
-        (2, Case(dispatch=True, epochs=2), (4,)),
+        pytest.param(2, Case(dispatch=True, epochs=2), (4,), marks=pytest.mark.slow),
         (2, Case(samples=30, batch_size=6, even_batches=False, skip="skip_first_batches"), (2, 3)),  # 3 batches and 2
         (1, Case(samples=12), (4,)),
-        (3, Case(algorithm="sgd", samples=30), (4,)),
+        pytest.param(3, Case(algorithm="sgd", samples=30), (4,), marks=pytest.mark.slow),
     ],
     ids=[
         "sgd",

@@ -8,6 +8,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from tests.multiprocess.small_model import FAST, inputs, make_model
+from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -29,8 +30,13 @@ def two_optimizers(rank: int, topology: str, sizes: tuple[int, int]) -> list[flo
     return [float(model.weight.detach().max() - 100 * number) for number, model in enumerate(models)]
 
 
-@pytest.mark.parametrize("topology", ["one_peer_ring", "complete", "ring"])
-@pytest.mark.parametrize("sizes", [(2_000_000, 8), (1000, 1000)])
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    slow_except(
+        [("one_peer_ring", (2_000_000, 8)), ("complete", (1000, 1000))],
+        [(t, sizes) for sizes in ((2_000_000, 8), (1000, 1000)) for t in ("one_peer_ring", "complete", "ring")],
+    ),
+)
 def test_exchanges_of_several_optimizers_are_kept_apart(topology, sizes):
     for values in run_workers(two_optimizers, 3, topology, sizes):
         assert values == pytest.approx([1.0, 1.0], abs=0.05)

@@ -85,7 +85,7 @@ def measure_both(rank: int, make, options: dict) -> dict:
     [
         (2, {"sketch": WHOLE}),
         (3, {"sketch": WHOLE, "topology": "complete", "order": "mix_first"}),
-        (4, {"sketch": WHOLE, "overlap": False}),
+        pytest.param(4, {"sketch": WHOLE, "overlap": False}, marks=pytest.mark.slow),
         (2, {"sketch": WHOLE, "workers_per_process": 3}),
     ],
 )
@@ -184,7 +184,7 @@ def lose(rank: int, victim: int, at: int, policy: str, how: int, timeout: float)
     return {"found": found, "exact": (exact["gossip/radius"], exact["gossip/frobenius"]), "metrics": exact}
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_survivors_of_a_loss_estimate_among_themselves(victim):
     outcomes = try_workers(lose, 4, victim, 4, "continue", signal.SIGKILL, 30.0, timeout=60)
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
@@ -196,6 +196,7 @@ def test_survivors_of_a_loss_estimate_among_themselves(victim):
     assert all(other["found"] == {} for other in others)
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_left_behind():
     launched = Launch(lose, 3, 1, 4, "continue", signal.SIGSTOP, 3.0, timeout=60)
     for rank in (0, 2):
@@ -207,6 +208,7 @@ def test_a_silent_worker_is_left_behind():
     assert first.value["found"][STEPS] == pytest.approx(first.value["exact"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_lost_worker_ends_the_run_as_without():
     outcomes = try_workers(lose, 3, 1, 4, "stop", signal.SIGKILL, 30.0, timeout=60)
     assert [outcome.exit_code for outcome in outcomes] == [1, -signal.SIGKILL, 1]

@@ -343,6 +343,7 @@ def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int
     return {"seen": watched.seen, "stop": stop, "evaluations": evaluations, "model": flat(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [

@@ -15,6 +15,7 @@ from dsgdac_accel.checkpoint import CheckpointError, is_complete, newest_checkpo
 from dsgdac_accel.core import exchange
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import build_topology
+from tests.selection import slow_except
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
 
 STEPS = 12
@@ -185,6 +186,7 @@ SOME = [
     Case(1, 19, workers=3, per_process=2, topology="one_peer_ring"),
     Case(0, 22, workers=2, per_process=3, topology="complete"),
 ]  # fmt: skip
+SLOW = SOME[1::2]
 
 
 def communications(tmp_path):
@@ -194,14 +196,18 @@ def communications(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory):
-    folders = {case: tmp_path_factory.mktemp("survivors") for case in SOME}
-    ahead = LaunchesAhead(lambda case: launch(case, folders[case]), SOME, ahead=2)
+def launches(request, tmp_path_factory):
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    selected = [item.callspec.params["case"] for item in here if "launches" in item.fixturenames]
+    folders = {case: tmp_path_factory.mktemp("survivors") for case in selected}
+    ahead = LaunchesAhead(lambda case: launch(case, folders[case]), selected, ahead=2)
     yield lambda case: (ahead.outcomes(case), folders[case])
     ahead.stop()
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in SOME], ids=str
+)
 def test_the_survivors_of_a_loss_finish_as_the_simulation_does(launches, case):
     check(case, *launches(case))
 
@@ -231,7 +237,7 @@ def train_on(rank, case, lost, at):
     ("workers", "topology", "lost"),
     [
         (5, "one_peer_ring", {1: 4, 3: 4}),  # at once
-        (5, "complete", {0: 3, 4: 7}),  # one after the other
+        pytest.param(5, "complete", {0: 3, 4: 7}, marks=pytest.mark.slow),  # one after the other
         (4, "one_peer_exponential", {0: 2, 1: 5, 2: 8}),  # all but one
     ],
 )
@@ -249,6 +255,7 @@ def test_several_workers_may_be_lost(workers, topology, lost):
         assert (radius > 0) == (len(left) > 1)
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_dropped_and_ends_by_an_error_when_it_wakes_up():
     case = Case(-1, 0, workers=3)
     launched = Launch(train_on, 3, case, {1: 4}, {"signal": signal.SIGSTOP, "timeout": 3.0}, timeout=60)
@@ -332,7 +339,7 @@ def lost_while_writing(rank, victim, dies_at, folder):
 
 
 # In the last steps, one survivor waits for the victim while the other is already finishing the checkpoint.
-@pytest.mark.parametrize(("victim", "dies_at"), [(0, 5), (0, 7), (1, 6), (1, 7)])
+@pytest.mark.parametrize(("victim", "dies_at"), slow_except([(0, 5), (1, 7)], [(0, 5), (0, 7), (1, 6), (1, 7)]))
 def test_a_loss_while_a_checkpoint_is_written_keeps_the_older_one(tmp_path, victim, dies_at):
     outcomes = try_workers(lost_while_writing, 3, victim, dies_at, tmp_path / "checkpoint", timeout=60)
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]

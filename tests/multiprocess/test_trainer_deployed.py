@@ -197,7 +197,7 @@ def save_slowly(rank: int, folder: Path) -> dict:
     write = trainer._save
 
     def slow(*args, **kwargs):
-        time.sleep(3 if rank == 0 else 0)
+        time.sleep(1 if rank == 0 else 0)
         write(*args, **kwargs)
 
     trainer._save = slow

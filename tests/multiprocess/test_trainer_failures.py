@@ -65,6 +65,7 @@ CASES = [
     ("silence", "step_begin"),
     ("stop", "step_end"),
 ]
+FAST = [("kill", "step_begin"), ("kill", "save"), ("raise", "prediction_step"), ("stop", "step_end")]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,9 @@ def launches(request, tmp_path_factory):
     ahead.stop()
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids="-".join
+)
 def test_a_lost_worker_is_named_in_time(case, launches):
     how, _ = case
     outcomes = launches.outcomes(case, hanging=1 if how == "silence" else None)

@@ -111,8 +111,13 @@ def run(rank: int, folder: Path, names: list[str], resume: str, kill_at: int | N
     return found
 
 
-def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path):
-    names = list(RUNS)
+FAST = ["accumulation", "before the starting epoch", "stream, second pass"]
+
+
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param([name for name in RUNS if name not in FAST], marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(tmp_path, names):
     unbroken = run_workers(run, 2, tmp_path, names, "no", timeout=150.0)
     resumed = run_workers(run, 2, tmp_path, names, "oldest", timeout=150.0)
     for whole, rest in zip(unbroken, resumed, strict=True):

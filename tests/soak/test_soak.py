@@ -17,6 +17,7 @@ pytestmark = pytest.mark.task
 SHORT = Setup("cifar", "dsgd_ac", 2, "one_peer_ring", ("--num_train_epochs", "2", "--model", "cnn", "--dropout", "0"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_again_and_again_ends_like_an_undisturbed_one(tmp_path):
     planned = [
         [Fault("kill", 1, STEP, 5)],

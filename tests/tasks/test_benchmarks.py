@@ -125,6 +125,7 @@ def test_two_workers_on_an_emulated_network_send_what_the_formulas_say(tmp_path)
     assert "by a relay of connections" in out
 
 
+@pytest.mark.slow
 @pytest.mark.task
 def test_the_script_starts_its_workers_itself(tmp_path):
     words = ["--model", "tiny-3", "--workers", "2", "--variants", "[local, gossip]", "--stalls.probability", "0.5"]
@@ -156,6 +157,7 @@ benchmark.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.task
 @pytest.mark.parametrize(
     ("broken", "statuses", "said", "blamed"),

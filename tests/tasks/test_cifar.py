@@ -1,8 +1,7 @@
 """The image task end to end, as its user starts it: launched, broken, killed, repeated."""
 
 import re
-import socket
-import sys
+import signal
 import time
 
 import numpy as np
@@ -72,12 +71,12 @@ def images(work):
 
 @pytest.fixture(scope="module")
 def first_run(work):
-    """DSGD-AC by the shipped launch file, into a folder where an earlier run was."""
+    """DSGD-AC on four workers, into a folder where an earlier run was."""
     folder = work / "first"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 999, "train/loss": 1.0}\n', encoding="utf-8")
     (folder / "bleu.png").write_text("of another run", encoding="utf-8")
-    succeed(ACCELERATE, work, "--output_dir", "first")
+    succeed(forked(4), work, "--output_dir", "first")
     return folder
 
 
@@ -85,7 +84,7 @@ def first_run(work):
 def same_run_evaluated_at_its_end(work, first_run):
     """From the config.yaml that the first run wrote; only the evaluation inside differs."""
     settings = ["--config", str(first_run / "config.yaml"), "--eval_every", "2", "--output_dir", "again"]
-    status, out, err = finish(start([*torchrun(4), SCRIPT, *settings], work))
+    status, out, err = finish(start([*forked(4), SCRIPT, *settings], work))
     assert status == 0, f"{out}\n{err}"
     return work / "again"
 
@@ -104,17 +103,26 @@ def paired_runs(work):
             "--output_dir",
             algorithm,
         ]
-        succeed(torchrun(2), work, "--algorithm", algorithm, *still)
+        succeed(forked(2), work, "--algorithm", algorithm, *still)
     return work / "sgd", work / "dsgd"
 
 
-def test_the_launch_file_starts_its_workers_and_the_summary_says_what_ran(first_run):
+def test_the_summary_says_what_ran(first_run):
     said = summary(first_run)
     assert (said["algorithm"], said["workers"], said["topology"], said["seed"]) == ("dsgd_ac", 4, "one_peer_ring", 0)
     assert said["steps"] == 2 * STEPS_PER_EPOCH
     assert 0 < said["gamma"] < 1
     assert said["radius"] > 0
     assert said.keys() >= {"train_loss", "test_loss", "test_accuracy", "seconds"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ACCELERATE, torchrun(4)], ids=["launch file", "torchrun"])
+def test_launchers_start_the_same_run(work, first_run, launcher, tmp_path):
+    succeed(launcher, work, "--output_dir", tmp_path / "launched")
+    assert records(tmp_path / "launched", "train/loss") == records(first_run, "train/loss")
+    for key in ("workers", "steps", "test_loss", "radius"):
+        assert summary(tmp_path / "launched")[key] == summary(first_run)[key]
 
 
 def test_a_run_folder_holds_all_that_a_run_writes_and_nothing_of_an_earlier_one(first_run):
@@ -168,9 +176,9 @@ def test_left_over_micro_batches_make_no_step_beyond_the_schedule(paired_runs):
         assert falling == sorted(falling, reverse=True)
 
 
-def test_plain_python_trains_one_worker_on_a_folder_of_images_of_any_mode(work, images):
+def test_one_worker_trains_on_a_folder_of_images_of_any_mode(work, images):
     settings = ["--data.path", images, "--global_batch_size", "8", "--label_noise", "0.5", "--report_to", "[]"]
-    succeed(PLAIN, work, *settings, "--model", "wrn-10-1", "--dropout", "0.3", "--output_dir", "alone")
+    succeed(forked(), work, *settings, "--model", "wrn-10-1", "--dropout", "0.3", "--output_dir", "alone")
     said = summary(work / "alone")
     assert (said["workers"], said["steps"], said["radius"]) == (1, 6, 0)
     assert not (work / "alone" / "tracker").exists()
@@ -196,7 +204,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
         f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
         encoding="utf-8",
     )
-    status, _, err = launch(PLAIN, work, "--report_to", "[]", "--output_dir", "full", script="small_disk.py")
+    status, _, err = launch(forked(), work, "--report_to", "[]", "--output_dir", "full", script="small_disk.py")
     (line,) = error_lines(err)
     assert status == 1
     assert f"the model cannot be written to {work / 'full' / 'deployed'}" in line
@@ -230,7 +238,7 @@ def test_a_refused_command_leaves_the_results_of_an_earlier_run(work, changes, m
 
 
 def test_a_topology_for_another_number_of_workers_is_one_line_for_all_of_them(work):
-    status, _, err = launch(torchrun(3), work, "--gossip.topology", "one_peer_exponential", "--output_dir", "three")
+    status, _, err = launch(forked(3), work, "--gossip.topology", "one_peer_exponential", "--output_dir", "three")
     (line,) = error_lines(err)
     assert status != 0
     assert "power of two" in line
@@ -250,7 +258,7 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
         encoding="utf-8",
     )
     settings = ["--config", str(work / "settings.yaml"), "--data.path", images, "--global_batch_size", "8"]
-    status, _, err = finish(start([*torchrun(2), "parted.py", *settings, "--output_dir", "parted"], work))
+    status, _, err = finish(start([*forked(2), "parted.py", *settings, "--output_dir", "parted"], work))
     (line,) = error_lines(err)
     assert status != 0
     assert line.startswith("error: worker 1: data.path must exist")
@@ -258,32 +266,25 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
 
 @pytest.mark.parametrize("algorithm", ["dsgd_ac", "sgd"])
 def test_a_killed_worker_ends_the_others_in_time_by_name(work, algorithm):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     settings = ["--config", "settings.yaml", "--num_train_epochs", "10000", "--gossip.timeout", "15"]
     settings += ["--algorithm", algorithm, "--output_dir", f"killed_{algorithm}"]
-    common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    # Without a launcher, which would end the others itself.
-    workers = [
-        start([sys.executable, SCRIPT, *settings], work, RANK=str(rank), LOCAL_RANK=str(rank), **common)
-        for rank in range(3)
-    ]
+    script = start([*forked(3), SCRIPT, *settings], work)
     try:
         wait_for_content(work / f"killed_{algorithm}" / "metrics.jsonl")
-        workers[1].kill()
-        for rank in (0, 2):
-            status, _, err = finish(workers[rank], timeout=15 + 30)
-            (line,) = error_lines(err)
-            assert status == 1
-            # DDP may let worker 2 notice only when worker 0, which keeps the store, has ended as well: both are gone.
-            blamed = "worker 1 was|workers 0, 1 were" if algorithm == "sgd" else "worker 1 was"
-            assert re.search(f"({blamed}) lost", line)
-            assert re.search(r"step \d+", line)
+        script.processes[1].kill()
+        for process in script.processes:  # no launcher ends the others
+            process.join(15 + 30)
+        statuses = [process.exitcode for process in script.processes]
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+        _, _, err = finish(script, timeout=0)
+    assert statuses == [1, -signal.SIGKILL, 1], err
+    lines = error_lines(err)
+    assert len(lines) == 2
+    for line in lines:
+        # DDP may let worker 2 notice only when worker 0, which keeps the store, has ended as well: both are gone.
+        blamed = "worker 1 was|workers 0, 1 were" if algorithm == "sgd" else "worker 1 was"
+        assert re.search(f"({blamed}) lost", line)
+        assert re.search(r"step \d+", line)
 
 
 def wait_for_content(file, timeout=60):

@@ -78,7 +78,7 @@ def test_it_is_what_transformers_own_search_finds_for_each_sentence_alone(transl
         assert theirs.startswith(text) if cut else theirs == text
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_sentence_ends_at_its_own_limit_and_is_counted(translator, beams):
     model, tokenizer = translator
     ids = encode(tokenizer, SOURCES)
@@ -110,7 +110,7 @@ def translate_on_a_worker(rank, folder):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_finds_the_same_text_in_the_same_order(tmp_path, translator, num_workers):
     model, tokenizer = translator
     save_translator(model, model.state_dict(), tokenizer, DecodingConfig(), tmp_path)

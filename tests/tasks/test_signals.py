@@ -5,7 +5,7 @@ import time
 
 import pytest
 from safetensors.torch import load_file
-from test_task_resume import IMAGES, TEXT, assert_same_tensors, logged, write_pairs
+from test_task_resume import IMAGES, SMALL_IMAGES, TEXT, assert_same_tensors, logged, write_pairs
 
 from dsgdac_accel import EXIT_STOPPED
 from dsgdac_accel.checkpoint import load_worker, newest_checkpoint, read_manifest
@@ -72,8 +72,14 @@ def assert_same_run(one, other, workers):
 @pytest.mark.parametrize(
     ("script", "settings", "algorithm", "workers", "signalled"),
     [
-        ("wmt14.py", TEXT, "dadam_ac", 3, {"TO": 1, "AT": 3, "SIGNAL": "SIGUSR1"}),
-        ("cifar.py", IMAGES, "sgd", 2, {"TO": 0, "AT": 7, "SIGNAL": "SIGTERM"}),  # a loader process each
+        ("cifar.py", SMALL_IMAGES, "dsgd_ac", 2, {"TO": 1, "AT": 3, "SIGNAL": "SIGUSR1"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("wmt14.py", TEXT, "dadam_ac", 3, {"TO": 1, "AT": 3, "SIGNAL": "SIGUSR1"}),
+                ("cifar.py", IMAGES, "sgd", 2, {"TO": 0, "AT": 7, "SIGNAL": "SIGTERM"}),  # a loader process each
+            )
+        ),
     ],
 )
 def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, settings, algorithm, workers, signalled):
@@ -98,6 +104,7 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", workers)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_may_restart_resumes_by_itself(tmp_path):
     (tmp_path / "settings.yaml").write_text(IMAGES, encoding="utf-8")
     common = ["cifar.py", "--algorithm", "dsgd_ac", "--save_steps", "1000", "--output_dir"]

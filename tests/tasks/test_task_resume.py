@@ -49,6 +49,17 @@ dataloader_num_workers: 1
 eval_every: 2
 """  # 5 steps an epoch
 
+SMALL_IMAGES = """
+gossip: {log_every: 3, start_epoch: 1, timeout: 30}
+data: {train_limit: 200}
+model: mlp
+num_train_epochs: 2
+global_batch_size: 40
+warmup_epochs: 0.4
+crop_padding: 1
+logging_steps: 2
+"""  # 5 steps an epoch
+
 TEXT = """
 gossip: {log_every: 3, start_step: 2, timeout: 30}
 data: {path: text, vocab_size: 400, cache_dir: cache}
@@ -92,6 +103,7 @@ def assert_same_tensors(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "settings", "algorithm", "kill_at", "resumed_at"),
     [

@@ -71,18 +71,9 @@ def translation(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_runs(translation, tmp_path_factory):
-    """A fine-tune by one process and images by two, side by side: much of either is the start of one process."""
-    model = ["--model", str(translation[0] / "run" / "deployed"), "--num_train_epochs", "1"]
-    folders = [tmp_path_factory.mktemp(name) for name in ("finetuned", "images")]
-    alone = begin(forked(), folders[0], "trainer_translation", *model)
-    together = begin(torchrun(2), folders[1], "trainer_images", "--num_train_epochs", "3")
-    return [end(process, folder) for process, folder in zip((alone, together), folders, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def images(two_runs):
-    return two_runs[1]
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    return end(begin(forked(2), folder, "trainer_images", "--num_train_epochs", "3"), folder)
 
 
 def test_images_are_learned_and_all_workers_end_with_the_deployed_model(images):
@@ -90,6 +81,12 @@ def test_images_are_learned_and_all_workers_end_with_the_deployed_model(images):
     assert printed(out, "test_accuracy") > 0.95
     assert_equal_workers(workers, 2)
     assert min(radii(workers[0])) > 1e-3, "the workers kept apart while they trained"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_training(images, tmp_path):
+    _, _, (worker, _) = end(begin(torchrun(2), tmp_path, "trainer_images", "--num_train_epochs", "3"), tmp_path)
+    torch.testing.assert_close(worker["model"], images[2][0]["model"], rtol=0, atol=0)
 
 
 def test_the_best_deployed_model_is_what_is_saved(images):
@@ -104,6 +101,27 @@ def test_the_best_deployed_model_is_what_is_saved(images):
     assert printed(out, "test_accuracy") == pytest.approx(workers[0]["metrics"]["test_accuracy"], abs=1e-4)
 
 
+FEW_SENTENCES = """
+import runpy, sys
+from tasks.translation import grammar
+splits = {name: pairs[:count] for (name, pairs), count in zip(grammar.grammar_splits().items(), (96, 8, 4))}
+grammar.grammar_splits = lambda: splits
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_translation_example_trains_and_translates_few_sentences(tmp_path):
+    (tmp_path / "few_sentences.py").write_text(FEW_SENTENCES, encoding="utf-8")
+    launcher = [*forked(2), "few_sentences.py"]
+    folder, out, workers = end(begin(launcher, tmp_path, "trainer_translation", "--num_train_epochs", "2"), tmp_path)
+    assert_equal_workers(workers, 2)
+    assert max(radii(workers[0])) > 1e-3
+    assert 0 < printed(out, "test_loss") < 20
+    assert out.count("reference: ") == 3
+    assert (folder / "run" / "deployed" / "model.safetensors").is_file()
+
+
 def test_consensus_metrics_stand_in_tensorboard(images):
     folder, _, workers = images
     (file,) = (folder / "run").rglob("events.out.tfevents.*")
@@ -113,6 +131,7 @@ def test_consensus_metrics_stand_in_tensorboard(images):
     assert max(logged.values()) == pytest.approx(max(radii(workers[0])), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_translation_is_learned_and_all_workers_end_with_the_deployed_model(translation):
     folder, out, workers = translation
     assert printed(out, "test_bleu") > 10
@@ -127,9 +146,11 @@ def test_translation_is_learned_and_all_workers_end_with_the_deployed_model(tran
         assert f"  {source}\n    -> {text}\n" in out
 
 
-def test_a_saved_model_is_fine_tuned_by_one_process_alone(translation, two_runs):
-    _, before, _ = translation
-    folder, out, workers = two_runs[0]
+@pytest.mark.slow
+def test_a_saved_model_is_fine_tuned_by_one_process_alone(translation, tmp_path):
+    trained, before, _ = translation
+    model = ["--model", str(trained / "run" / "deployed"), "--num_train_epochs", "1"]
+    folder, out, workers = end(begin(forked(), tmp_path, "trainer_translation", *model), tmp_path)
     assert printed(out, "test_loss") < 0.9 * printed(before, "test_loss")
     assert printed(out, "test_bleu") > printed(before, "test_bleu") + 5
     assert_equal_workers(workers, 1)

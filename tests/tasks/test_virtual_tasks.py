@@ -70,10 +70,10 @@ def run(work, script, settings, processes, per_process, algorithm, *arguments):
     ("script", "settings", "algorithm"),
     [
         ("cifar.py", "images.yaml", "dsgd_ac"),
-        ("cifar.py", "images.yaml", "sgd"),
-        ("cifar.py", "images.yaml", "sam"),
-        ("wmt14.py", "text.yaml", "dadam_ac"),
-        ("wmt14.py", "text.yaml", "adam"),
+        pytest.param("cifar.py", "images.yaml", "sgd", marks=pytest.mark.slow),
+        pytest.param("cifar.py", "images.yaml", "sam", marks=pytest.mark.slow),
+        pytest.param("wmt14.py", "text.yaml", "dadam_ac", marks=pytest.mark.slow),
+        pytest.param("wmt14.py", "text.yaml", "adam", marks=pytest.mark.slow),
     ],
 )
 def test_any_split_of_the_workers_is_the_same_run(work, script, settings, algorithm):

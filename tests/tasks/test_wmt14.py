@@ -46,12 +46,23 @@ logging_steps: 1
 """
 
 
+WITH_STDIN = """
+import os, runpy, sys
+os.dup2(os.open("stdin", os.O_RDONLY), 0)
+sys.stdin = open(0, encoding="utf-8")
+script, sys.argv = sys.argv[1], sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
 def run(launcher, cwd, *arguments, stdin=None, timeout=150):
     command = [*launcher, SCRIPT, *arguments]
     if stdin is None:
         return finish(start(command, cwd), timeout=timeout)
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, timeout=timeout, check=False)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    (cwd / "stdin").write_bytes(stdin)
+    (cwd / "with_stdin.py").write_text(WITH_STDIN, encoding="utf-8")
+    return finish(start([*launcher, "with_stdin.py", *command[len(launcher) :]], cwd), timeout=timeout)
 
 
 def succeed(launcher, cwd, *arguments, stdin=None):
@@ -82,10 +93,10 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first_run(work):
-    """DAdam-AC by the shipped launch file, into a folder where an earlier run was."""
+    """DAdam-AC on four workers, into a folder where an earlier run was."""
     (work / "first").mkdir()
     (work / "first" / "test.hypotheses.txt").write_text("of an earlier run\n", encoding="utf-8")
-    return train(ACCELERATE, work, "first")
+    return train(forked(4), work, "first")
 
 
 def lines(file):
@@ -103,6 +114,14 @@ def test_the_summary_says_what_ran_and_how_well(first_run):
     assert "239 training pairs (left out of 240: 1 with an empty side)" in out
     assert said["bleu_signature"] in out
     assert "reference:" in out
+
+
+@pytest.mark.slow
+def test_the_launch_file_starts_the_same_run(work, first_run):
+    (launched, _), (first, _) = train(ACCELERATE, work, "launched"), first_run
+    assert records(launched, "train/loss") == records(first, "train/loss")
+    for key in ("workers", "bleu", "radius"):
+        assert summary(launched)[key] == summary(first)[key]
 
 
 def test_a_run_folder_holds_all_that_a_run_writes(first_run):
@@ -154,12 +173,13 @@ def test_translate_reads_lines_and_writes_as_many(first_run, work):
     sources = lines(folder / "test.sources.txt")
     text = "\n".join([sources[0], "", sources[1] + "\r", "one\u2028line"]).encode()
     arguments = ["translate", "--model", "first/deployed", "--lines_at_once", "3"]  # beams as saved
-    found = succeed(PLAIN, work, *arguments, stdin=text).split("\n")
+    found = succeed(forked(), work, *arguments, stdin=text).split("\n")
     hypotheses = lines(folder / "test.hypotheses.txt")
     assert len(found) == 5
     assert (found[0], found[1], found[2]) == (hypotheses[0], "", hypotheses[1])
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(work):
     split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--gradient_accumulation_steps", "2")
     alone, _ = train(forked(), work, "alone", "--algorithm", "adam", "--gradient_accumulation_steps", "4")
@@ -346,6 +366,7 @@ def test_one_gossip_worker_is_told_that_it_is_alone(work):
     assert "1 worker: there is nobody to gossip with" in err
 
 
+@pytest.mark.slow
 def test_translate_ends_quietly_where_its_reader_does(first_run, work):
     options = ["--model", "first/deployed", "--beams", "1", "--lines_at_once", "1"]
     command = [*PLAIN, SCRIPT, "translate", *options]
@@ -373,6 +394,7 @@ def test_broken_model_folders_are_one_error(first_run, work):
         load_translator(work / "cut")
 
 
+@pytest.mark.slow
 def test_one_of_several_workers_says_what_is_wrong_and_none_waits(broken):
     status, _, err = run(torchrun(2), broken, "--config", "settings.yaml", "--data.path", "unequal")
     (line,) = error_lines(err)

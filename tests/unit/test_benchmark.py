@@ -194,7 +194,7 @@ def test_each_worker_stalls_at_steps_of_its_own_as_often_as_asked(monkeypatch):
     assert not any(steps(1, one))
 
 
-@pytest.mark.parametrize("buffers", [0, 1, 3])
+@pytest.mark.parametrize("buffers", [*(pytest.param(count, marks=pytest.mark.slow) for count in (0, 1)), 3])
 def test_memory_beyond_model_gradients_and_optimizer_is_counted_in_copies(buffers):
     before = all_storages()
     model = torch.nn.Linear(100, 99, bias=False)

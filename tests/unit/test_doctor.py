@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Topology, build_topology
 from dsgdac_accel.cli import doctor, main
 from dsgdac_accel.cli.doctor import launched_processes
-from dsgdac_accel.doctor import Report, examine
+from dsgdac_accel.distributed.failure_detection import WorkerLostError
+from dsgdac_accel.doctor import Report, examination, examine
 from dsgdac_accel.doctor.comparison import check_equal, check_streams, describe_model, flat_settings
 from dsgdac_accel.doctor.data import Share, check_shards, check_steps, share_of
 from dsgdac_accel.doctor.examination import parameter_bytes
@@ -302,3 +304,12 @@ def test_without_the_tasks_a_configuration_cannot_be_examined(monkeypatch, capsy
     monkeypatch.setattr(doctor, "entry_points", lambda group: ())
     assert main(["doctor", "--config", str(ROOT / "configs" / "digits.yaml")]) == 2
     assert "--config needs the tasks of the repository" in capsys.readouterr().err
+
+
+def test_a_worker_lost_while_the_data_is_examined_is_not_an_error_of_the_loader(monkeypatch):
+    def lose(_):
+        raise WorkerLostError("worker 2 did not answer")
+
+    monkeypatch.setattr(examination, "share_of", lose)
+    report = examine(Accelerator(cpu=True), loader=[1])
+    assert levels(report.of_level("error")) == [("error", "lost worker")]

@@ -186,7 +186,11 @@ def test_the_exit_status_is_that_of_the_first_failure_if_the_last_worker_fails_t
 
 @pytest.mark.parametrize(
     ("first", "last", "status"),
-    [(KILLED, 6, 128 + 9), ("sys.exit(5)", 0, 0), ("sys.exit(5)", EXIT_STOPPED, EXIT_STOPPED)],
+    [
+        (KILLED, 6, 128 + 9),
+        pytest.param("sys.exit(5)", 0, 0, marks=pytest.mark.slow),
+        pytest.param("sys.exit(5)", EXIT_STOPPED, EXIT_STOPPED, marks=pytest.mark.slow),
+    ],
 )
 def test_of_workers_found_ended_at_once_a_killed_one_is_the_cause_and_the_best_one_counts(
     tmp_path, first, last, status
@@ -265,7 +269,7 @@ def test_a_hanging_worker_that_the_others_dropped_is_killed(tmp_path):
     assert (status, "worker 1 was ended by SIGKILL" in out, "finished without worker 1" in out) == (0, True, True)
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it(tmp_path, connected):
     script = """
         if rank == 0:

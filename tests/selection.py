@@ -1,0 +1,16 @@
+"""Choose which cases of a parametrized test run by default and which run with `pytest -m slow`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+
+def slow_except(fast: Collection[tuple[Any, ...]], cases: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Mark all `cases` as slow except those in `fast`, in the same order. Each case holds all arguments of a test."""
+    missing = [case for case in fast if case not in cases]
+    if missing:
+        raise ValueError(f"fast cases must be among all cases; {missing} are not.")
+    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
