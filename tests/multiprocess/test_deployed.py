@@ -128,7 +128,7 @@ def train_and_evaluate(rank: int, every: int, workers: int) -> dict[str, torch.T
     return {**everything(model), "steps": torch.tensor(accelerator.gossip_steps[0].mixer.step)}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_evaluating_never_changes_training(workers):
     undisturbed = run_workers(train_and_evaluate, 2, 0, workers, timeout=120)
     disturbed = run_workers(train_and_evaluate, 2, 1 if not workers else 5, workers, timeout=120)
@@ -155,7 +155,7 @@ def save_deployed(rank: int, folder: str, compiled: bool) -> torch.Tensor:
     return accelerator.unwrap_model(model, keep_torch_compile=False)[0].weight.detach().clone()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_saved_model_is_the_mean_of_the_workers_and_loads_into_a_plain_model(tmp_path, compiled):
     weights = torch.stack(run_workers(save_deployed, 3, str(tmp_path), compiled))
     saved = load_file(tmp_path / "model.safetensors")

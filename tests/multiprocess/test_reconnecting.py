@@ -128,6 +128,7 @@ def test_a_worker_that_connects_slowly_is_waited_for_beyond_the_timeout():
     assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
 
 
+@pytest.mark.slow
 def test_the_short_timeouts_of_connecting_end_once_all_are_connected():
     outcomes = try_workers(train, 3, 0, 2, slow_afterwards)
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
@@ -135,6 +136,7 @@ def test_the_short_timeouts_of_connecting_end_once_all_are_connected():
     assert outcomes[1].value[2] == 1  # they have reconnected once only
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_survivors_reconnect_is_given_up():
     outcomes = Launch(train, 4, 1, 3, hanging, 3.0, timeout=60).outcomes(hanging=3)
     assert [outcomes[rank].exit_code for rank in (0, 2, 3)] == [0, 0, None], [outcome.error for outcome in outcomes]

@@ -429,7 +429,7 @@ def save_and_finish(training: Training, folder: str, wait: bool) -> None:
     training.accelerator.finish_saving()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_full_disk_on_one_worker_is_the_same_error_on_all(tmp_path, wait):
     errors = run_workers(full_disk, 3, str(tmp_path), wait)
     assert set(errors) == {errors[0]}
@@ -451,7 +451,7 @@ def killed_while_saving(rank: int, folder: str, wait: bool) -> None:
         training.take(next(batches), 0)
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_worker_killed_while_saving_is_named_and_the_older_checkpoint_stays(tmp_path, wait):
     outcomes = try_workers(killed_while_saving, 2, str(tmp_path), wait)
     assert outcomes[1].exit_code == -signal.SIGKILL

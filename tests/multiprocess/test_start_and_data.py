@@ -141,7 +141,7 @@ ORDERS = [
     ("alike", {}, 0, "own"),
     ("different", {}, 0, "own"),
 ]
-FAST_ORDERS = [ORDERS[0], ORDERS[3], ORDERS[6], ORDERS[8], ORDERS[10]]
+FAST_ORDERS = [ORDERS[3], ORDERS[6], ORDERS[8]]
 
 
 @pytest.mark.parametrize(("seeds", "options", "workers", "sampler"), slow_except(FAST_ORDERS, ORDERS))

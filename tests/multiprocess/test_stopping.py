@@ -65,9 +65,9 @@ def train(rank: int, senders: dict[int, tuple], synchronous: bool, folder: Any, 
 @pytest.mark.parametrize(
     ("senders", "synchronous"),
     [
-        ({0: (signal.SIGTERM, 0.02)}, False),
+        pytest.param({0: (signal.SIGTERM, 0.02)}, False, marks=pytest.mark.slow),
         ({1: (signal.SIGUSR1, 0.31)}, False),
-        ({2: (signal.SIGTERM, 0.13)}, False),
+        pytest.param({2: (signal.SIGTERM, 0.13)}, False, marks=pytest.mark.slow),
         ({0: (signal.SIGUSR1, 0.1), 2: (signal.SIGTERM, 0.1)}, False),
         ({1: (signal.SIGTERM, 0.17)}, True),
     ],

@@ -186,7 +186,7 @@ SOME = [
     Case(1, 19, workers=3, per_process=2, topology="one_peer_ring"),
     Case(0, 22, workers=2, per_process=3, topology="complete"),
 ]  # fmt: skip
-SLOW = SOME[1::2]
+SLOW = [case for number, case in enumerate(SOME) if number % 4]
 
 
 def communications(tmp_path):
@@ -339,7 +339,7 @@ def lost_while_writing(rank, victim, dies_at, folder):
 
 
 # In the last steps, one survivor waits for the victim while the other is already finishing the checkpoint.
-@pytest.mark.parametrize(("victim", "dies_at"), slow_except([(0, 5), (1, 7)], [(0, 5), (0, 7), (1, 6), (1, 7)]))
+@pytest.mark.parametrize(("victim", "dies_at"), slow_except([(1, 7)], [(0, 5), (0, 7), (1, 6), (1, 7)]))
 def test_a_loss_while_a_checkpoint_is_written_keeps_the_older_one(tmp_path, victim, dies_at):
     outcomes = try_workers(lost_while_writing, 3, victim, dies_at, tmp_path / "checkpoint", timeout=60)
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]

@@ -114,7 +114,7 @@ CASES += [
     (2, 3, "grid", "sgd", {"overlap": False}),
     (3, 2, "base_graph", "sgd", {"log_every": 3}),
 ]
-FAST = [(1, 4, *CASES[4][2:]), *CASES[-5:]]
+FAST = [CASES[-5], *CASES[-3:]]
 
 
 @pytest.mark.parametrize(("processes", "per_process", "topology", "optimizer", "options"), slow_except(FAST, CASES))

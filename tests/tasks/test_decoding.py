@@ -50,7 +50,7 @@ def test_length_batches_hold_every_row_once_within_the_budget(sizes, budget):
         assert len(batch) * max(sizes[row] for row in batch) <= budget or len(batch) == 1
 
 
-@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_text_is_the_same_in_batches_of_any_size(translator, beams):
     model, tokenizer = translator
     ids = encode(tokenizer, SOURCES)
@@ -63,7 +63,7 @@ def test_the_text_is_the_same_in_batches_of_any_size(translator, beams):
     assert len(set(alone.texts)) > 3, "the test needs sentences that differ"
 
 
-@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("beams", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_what_transformers_own_search_finds_for_each_sentence_alone(translator, beams):
     model, tokenizer = translator
     found = translate(model, tokenizer, encode(tokenizer, LINES), DecodingConfig(beams=beams))

@@ -63,8 +63,7 @@ def evaluate_on_a_worker(rank, folder):
 def test_any_number_of_workers_finds_the_same_figures_to_the_bit(tmp_path):
     parts(tmp_path)  # makes the vocabulary
     (alone,) = run_workers(evaluate_on_a_worker, 1, tmp_path)
-    for num_workers in (2, 3):
-        assert run_workers(evaluate_on_a_worker, num_workers, tmp_path) == [alone] * num_workers
+    assert run_workers(evaluate_on_a_worker, 3, tmp_path) == [alone] * 3
     assert alone[2]["sentences"] == len(SOURCES)
     assert alone[1].texts[1] == ""
 

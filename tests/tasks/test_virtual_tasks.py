@@ -125,7 +125,7 @@ def test_a_run_without_workers_on_disk_has_the_curvature_of_its_deployed_model(w
     assert measured["lambda_1"] > 0
     assert [measured[name] for name in ("Q", "A", "penalty")] == [None] * 3
     for arguments, words in (
-        (["nowhere"], "nowhere holds no config.yaml"),
+        (["nowhere"], "nowhere has no config.yaml"),
         ([folder.name, "--curvature.batch=3"], "unknown key curvature.batch. Did you mean"),
         ([folder.name, "--checkpoint", "text"], "text"),
     ):

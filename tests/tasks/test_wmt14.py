@@ -224,6 +224,7 @@ def test_the_last_deployed_models_are_averaged(work):
     assert not all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_bf16_autocast_and_loader_processes_train_one_worker(work):
     folder, _ = train(
         forked(), work, "bf16", "--mixed_precision", "bf16", "--dataloader_num_workers", "1", "--max_steps", "4"
@@ -332,6 +333,7 @@ def test_a_refused_command_leaves_the_results_of_an_earlier_run(broken):
     assert [file.read_text(encoding="utf-8") for file in kept] == ["of an earlier run"] * 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_beyond_the_last_step_is_refused_and_nothing_is_deleted(work):
     saved = ["--max_steps", "4", "--save_steps", "2", "--report_to", "[]"]
     folder, _ = train(forked(), work, "shortened", *saved)

@@ -294,6 +294,7 @@ def test_a_worker_that_ends_before_all_are_connected_ends_those_that_wait_for_it
     )
 
 
+@pytest.mark.slow
 def test_accelerators_do_not_wait_for_a_worker_that_failed_to_start(tmp_path):
     script = """
         if rank == 1:
