@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
     [
         (["--model", "resnet18"], "model must be one of"),
         (["--model", "wrn-11-2"], "depth of a wide ResNet"),
-        (["--dropout", "0.5"], "dropout must be 0 for model"),
+        (["--dropout", "0.5"], "dropout must be 0 for model 'mlp'"),
         (["--crop_padding", "8"], "crop_padding must be below"),
         (["--curvature.batch_size", "1"], "curvature.batch_size"),
         (["--global_batch_size", "50", "--gradient_accumulation_steps", "4"], "must divide evenly"),

@@ -346,10 +346,22 @@ def test_a_checkpoint_beyond_the_last_step_is_refused_and_nothing_is_deleted(wor
 
 
 def test_the_deployed_model_is_written_before_it_is_scored(work):
-    """With this penalty, the beam search fails."""
-    arguments = ["--decoding.length_penalty", "1e300", "--max_steps", "2", "--output_dir", "unscored"]
-    status, _, _ = run(forked(), work, "--config", "settings.yaml", "--report_to", "[]", *arguments)
-    assert status != 0
+    (work / "no_search.py").write_text(
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tasks.translation.evaluation import Evaluator\n"
+        "search = Evaluator.translations\n"
+        "def translations(self, model, pairs, greedy=False):\n"
+        "    if not greedy: raise OSError('no beam search today')\n"
+        "    return search(self, model, pairs, greedy)\n"
+        "Evaluator.translations = translations\n"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    arguments = ["--config", "settings.yaml", "--report_to", "[]", "--max_steps", "3", "--output_dir", "unscored"]
+    status, _, err = finish(start([*forked(), "no_search.py", *arguments], work))
+    assert status == 1, err
+    assert "no beam search today" in error_lines(err)[0]
     load_translator(work / "unscored" / "deployed")
 
 
@@ -357,7 +369,7 @@ def test_a_synchronous_run_that_diverges_ends_with_one_line(work):
     arguments = ["--algorithm", "adam", "--learning_rate", "1e30", "--warmup_steps", "1", "--output_dir", "diverged"]
     status, _, err = run(forked(), work, "--config", "settings.yaml", *arguments)
     (line,) = error_lines(err)
-    assert status == 1
+    assert status == 1, err
     assert "the training loss is nan at step" in line
 
 
