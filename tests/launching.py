@@ -62,6 +62,8 @@ class ForkedScript:
         self.outputs = [
             [f"{self.folder.name}/{stream}{rank}" for stream in ("out", "err")] for rank in range(num_workers)
         ]
+        for file in (file for files in self.outputs for file in files):
+            Path(file).touch()  # a worker may be ended before it opens them
         self.processes = []
         for rank, outputs in enumerate(self.outputs):
             own = dict.fromkeys(("RANK", "LOCAL_RANK"), rank) if num_workers > 1 else {}
