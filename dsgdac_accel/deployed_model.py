@@ -1,6 +1,6 @@
 """The deployed model: the average of the workers, put into a model for a while or for good.
 
-`deployed_model` restores every byte on exit, also after an exception:
+On exit every byte is restored, also after an exception:
 
 - parameters: `Buckets.restore` copies back what `Buckets.back_up` kept when the average was swapped in;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
@@ -106,25 +106,26 @@ class Deployment:
     def __init__(self, training: GossipTraining, gradient_state: GradientState) -> None:
         self.training = training
         self.gradient_state = gradient_state
-        self._open_contexts = 0
+        self._evaluations = 0
+        self._deployments = 0
 
     @property
     def active(self) -> bool:
-        """Whether a `deployed` or `evaluating` context is open."""
-        return self._open_contexts > 0
+        """Whether a `deployed` context is open, so that the models hold the average."""
+        return self._deployments > 0
 
     def is_training(self) -> bool:
         """Return whether a pass over a prepared loader counts as training."""
-        return not self.active and torch.is_grad_enabled()
+        return self._evaluations == 0 and torch.is_grad_enabled()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
-        self._open_contexts += 1
+        self._evaluations += 1
         try:
             yield
         finally:
-            self._open_contexts -= 1
+            self._evaluations -= 1
 
     @contextmanager
     def deployed(
@@ -154,10 +155,12 @@ class Deployment:
         average = deployed_model(
             model, mixers, group, calibrate=calibrate, calibration_forward=calibration_forward, frozen=frozen
         )
+        self._deployments += 1
         try:
             with self.evaluating(), preserved_loaders(loaders), average as deployed:
                 yield deployed
         finally:
+            self._deployments -= 1
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.
             self.gradient_state.dataloader_references = references
 

@@ -340,6 +340,18 @@ def prepared(count: int = 3, **options):
     return accelerator, model, optimizer, kept
 
 
+def test_an_evaluation_that_is_open_already_does_not_hide_the_average():
+    accelerator, model, optimizer, _ = prepared()
+    x, y = make_batch()
+    accelerator.backward((model(x) - y).square().mean())
+    optimizer.step()
+    with accelerator.not_training(), accelerator.deployed_model(model):
+        errors = accelerator.consensus_errors(model)
+    summed = [torch.stack([error[key] for error in errors]).sum(0) for key in errors[0]]
+    assert max(float(total.abs().max()) for total in summed) < 1e-12
+    assert max(float(value.abs().max()) for value in errors[0].values()) > 1e-6
+
+
 @pytest.mark.parametrize("listed_before", [False, True])
 def test_each_worker_is_clipped_by_its_own_norm(listed_before):
     accelerator, model, _, kept = prepared()
