@@ -89,7 +89,7 @@ class GossipOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Always False: every step mixes and counts, so schedulers tick with it and all workers keep the same lr."""
+        """Always False: every step counts, so schedulers tick with it and all workers keep the same lr."""
         return False
 
 
@@ -148,7 +148,7 @@ class GossipAccelerator(Accelerator):
         accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
-        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout)
+        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
         adopted._begin_gossip(config, earlier if reusable else None)
         GossipAccelerator._adopted_group = adopted.group
         return adopted

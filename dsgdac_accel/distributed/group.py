@@ -60,7 +60,7 @@ class WorkerGroup:
         self.poster: ThreadPoolExecutor | None = None
         """The thread that posts exchanges; None where they are posted directly."""
         self.last_posted: Future[Any] | None = None
-        """What was last given to `poster`, by whichever exchange."""
+        """The newest task of `poster`, of any exchange."""
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._callbacks: list[Callable[[], None]] = []
@@ -88,12 +88,12 @@ class WorkerGroup:
 
     @property
     def rank(self) -> int:
-        """Rank of this worker."""
+        """Rank of this process."""
         return self.members.rank
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """Number of processes."""
         return self.members.size
 
     @property
@@ -122,7 +122,7 @@ class WorkerGroup:
         self._registered.append(weakref.ref(mixer))
 
     def registered(self) -> dict[int, Any]:
-        """What is registered and still exists, by order of registration, which is the same on all workers."""
+        """Return the registered mixers that still exist, by order of registration, which all workers share."""
         references = enumerate(self._registered)
         return {number: mixer for number, reference in references if (mixer := reference()) is not None}
 
@@ -139,11 +139,13 @@ class WorkerGroup:
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
-    def serves(self, device: torch.device, timeout: float) -> bool:
+    def serves(self, device: torch.device, timeout: float, on_loss: str = "stop") -> bool:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
-            not self.closed and self.process_groups.world is world and (self.device, self.timeout) == (device, timeout)
+            not self.closed
+            and self.process_groups.world is world
+            and (self.device, self.timeout, self.policy.name) == (device, timeout, on_loss)
         )
 
     # ---- lost workers

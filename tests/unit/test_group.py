@@ -31,6 +31,7 @@ def test_a_group_serves_another_training_until_it_is_closed():
     group = WorkerGroup(cpu, timeout=5.0)
     assert group.serves(cpu, 5.0)
     assert not group.serves(cpu, 6.0)
+    assert not group.serves(cpu, 5.0, "continue")
     assert not group.serves(torch.device("meta"), 5.0)
     group.close()
     assert not group.serves(cpu, 5.0)
