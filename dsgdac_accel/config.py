@@ -82,7 +82,7 @@ class GossipConfig:
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
     comm_dtype: Literal["full", "bf16", "int8"] = "full"
-    """What a worker sends to another process. full sends the parameters; bf16 and int8 send the change since the last
+    """Format of the messages between processes. full sends the parameters; bf16 and int8 send the change since the last
     exchange of the two workers, rounded to a half or a quarter of the bytes of fp32."""
 
     mix_every: int = 1
@@ -110,11 +110,11 @@ class GossipConfig:
     """Seconds (> 0) within which every worker notices that another one is lost or silent."""
 
     on_worker_loss: Literal["stop", "continue"] = "stop"
-    """What the survivors of a lost worker do. stop ends the run on all of them with an error that names it; continue
+    """Reaction to a lost worker. stop ends the run on all of them with an error that names it; continue
     goes on without it (CPU workers only): they mix by their own topology and deploy their own average."""
 
     on_other_worker_count: Literal["refuse", "deployed"] = "refuse"
-    """What to do with a checkpoint of another number of workers. refuse stops; deployed starts every worker from the
+    """Treatment of a checkpoint of another number of workers. refuse stops; deployed starts every worker from the
     deployed model: the average of the saved parameters and optimizer states, with newly seeded random streams."""
 
     max_consecutive_nonfinite: int = 10

@@ -1,4 +1,4 @@
-"""What an accelerator trains by gossip: its models, one `GossipStep` per optimizer, and who owns which parameter."""
+"""The gossip of an accelerator: its models, one `GossipStep` per optimizer, and the owner of each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters as views of a few flat buckets, and the owner of every buffer that mixing needs.
+"""Parameters as views of a few flat buckets, and the owner of the receive and backup buffers.
 
 Mixing is then a few long, contiguous passes. Each parameter keeps its shape and its strides (channels_last, transposed,
 sliced, 0-dim, empty); parameters that share their memory keep sharing it and are stored, sent and counted once.
@@ -128,7 +128,7 @@ def _kind(tensor: Tensor) -> tuple:
 
 
 class Use(Enum):
-    """What the receive buffers hold, which decides who may write them."""
+    """Content of the receive buffers, which decides who may write them."""
 
     FREE = "unused"
     """Nothing; the next use may begin."""
@@ -137,7 +137,7 @@ class Use(Enum):
     RECEIVED = "holding the neighbors' parameters"
     """Nobody writes until the consensus update is formed in their place."""
     UPDATE = "holding a consensus update that was not added yet"
-    """Only `Update` reads them."""
+    """The consensus update is formed in place, once; then `Update` only reads them."""
     SCRATCH = "in use by a measurement of the consensus radius"
     """The measurement writes."""
     BACKUP = "holding the worker's own parameters"
@@ -167,7 +167,9 @@ _REFUSALS = {
 
 
 class Buckets:
-    """Owns every buffer: the buckets of the workers of this process and their receive buffers.
+    """Owns the buckets of the workers of this process and their receive buffers, which also hold updates and backups.
+
+    The messages and references of a compressed exchange belong to its `Compressor`.
 
     `received[worker][k]` is what the k-th neighbor in another process sent to a local worker, a tensor for each bucket.
     """

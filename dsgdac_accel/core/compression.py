@@ -96,7 +96,7 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 @dataclass
 class Edge:
-    """What a worker and one neighbor have exchanged about one bucket (D,)."""
+    """The values that a worker and one neighbor have exchanged for one bucket (D,)."""
 
     weight: float
     """The neighbor's share of the weight of the round."""

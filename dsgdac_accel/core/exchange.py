@@ -36,12 +36,12 @@ Incoming = Sequence[Sequence[Sequence[Tensor]]]
 Message = tuple[Tensor, int, int]
 """A tensor, the process that it comes from or goes to, and its tag."""
 Works = list[tuple[Any, int | None]]
-"""What to wait for, each with the only process that it depends on, if there is only one."""
+"""The works to wait for, each with the only process that it depends on, if there is only one."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What one worker does in one round."""
+    """The part of one worker in one round."""
 
     weights: dict[int, float]
     """W_ij of every neighbor j that sends to it."""

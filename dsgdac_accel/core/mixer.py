@@ -73,7 +73,7 @@ class Mixer:
         self.step = 0
         """Optimizer steps so far; they alone decide who exchanges with whom."""
         self.skipped_steps: list[int] = []
-        """Steps in which this process did not mix, because a worker was lost around them."""
+        """Steps around the loss of a worker, in which this process did not mix."""
         self._mixes_from = 0
         self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if topology.num_workers == 1 else None
         group.register(self)
@@ -108,7 +108,7 @@ class Mixer:
             self.compressor.post(self._round, what)
 
     def drain(self) -> None:
-        """Wait for what is in flight. What arrived is kept for the next `consensus_update`."""
+        """Wait for the exchange in flight. The received parameters are kept for the next `consensus_update`."""
         if self.buckets.use is not Use.RECEIVING:
             return
         arrived = False
@@ -131,7 +131,7 @@ class Mixer:
             The update of each local worker that takes part in the round.
 
         Raises:
-            WorkerLostError: a neighbor did not answer within the timeout.
+            WorkerLostError: a neighbor died or did not answer within the timeout.
             NonFiniteError: a neighbor's or this worker's parameters are not finite, or on a GPU were so in the step
                 before; nothing is mixed then.
         """

@@ -40,15 +40,15 @@ _SAME_LRS = (
 class GossipStep:
     """Puts the parts of one step in order: schedule, gradient guard, mixer and optimizer.
 
-    Each optimizer step mixes exactly once, whatever happened locally: the step count alone decides the partner, and a
-    worker that skips its local update still mixes, so that no worker waits for it.
+    The step count alone decides when and with whom a worker mixes. A worker that skips its local update still mixes, so
+    that no worker waits for it.
 
     Args:
         optimizer: any torch optimizer; its state stays local and is never mixed.
         group: the workers. Construction is collective.
         config: topology, gamma schedule and policies.
         watch: the models that use the optimizer's parameters, for names in messages and to notice replacements.
-        worker_of: the one of the `config.workers_per_process` workers of this process that a parameter belongs to.
+        worker_of: maps a parameter to the local worker that owns it, from 0 to `config.workers_per_process` - 1.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
 An update is kept as scale * difference, so that gamma costs no pass over memory of its own:
 
     scale_i      = gamma * sum_j W_ij
-    difference_i = sum_j W_ij x_j / sum_j W_ij - x_i
+    difference_i = sum_j W_ij x_j / sum_j W_ij - x_i        sums over the neighbors j != i
 """
 
 from __future__ import annotations
@@ -183,4 +183,4 @@ def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
         return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
     piece = _PIECE * torch.get_num_threads()
     pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
-    return [torch.dot(torch.sub(mine, theirs, out=difference), difference) for mine, theirs, difference in pieces]
+    return [torch.dot(torch.sub(theirs, mine, out=difference), difference) for theirs, mine, difference in pieces]

@@ -1,6 +1,6 @@
 """The workers of a run: process groups with named collectives, failure detection, and stopping on a signal.
 
-What happens when a neighbor dies: its connections break, or nothing arrives within `timeout` seconds. The exchange or
+When a neighbor dies, its connections break, or nothing arrives within `timeout` seconds. The exchange or
 the collective that waits for it raises a transport error in `WorkerGroup.guarded`. `FailureDetector` recognizes the
 error and finds out which worker is gone, from the other workers' reports in the rendezvous store and from the process
 table. Then the group's loss policy decides. `StopOnLoss`, the default, raises `WorkerLostError`, which names the worker

@@ -1,4 +1,4 @@
-"""What a worker and `dsgdac launch` tell each other: exit statuses, and keys in the rendezvous store."""
+"""Messages between a worker and `dsgdac launch`: exit statuses, and keys in the rendezvous store."""
 
 EXIT_STOPPED = 75
 """Exit status of a worker that a signal stopped, with a complete checkpoint to resume from (EX_TEMPFAIL)."""

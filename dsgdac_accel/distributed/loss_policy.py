@@ -1,4 +1,4 @@
-"""What a lost worker means to the others. Stopping is the default, and the only policy of the core."""
+"""Policies for a lost worker. Stopping is the default, and the only policy of the core."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Run:
         ended = [worker for worker in self.workers if worker.has_ended()]
         if not ended:
             return
-        # Of workers found ended at once, a killed one is the cause of the others' failures, and the best counts.
+        # If several workers have ended at once, a killed one is the cause of the other failures, and the best counts.
         statuses = [worker.status or 0 for worker in ended]
         failures = sorted((status for status in statuses if status), key=lambda status: status > 0)
         self._first_failure = self._first_failure or next(iter(failures), 0)

@@ -1,4 +1,4 @@
-"""One worker process of a launch. What it starts does not outlive it, and nothing outlives the launcher."""
+"""One worker process of a launch. Its own processes end with it, and all of them with the launcher."""
 
 from __future__ import annotations
 

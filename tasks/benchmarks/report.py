@@ -79,7 +79,7 @@ def check_output(output: Path) -> None:
 
 
 def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
-    """What was measured, in one line."""
+    """Return the measured case in one line."""
     what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters"
     if config.model.startswith("sleeping"):
         what += f", {config.compute_ms:g} ms of sleep for computation"

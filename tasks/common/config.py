@@ -182,7 +182,7 @@ def _config_file(text: str) -> Path:
 
 
 def _overridden(tree: dict[str, Any], settings: Mapping[str, Text], known: Mapping[str, Field]) -> dict[str, Any]:
-    """What a file holds with the settings of the command line, which revive a section that is null in the file."""
+    """Merge the settings of the command line into those of a file; they revive a section that is null in the file."""
     for key, text in settings.items():
         if key not in known:
             raise ConfigError(f"{_COMMAND_LINE}: unknown key {key}. {hint(key, known)}")

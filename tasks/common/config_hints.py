@@ -102,7 +102,7 @@ USE: dict[str, dict[str, str]] = {
 
 
 def hint(path: str, known: Collection[str]) -> str:
-    """What the writer of an unknown key may have meant, as one sentence.
+    """Return one sentence on what the writer of an unknown key may have meant.
 
     >>> hint("lr", ["learning_rate", "seed"])
     'Did you mean learning_rate?'

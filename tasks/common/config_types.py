@@ -133,7 +133,7 @@ def describe(hint: Any) -> str:
 
 
 def shown(node: Any) -> str:
-    """What was written, for "got ...", cut short.
+    """Return the written value for "got ...", cut short.
 
     >>> shown({"a": Text("x"), "b": [Text("1"), Text("")]})
     "{a: 'x', b: [1, nothing (null)]}"
@@ -171,7 +171,7 @@ def _advice(node: Any, member: Any) -> str:
     return ""
 
 
-# What each type accepts. The text of an error is the way out, or "".
+# Checks of each type. The text of an error is the way out, or "".
 
 
 def _is_null(text: Text) -> bool:

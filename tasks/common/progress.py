@@ -1,4 +1,4 @@
-"""What a run times and prints while it trains, the same for all tasks."""
+"""Timing and progress output of a run, the same for all tasks."""
 
 from __future__ import annotations
 

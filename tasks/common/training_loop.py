@@ -15,7 +15,7 @@ from tasks.common.progress import Clock, WaitingTime, progress_bar, progress_fig
 
 
 class Prepared(NamedTuple):
-    """What `accelerator.prepare` returned."""
+    """The results of `accelerator.prepare`."""
 
     model: Any
     optimizer: Any
@@ -24,7 +24,7 @@ class Prepared(NamedTuple):
 
 
 class Task(Protocol):
-    """What differs between tasks. Every worker calls each method equally often, so all may use collectives."""
+    """The parts that differ between tasks. Every worker calls each method equally often, so all may use collectives."""
 
     def begin_epoch(self) -> None:
         """Runs before the first batch of an epoch, and of the rest of an epoch after a resume."""
@@ -151,7 +151,7 @@ class TrainingLoop:
         self._bar.set_postfix(progress_figures(self.accelerator, loss, self.lr) | figures)
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of every task's run."""
+        """Return the entries of summary.json that all tasks share."""
         steps = self.accelerator.gossip_steps
         lost = self.accelerator.group.lost
         return {

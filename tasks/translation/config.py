@@ -60,7 +60,7 @@ class TextConfig:
     """A tokenizer.json, or a folder with one, to use instead of training a tokenizer."""
 
     invalid_utf8: Literal["error", "replace"] = "error"
-    """What to do with bytes that are not UTF-8. error stops; replace writes U+FFFD in their place, in local training
+    """Treatment of bytes that are not UTF-8. error stops; replace writes U+FFFD in their place, in local training
     data only."""
 
     cache_dir: Path | None = None

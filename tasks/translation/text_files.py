@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Errors = Literal["strict", "replace"]
-"""What to do with bytes that are not UTF-8: raise an error, or replace them by U+FFFD."""
+"""Treatment of bytes that are not UTF-8: raise an error, or replace them by U+FFFD."""
 
 Column = tuple[str, ...]
 """Path of a side in a row: ("en",), or ("translation", "en") in a column of structs."""
