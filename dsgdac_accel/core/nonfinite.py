@@ -172,6 +172,8 @@ class GradientGuard:
         Raises:
             NonFiniteError: too many skipped updates in a row.
         """
+        self._unhide()  # the last local step raised if `put_back` was not called, and there are new gradients now
+        self._hidden.clear()
         self.settle()
         if scaler is not None:
             overflow = self._agree_on_overflow(step, scaler)
@@ -216,9 +218,13 @@ class GradientGuard:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+        self._unhide()
+
+    def _unhide(self) -> None:
+        """Let the optimizer step normally again."""
         if self._found_inf is not None:
-            optimizer: Any = self.optimizer
-            del optimizer.grad_scale, optimizer.found_inf
+            for name in ("grad_scale", "found_inf"):
+                vars(self.optimizer).pop(name, None)
             self._found_inf = None
 
     def settle(self) -> None:

@@ -171,3 +171,23 @@ def test_step_is_the_two_halves_around_the_optimizer():
     steps[1].after_local_step()
     assert steps[0].mixer.step == steps[1].mixer.step == 1
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_local_step_that_raised_leaves_no_gradient_for_the_next_one(monkeypatch):
+    first, second = (Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    worker_of = {id(first): 0, id(second): 1}
+    config = GossipConfig(workers_per_process=2, log_every=0, power=0)
+    step = GossipStep(optimizer, WorkerGroup(CPU, 10), config, worker_of=lambda p: worker_of[id(p)])
+    first.grad, second.grad = torch.ones(2), torch.full((2,), torch.nan)
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step.step()
+    first.grad, second.grad = torch.ones(2), torch.full((2,), 3.0)
+    step.step()
+    assert torch.equal(second.grad, torch.full((2,), 3.0))
