@@ -65,15 +65,15 @@ def _doctor(options: argparse.Namespace) -> int:
         time.sleep(GRACE_SECONDS)  # if worker 0 has the same problem, it alone reports it
         raise type(error)(f"worker {rank}: {error}") from error
     is_lost = any(finding.name == "lost worker" for finding in report.findings)
+    if rank != 0 and not is_lost:
+        os._exit(0)  # worker 0 reports
     if rank != 0:
-        if not is_lost:
-            return 0  # worker 0 reports
         time.sleep(GRACE_SECONDS)  # unless worker 0 is lost, it ends the launch by its report
     print("\n".join(report.lines()), flush=True)
     if options.json is not None:
         report.write_json(options.json)
-    if is_lost:
-        os._exit(1)  # the teardown of a process group that lost a worker may abort
+    if size > 1:
+        os._exit(report.exit_status)  # the teardown of a process group aborts now and then, with another status
     return report.exit_status
 
 
