@@ -26,7 +26,6 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n  dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2\n"
         "  dsgdac sweep configs/sweeps/digits_study.yaml --only 'dsgd_ac/*' --only sgd/seed_0\n"
         '  dsgdac sweep configs/sweeps/cifar100_main.yaml --print-commands | sed -n "${SLURM_ARRAY_TASK_ID}p" | sh',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sweep.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
     sweep.add_argument("--jobs", metavar="K", type=_positive, default=1, help="runs at a time (default: 1)")
@@ -48,7 +47,6 @@ def add_commands(commands: Any) -> None:
         description="Print the tables of a sweep, and write report.md, report.csv and the figures into its folder. An "
         "unfinished sweep is reported as far as it is finished.",
         epilog="example:\n  dsgdac report configs/sweeps/digits_study.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     report.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
     report.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: the sweep's folder)")

@@ -20,7 +20,6 @@ def add_commands(commands: Any) -> None:
         help="the summary of runs",
         description="Print the summary of one run, or of several side by side.",
         epilog="example:\n  dsgdac show runs/digits",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_runs(show)
     show.set_defaults(run=_show)
@@ -29,7 +28,6 @@ def add_commands(commands: Any) -> None:
         help="plot one run, or several side by side",
         description="Plot the metrics of a run as PNG files into its folder, or compare several runs in one file.",
         epilog="examples:\n  dsgdac plot runs/digits\n  dsgdac plot runs/dsgd runs/dsgd_ac --output compare.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_runs(plot)
     plot.add_argument("--output", metavar="FILE", type=Path, help="file of the comparison (default: comparison.png)")
@@ -40,7 +38,6 @@ def add_commands(commands: Any) -> None:
         description="Measure eigenvalues, Q, A and B of a run with the task that wrote it. Arguments after RUN go to "
         "the task; `-- --help` shows its own.",
         epilog="example:\n  dsgdac curvature runs/digits",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     curvature.add_argument("run_folder", metavar="RUN", type=Path, help="output folder of a run")
     curvature.add_argument("--task", metavar="PATH", type=Path, help="script of the task, if it is not cifar or wmt14")
