@@ -29,7 +29,7 @@ from dsgdac_accel.calibration import (
     pool_batch_norm,
     sharded_batches,
 )
-from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.gossip_training import GossipTraining
@@ -40,7 +40,7 @@ from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas
 @contextmanager
 def deployed_model(
     model: nn.Module,
-    mixers: Sequence[Mixer],
+    averages: Sequence[Average],
     group: WorkerGroup,
     *,
     calibrate: Iterable[Any] | None = None,
@@ -56,7 +56,7 @@ def deployed_model(
     Args:
         model: the model; may be compiled or wrapped by Accelerate. The context yields the inner module of DDP and the
             first replica of `VirtualWorkers`.
-        mixers: the mixers of all its parameters. Empty for a synchronous baseline, whose workers are equal.
+        averages: of all its parameters. Empty for a synchronous baseline, whose workers are equal.
         group: the workers.
         calibrate: training data: a prepared DataLoader (read whole, sharded over the workers), or another loader or
             iterable of this worker's own batches.
@@ -78,8 +78,8 @@ def deployed_model(
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
     with group.policy.section(), preserved_state(holder), first_replica_only:
         try:
-            for mixer in mixers:
-                mixer.swap_in_average()
+            for average in averages:
+                average.swap_in()
             _deploy_buffers(model, layers, group)
             if calibrate is None:
                 pool_batch_norm(layers_by_worker, group)
@@ -91,8 +91,8 @@ def deployed_model(
             holder.eval()
             yield model
         finally:
-            for mixer in mixers:
-                mixer.restore()
+            for average in averages:
+                average.restore()
 
 
 class Deployment:
@@ -148,12 +148,12 @@ class Deployment:
         """
         model, steps, group = self.training.owners.wrapper_of(model), self.training.steps, self.training.group
         references = list(self.gradient_state.dataloader_references)
-        mixers = [] if self.active else [step.mixer for step in steps]
+        averages = [] if self.active else [step.average for step in steps]
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)
         average = deployed_model(
-            model, mixers, group, calibrate=calibrate, calibration_forward=calibration_forward, frozen=frozen
+            model, averages, group, calibrate=calibrate, calibration_forward=calibration_forward, frozen=frozen
         )
         self._deployments += 1
         try:
@@ -252,7 +252,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, train/eval modes and random streams on exit. Gradients are None inside.
 
     Parameters and gradients that were converted inside (`model.half()`) point to their old memory again. The VALUES of
-    parameters are not restored here: that is the mixers' part.
+    parameters are not restored here: that is the part of `Average`.
     """
     slots = _buffer_slots(model)
     pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]

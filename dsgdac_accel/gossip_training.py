@@ -111,7 +111,7 @@ class GossipTraining:
             optimizer = getattr(scheduler, "optimizer", None)
             for step in self.steps:
                 if step.optimizer in (optimizer, getattr(optimizer, "optimizer", None)):
-                    step.plan(scheduler)
+                    step.schedule.plan(scheduler)
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
@@ -135,9 +135,9 @@ class GossipTraining:
             again: False skips the optimizers whose radius was measured at this very step.
         """
         for step in self.steps:
-            last = step.mixer.last_consensus
-            if again or last is None or last.step != step.mixer.step:
-                step.mixer.measure_consensus()
+            latest = step.average.latest
+            if again or latest is None or latest.step != step.mixer.step:
+                step.average.measure()
         return self.metrics()
 
     def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:
@@ -152,7 +152,7 @@ class GossipTraining:
         inner = extract_model_from_parallel(first_replica(self.owners.wrapper_of(model)), keep_torch_compile=False)
         by_worker: list[dict[int, Tensor]] = [{} for _ in range(self.config.workers_per_process)]
         for step in self.steps:
-            for mine, errors in zip(by_worker, step.mixer.consensus_errors(), strict=True):
+            for mine, errors in zip(by_worker, step.average.errors(), strict=True):
                 mine.update(errors)
         named = list(inner.named_parameters())  # in the model's order, not the optimizer's
         return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in by_worker]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,13 @@ def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:
     random.seed(words[0])
     numpy.random.seed(words[1])
     torch.manual_seed(_torch_seed(words))
+
+
+def make_streams_differ(group: WorkerGroup) -> None:
+    """Seed the workers differently if two of them have the same torch stream. Collective."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    if len(set(group.all_gather_object(digest, "comparing random states"))) < group.size:
+        seed_workers_differently(group)
 
 
 def _seed_words(seed: int, worker: int, *salt: int) -> list[int]:

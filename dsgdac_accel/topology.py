@@ -28,6 +28,18 @@ TOLERANCE = 1e-9
 """Largest distance of a row or column sum from 1. Float64 rounding passes; a 1/3 rounded to float32 does not."""
 
 
+@dataclass(frozen=True)
+class RoundPlan:
+    """The part of one worker in one round."""
+
+    weights: dict[int, float]
+    """W_ij of every neighbor j that it receives from."""
+    recipients: tuple[int, ...]
+    """The neighbors that it sends to."""
+    averaging_group: tuple[int, ...] | None = None
+    """Set if the round averages a group of three or more workers uniformly, so that an all-reduce can do it."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Topology:
     """A sequence of mixing matrices that repeats, checked on construction.
@@ -108,6 +120,16 @@ class Topology:
         """
         column = self._round(step)[:, self._checked_worker(worker)]
         return tuple(int(peer) for peer in column.nonzero()[0] if peer != worker)
+
+    def plan(self, step: int, worker: int) -> RoundPlan:
+        """Return the part of `worker` in the round of `step`.
+
+        >>> build_topology("one_peer_ring", 4).plan(step=0, worker=1)
+        RoundPlan(weights={0: 0.5}, recipients=(0,), averaging_group=None)
+        """
+        groups = self.averaging_groups(step) or ()
+        mine = next((group for group in groups if worker in group and len(group) > 2), None)
+        return RoundPlan(self.neighbors(step, worker), self.recipients(step, worker), mine)
 
     def averaging_groups(self, step: int) -> tuple[tuple[int, ...], ...] | None:
         """Return the groups of workers that take their plain average at `step`.

@@ -157,7 +157,7 @@ class AcceleratorCheckpoints:
         }
 
     def _refuse_while_deployed(self, what: str) -> None:
-        if any(step.mixer.borrowed for step in self.gossip_steps):
+        if any(step.average.swapped_in for step in self.gossip_steps):
             raise RuntimeError(
                 f"{what} inside `with deployed_model(...)` would take the average for this worker's own weights. Call "
                 f"it before or after; `save_model` saves the average itself."

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgdac_accel.core.buckets import Buckets, FlatParameters
-from dsgdac_accel.core.exchange import Exchange, RoundPlan
+from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.update import Update, add_scaled
-from dsgdac_accel.topology import Topology
+from dsgdac_accel.topology import RoundPlan, Topology
 
 _BLOCK = 256  # elements that share a scale: 1.6 % more bytes
 _LARGEST = 127

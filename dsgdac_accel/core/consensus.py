@@ -1,17 +1,16 @@
-"""How far apart the workers are, and their average in place of their own parameters for a while.
-
-Each function here is a reduction of the size of the model over all workers, and so collective.
-"""
+"""How far apart the workers are, and their average in place of their own parameters for a while."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.core.buckets import Use
+from dsgdac_accel.core.mixer import Mixer
 
 
 @dataclass(frozen=True)
@@ -25,61 +24,123 @@ class Consensus:
     step: int
     """Optimizer steps done when it was measured."""
 
+    def figures(self, suffix: str = "") -> dict[str, float]:
+        """Return it for logs, with `suffix` behind "radius" and "frobenius"."""
+        return {
+            f"radius{suffix}": self.radius,
+            f"radius{suffix}_step": float(self.step),
+            f"frobenius{suffix}": self.frobenius,
+        }
 
-@torch.no_grad()
-def measure_consensus(buckets: Buckets, group: WorkerGroup, step: int) -> Consensus:
-    """Measure the exact consensus error.
 
-    The mean is formed in the receive buffers if they are free, or else in new memory of the size of a bucket.
+class Average:
+    """Measures how far apart the workers are, and swaps in their average.
+
+    Every method that reduces over the workers is collective and costs a reduction of the size of the model.
+
+    Args:
+        mixer: of the parameters; this class changes them between `swap_in` and `restore`.
     """
-    if group.size == len(buckets.flats) == 1:
-        return Consensus(0.0, 0.0, step)
-    squared = [0.0] * len(buckets.flats)
-    for number, (first, *others) in enumerate(zip(*map(buckets.values, range(len(buckets.flats))), strict=True)):
-        with buckets.scratch(number) as mean:
-            mean.copy_(first)
-            group.all_reduce_mean_(mean, f"measuring the consensus radius at step {step}", others=others)
-            for worker, x in enumerate((first, *others)):
+
+    def __init__(self, mixer: Mixer) -> None:
+        self.mixer = mixer
+        self.group = mixer.group
+        self.buckets = mixer.buckets
+        self.latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
+        """The latest exact measurement."""
+
+    @torch.no_grad()
+    def measure(self) -> Consensus:
+        """Measure the exact consensus error. Collective.
+
+        The mean is formed in the receive buffers if they are free, or else in new memory of the size of a bucket.
+        """
+        if self.mixer.topology.num_workers == 1:
+            self.latest = Consensus(0.0, 0.0, self.mixer.step)
+            return self.latest
+        self.buckets.refuse(Use.BACKUP, Use.RELEASED)
+        self.mixer.drain()
+        what = f"measuring the consensus radius at step {self.mixer.step}"
+        squared = [0.0] * len(self.buckets.flats)
+        for number, (first, *others) in enumerate(zip(*self._values(), strict=True)):
+            with self.buckets.scratch(number) as mean:
+                mean.copy_(first)
+                self.group.all_reduce_mean_(mean, what, others=others)
+                for worker, x in enumerate((first, *others)):
+                    squared[worker] += _squared_distance(mean, x)
+        return self._measured(squared)
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Overwrite the parameters by their mean over the workers until `restore`; also measures the consensus.
+
+        Collective. `restore` must follow, also after an exception.
+        """
+        if self.swapped_in:
+            return
+        self.mixer.prepare_average()
+        self.buckets.back_up()
+        if self.mixer.topology.num_workers == 1:
+            return
+        squared = [0.0] * len(self.buckets.flats)
+        for number, mean in enumerate(self.buckets.values(0)):
+            own = [kept[number] for kept in self.buckets.backup]
+            self.group.all_reduce_mean_(mean, f"averaging the workers at step {self.mixer.step}", others=own[1:])
+            for worker, x in enumerate(own):
                 squared[worker] += _squared_distance(mean, x)
-    return _consensus_of(squared, group, step)
+                if worker > 0:
+                    self.buckets.values(worker)[number].copy_(mean)
+        self._measured(squared)
 
+    def restore(self) -> None:
+        """Give the workers of this process their own parameters back, every byte."""
+        self.buckets.restore()
 
-@torch.no_grad()
-def swap_in_average(buckets: Buckets, group: WorkerGroup, step: int) -> Consensus:
-    """Overwrite the parameters by their mean over the workers until `Buckets.restore`; also measures the consensus."""
-    buckets.back_up()
-    squared = [0.0] * len(buckets.flats)
-    for number, mean in enumerate(buckets.values(0)):
-        own = [kept[number] for kept in buckets.backup]
-        group.all_reduce_mean_(mean, f"averaging the workers at step {step}", others=own[1:])
-        for worker, x in enumerate(own):
-            squared[worker] += _squared_distance(mean, x)
-            if worker > 0:
-                buckets.values(worker)[number].copy_(mean)
-    return _consensus_of(squared, group, step)
+    @property
+    def swapped_in(self) -> bool:
+        """Whether the parameters are the average of the workers at the moment."""
+        return self.buckets.use is Use.BACKUP
 
+    @torch.no_grad()
+    def errors(self) -> list[dict[int, Tensor]]:
+        """Return x_i - x_bar of each local worker while the average is swapped in; no communication.
 
-@torch.no_grad()
-def consensus_errors(buckets: Buckets) -> list[dict[int, Tensor]]:
-    """Return x_i - x_bar of each local worker while the average is swapped in; no communication.
+        Returns:
+            For each worker, by `id` of the parameter of the FIRST local worker, a tensor of its shape.
 
-    Returns:
-        For each worker, by `id` of the parameter of the FIRST local worker, a tensor of its shape.
-    """
-    errors: list[dict[int, Tensor]] = []
-    for kept in buckets.backup:
-        of_worker: dict[int, Tensor] = {}
-        for bucket, own in zip(buckets.flats[0].buckets, kept, strict=True):
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                of_worker[id(parameter)] = own.as_strided(view.shape, view.stride(), view.storage_offset()) - view
-        errors.append(of_worker)
-    return errors
+        Raises:
+            RuntimeError: the average is not swapped in.
+        """
+        if not self.swapped_in:
+            raise RuntimeError(
+                "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
+            )
+        errors: list[dict[int, Tensor]] = []
+        for kept in self.buckets.backup:
+            of_worker: dict[int, Tensor] = {}
+            for bucket, own in zip(self.buckets.flats[0].buckets, kept, strict=True):
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    of_worker[id(parameter)] = own.as_strided(view.shape, view.stride(), view.storage_offset()) - view
+            errors.append(of_worker)
+        return errors
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest measurement."""
+        return {"latest": None if self.latest is None else asdict(self.latest)}
 
-def _consensus_of(squared_distances: list[float], group: WorkerGroup, step: int) -> Consensus:
-    shares = group.all_gather_object(squared_distances, f"measuring the consensus radius at step {step}")
-    squares = [square for share in shares for square in share]
-    return Consensus(sum(square**0.5 for square in squares) / len(squares), sum(squares) ** 0.5, step)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved measurement."""
+        self.latest = None if state["latest"] is None else Consensus(**state["latest"])
+
+    def _values(self) -> list[list[Tensor]]:
+        return [self.buckets.values(worker) for worker in range(len(self.buckets.flats))]
+
+    def _measured(self, squared_distances: list[float]) -> Consensus:
+        step = self.mixer.step
+        shares = self.group.all_gather_object(squared_distances, f"measuring the consensus radius at step {step}")
+        squares = [square for share in shares for square in share]
+        self.latest = Consensus(sum(square**0.5 for square in squares) / len(squares), sum(squares) ** 0.5, step)
+        return self.latest
 
 
 def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> float:

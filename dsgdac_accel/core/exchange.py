@@ -14,16 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.distributed.fork_lock import no_fork
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.topology import Topology
+from dsgdac_accel.topology import RoundPlan, Topology
 
 CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
 _FEW_BYTES = 2**19
@@ -37,30 +36,6 @@ Message = tuple[Tensor, int, int]
 """A tensor, the process that it comes from or goes to, and its tag."""
 Works = list[tuple[Any, int | None]]
 """The works to wait for, each with the only process that it depends on, if there is only one."""
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """The part of one worker in one round."""
-
-    weights: dict[int, float]
-    """W_ij of every neighbor j that sends to it."""
-    recipients: tuple[int, ...]
-    """The neighbors that it sends to."""
-    averaging_group: tuple[int, ...] | None = None
-    """Set if the round averages a group of three or more workers uniformly: then an all-reduce does it."""
-
-
-def plan_round(topology: Topology, round_: int, worker: int, all_reduce: bool = True) -> RoundPlan:
-    """Return the part of `worker` in a round. Without `all_reduce`, groups are averaged by messages between all pairs.
-
-    >>> from dsgdac_accel.topology import build_topology
-    >>> plan_round(build_topology("one_peer_ring", 4), 0, 1)
-    RoundPlan(weights={0: 0.5}, recipients=(0,), averaging_group=None)
-    """
-    groups = (topology.averaging_groups(round_) or ()) if all_reduce else ()
-    mine = next((tuple(group) for group in groups if worker in group and len(group) > 2), None)
-    return RoundPlan(topology.neighbors(round_, worker), tuple(topology.recipients(round_, worker)), mine)
 
 
 class Exchange:
@@ -81,6 +56,8 @@ class Exchange:
         self.bytes_sent = 0
         """By this process in the last exchange."""
         self._all_reduce = all_reduce
+        self._launched = topology, list(group.members.original_ranks)
+        """Topology and processes before any was lost."""
         self._posted: Future[Works] | None = None
         self._works: Works = []
         self._what = ""
@@ -88,13 +65,11 @@ class Exchange:
         self.follow(topology)
 
     def follow(self, topology: Topology) -> None:
-        """Use this topology from now on; after a lost worker it is that of the survivors. Collective."""
+        """Exchange by this topology from now on. Collective."""
+        self.topology = topology
         self.workers = range(self.group.rank * self.local_workers, (self.group.rank + 1) * self.local_workers)
         """Numbers of the workers of this process."""
-        self.plans = [
-            [plan_round(topology, round_, worker, self._all_reduce) for worker in self.workers]
-            for round_ in range(topology.period)
-        ]
+        self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
         """Plans of the local workers, by round."""
         self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
         """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
@@ -105,7 +80,17 @@ class Exchange:
                     self.group.process_groups.subgroup(self._processes(members))
         self._channel = self.group.new_channel()
 
+    def follow_survivors(self) -> None:
+        """Exchange by the launched topology without the workers that were lost. Collective."""
+        topology, ranks = self._launched
+        first_workers = [ranks.index(rank) * self.local_workers for rank in self.group.members.original_ranks]
+        self.follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
+
     # ---- who exchanges with whom
+
+    def _planned(self, round_: int, worker: int) -> RoundPlan:
+        plan = self.topology.plan(round_, worker)
+        return plan if self._all_reduce else replace(plan, averaging_group=None)
 
     def plan(self, round_: int, worker: int = 0) -> RoundPlan:
         """Return the part of a local worker in a round."""
@@ -198,24 +183,8 @@ class Exchange:
                 encode()
             return [*self._average(sums, outgoing, incoming), *self._send_and_receive(receives, sends)]
 
-        def post_apart() -> Works:
-            with no_fork:
-                # Keep a reference outside the thread, so that a forked child does not destroy the works.
-                self._works = post()
-            return self._works
-
-        # Handing a small model to the thread takes longer than posting it; everything before it must be on its way.
-        last = self.group.last_posted
-        small = encode is None and self.bytes_sent <= _FEW_BYTES and (last is None or last.done())
-        if self.group.poster is not None and not small:
-            self._posted = self.group.last_posted = self.group.poster.submit(post_apart)
-            return
-        posted: Future[Works] = Future()
-        try:
-            posted.set_result(post())
-        except RuntimeError as error:  # `wait` raises it, as it does for an error in the thread
-            posted.set_exception(error)
-        self._posted = posted
+        # Handing a small model to the thread takes longer than posting it.
+        self._posted = self.group.poster.submit(post, small=encode is None and self.bytes_sent <= _FEW_BYTES)
 
     def wait(self) -> None:
         """Wait until everything has arrived and `outgoing` may change.

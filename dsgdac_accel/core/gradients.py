@@ -48,6 +48,24 @@ def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
     return torch.stack([flag.to(finite[0].device) for flag in finite]).all().logical_not().float()
 
 
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the next `optimizer.step()` changes nothing if the tensor `optimizer.found_inf` is 1.
+
+    torch's fused optimizers do that for `GradScaler`. Their SGD creates momentum buffers even in a step that it skips,
+    from uninitialized memory: while it has none, it must not be called.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    for group in optimizer.param_groups:
+        if not group.get("fused", True):  # loaded from a state dict of an optimizer that was not fused
+            return False
+        if group.get("momentum"):
+            states = [optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None]
+            if any(state.get("momentum_buffer") is None for state in states):
+                return False
+    return True
+
+
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return norms of groups of gradients, shape () each, which are all finite only if every element is.
 

@@ -11,13 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core import consensus
 from dsgdac_accel.core.buckets import Buckets, FlatParameters, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
-from dsgdac_accel.core.consensus import Consensus
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
@@ -65,9 +62,6 @@ class Mixer:
     ) -> None:
         _require_size(topology, group.size, per_process)
         self.group = group
-        self.topology = topology
-        self._launched = topology, list(group.members.original_ranks)
-        """Topology and processes before any was lost."""
         self.order = order
         self.mix_every = mix_every
         self.step = 0
@@ -75,7 +69,6 @@ class Mixer:
         self.skipped_steps: list[int] = []
         """Steps around the loss of a worker, in which this process did not mix."""
         self._mixes_from = 0
-        self.last_consensus: Consensus | None = Consensus(0.0, 0.0, step=0) if topology.num_workers == 1 else None
         group.register(self)
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
         if compressed:
@@ -219,55 +212,19 @@ class Mixer:
         if self.parameters.changed() or misfits:
             self._lay_out()
 
-    # ---- the average of the workers
+    def prepare_average(self) -> None:
+        """Finish what is in flight, so that the receive buffers are free. Collective.
 
-    def measure_consensus(self) -> Consensus:
-        """Measure the exact consensus error by a reduction of the size of the model. Collective."""
-        if self.topology.num_workers > 1:
-            self.buckets.refuse(Use.BACKUP, Use.RELEASED)
-            self.drain()
-        measured = self.last_consensus = consensus.measure_consensus(self.buckets, self.group, self.step)
-        return measured
-
-    def swap_in_average(self) -> None:
-        """Overwrite the parameters by their mean over the workers, and keep the workers' own until `restore`.
-
-        Collective. `restore` must follow, also after an exception.
+        The exchange of this step is posted again by `start_exchange` or the next `consensus_update`.
         """
-        if self.borrowed:
-            return
-        if self.topology.num_workers == 1:
-            self._follow_changes()
-            self.buckets.back_up()
-            return
         self.buckets.refuse(Use.UPDATE, Use.RELEASED)
         self.arrivals.settle()
-        self.group.barrier(f"averaging the workers at step {self.step}")
-        self.group.require_equal(self.step, "number of optimizer steps")
-        self.drain()
-        self.buckets.drop()  # the receive buffers become the backup: the exchange is posted again afterwards
+        if self.topology.num_workers > 1:
+            self.group.barrier(f"averaging the workers at step {self.step}")
+            self.group.require_equal(self.step, "number of optimizer steps")
+            self.drain()
+            self.buckets.drop()
         self._follow_changes()
-        self.last_consensus = consensus.swap_in_average(self.buckets, self.group, self.step)
-
-    def restore(self) -> None:
-        """Give the workers of this process their own parameters back, every byte."""
-        self.buckets.restore()
-
-    @property
-    def borrowed(self) -> bool:
-        """Whether the parameters are the average of the workers at the moment."""
-        return self.buckets.use is Use.BACKUP
-
-    def consensus_errors(self) -> list[dict[int, Tensor]]:
-        """Return x_i - x_bar of each local worker, by `id` of the FIRST local worker's parameter.
-
-        Raises RuntimeError unless the average is swapped in.
-        """
-        if not self.borrowed:
-            raise RuntimeError(
-                "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
-            )
-        return consensus.consensus_errors(self.buckets)
 
     # ---- when a worker is lost
 
@@ -283,13 +240,8 @@ class Mixer:
         Rounds up to `step`, that of the most advanced survivor, are skipped: only some survivors may have received the
         lost worker's data. So all of them end with equally many steps. See `Topology.of_survivors`.
         """
-        topology, ranks = self._launched
-        local = self.exchange.local_workers
-        processes = map(ranks.index, self.group.members.original_ranks)
-        survivors = [local * process + worker for process in processes for worker in range(local)]
-        self.topology = topology.of_survivors(survivors)
         self._mixes_from = step + 1
-        self.exchange.follow(self.topology)
+        self.exchange.follow_survivors()
         if self.compressor is None:
             self.buckets.reserve(self.exchange.slots)
         else:
@@ -310,22 +262,38 @@ class Mixer:
         """Return the position in the topology and what pairs of workers refer to; waits for what is in flight."""
         self.drain()
         self.arrivals.settle()
-        state: dict[str, Any] = {"step": self.step, "workers": self.topology.num_workers}
+        state: dict[str, Any] = {
+            "step": self.step,
+            "workers": self.topology.num_workers,
+            "disagreement": float(self.arrivals.disagreement),
+            "bytes_sent": self.exchange.bytes_sent,
+        }
         return state if self.compressor is None else state | self.compressor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position; the next `consensus_update` posts the exchange of the loaded parameters."""
+        """Continue at a saved position, like `start_at`."""
         if state["workers"] != self.topology.num_workers:
             raise ValueError(
                 f"the state is of {state['workers']} workers, but {self.topology.num_workers} were launched."
             )
+        self.start_at(state["step"])
+        self.arrivals.disagreement = state["disagreement"]
+        self.exchange.bytes_sent = state["bytes_sent"]
+        if self.compressor is not None:
+            self.compressor.load_state_dict(state)
+
+    def start_at(self, step: int) -> None:
+        """Count steps from `step`; the next `consensus_update` posts the exchange of the parameters as they are."""
         self.drain()
         self.buckets.drop()
         self.arrivals.forget()
         self._mixes_from = 0
-        self.step = state["step"]
-        if self.compressor is not None:
-            self.compressor.load_state_dict(state)
+        self.step = step
+
+    @property
+    def topology(self) -> Topology:
+        """Who mixes with whom; after a lost worker, among the survivors."""
+        return self.exchange.topology
 
     @property
     def flats(self) -> list[FlatParameters]:

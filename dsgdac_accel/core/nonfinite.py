@@ -8,7 +8,7 @@ the outcome a step later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers
+from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -28,34 +29,6 @@ logger = logging.getLogger(__name__)
 
 class NonFiniteError(RuntimeError):
     """A worker's parameters or gradients are not finite, so the run cannot continue."""
-
-
-class HostCopy:
-    """Values on their way from their device to the host, which reads them later.
-
-    From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
-    On the CPU they are cloned.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._arrived: Any = None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
-        else:
-            self._values = values.detach().clone()
-
-    def read(self) -> Tensor:
-        """Return the values, on the CPU; waits until the device has reached the point where the copy was made."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values
-
-    def is_set(self) -> bool:
-        """Return whether the single value is not 0; waits like `read`."""
-        return bool(self.read())
 
 
 class ArrivalGuard:
@@ -233,10 +206,15 @@ class GradientGuard:
         if unread is not None:
             self._count([0] if unread[0].is_set() else [], unread[1])
 
-    def load(self, skipped: int, in_a_row: Sequence[int]) -> None:
-        """Continue with these counts."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        self.settle()
+        return {"nonfinite_steps": self.skipped, "consecutive_nonfinite": list(self.in_a_row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved counts."""
         self._unread = None
-        self.skipped, self.in_a_row = skipped, list(in_a_row)
+        self.skipped, self.in_a_row = state["nonfinite_steps"], list(state["consecutive_nonfinite"])
 
     def _count(self, nonfinite: Sequence[int], step: int) -> None:
         exchange = self.arrivals.exchange
@@ -255,21 +233,3 @@ class GradientGuard:
                     f"{message} (max_consecutive_nonfinite={self.limit}). "
                     f"Look at this worker's data, lower the learning rate, or clip the gradients."
                 )
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the next `optimizer.step()` changes nothing if the tensor `optimizer.found_inf` is 1.
-
-    torch's fused optimizers do that for `GradScaler`. Their SGD creates momentum buffers even in a step that it skips,
-    from uninitialized memory: while it has none, it must not be called.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    for group in optimizer.param_groups:
-        if not group.get("fused", True):  # loaded from a state dict of an optimizer that was not fused
-            return False
-        if group.get("momentum"):
-            states = [optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None]
-            if any(state.get("momentum_buffer") is None for state in states):
-                return False
-    return True

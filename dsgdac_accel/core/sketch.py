@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dsgdac_accel.core.buckets import FlatParameters
 from dsgdac_accel.core.consensus import Consensus
-from dsgdac_accel.core.nonfinite import HostCopy
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)

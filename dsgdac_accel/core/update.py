@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.exchange import Exchange, RoundPlan
+from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.topology import RoundPlan
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
 

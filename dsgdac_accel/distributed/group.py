@@ -6,7 +6,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from dsgdac_accel.distributed.failure_reports import this_machine
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED
 from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 
 T = TypeVar("T")
@@ -57,10 +57,7 @@ class WorkerGroup:
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
         self.closed = False
-        self.poster: ThreadPoolExecutor | None = None
-        """The thread that posts exchanges; None where they are posted directly."""
-        self.last_posted: Future[Any] | None = None
-        """The newest task of `poster`, of any exchange."""
+        self.poster = Poster(threaded=self.process_groups.backend == "gloo")
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._callbacks: list[Callable[[], None]] = []
@@ -75,9 +72,6 @@ class WorkerGroup:
                 f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got device '{self.device}'. "
                 f"Launch one process, or train on CPU or CUDA."
             )
-        # gloo's isend writes to the socket until it is full: 5 to 8 ms for 10 MB, better spent on a thread of its own.
-        # ONE thread, so that everything is posted in the order of the calls, which is the same on all workers.
-        self.poster = ThreadPoolExecutor(1, "dsgdac-post") if self.process_groups.backend == "gloo" else None
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
         self.guarded(self.process_groups.connect, "connecting the workers")

@@ -152,7 +152,7 @@ class ContinueWithSurvivors(StopOnLoss):
                     for mixer in mixers.values():
                         mixer.abandon()
                     group.process_groups.disconnect()
-                    group.last_posted = None
+                    group.poster.forget()
                     agreed = self._agree(failure, mixers, accused, heartbeat)
                     attempts = attempts if len(agreed.members) == group.size else 0
                     trouble = self._reconnect(agreed, mixers, heartbeat, _CONNECT_SECONDS[attempts])

@@ -271,7 +271,7 @@ class GossipCallback(TrainerCallback):
                 "or its `_wrap_model` was replaced. Leave both to GossipCallback."
             )
         for step in self._steps:
-            step.plan_lrs(self._planned_lrs)
+            step.schedule.plan_lrs(self._planned_lrs)
             if args.logging_strategy == "steps" and self.config.log_every:
                 # Measured inside the step, the radius needs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)

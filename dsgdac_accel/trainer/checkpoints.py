@@ -214,7 +214,7 @@ class TrainerCheckpoints:
                 f"on_other_worker_count='deployed' in GossipConfig."
             )
         for step in accelerator.gossip_steps:
-            step.mixer.load_state_dict({"step": state.global_step, "workers": accelerator.num_workers})
+            step.mixer.start_at(state.global_step)
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Return whether training is in the middle of an epoch, whose first batches the Trainer skips on resuming."""

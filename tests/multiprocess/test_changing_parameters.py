@@ -80,7 +80,7 @@ def thaw(rank: int, comm_dtype: str) -> tuple[list[float], bool]:
         late.requires_grad_(step >= 12)
         x.grad = 0.01 * torch.randn(5000, generator=noise)
         take_step(gossip)
-        radii.append(gossip.mixer.measure_consensus().radius)
+        radii.append(gossip.average.measure().radius)
     if comm_dtype == "full":
         return radii, True
     gossip.mixer.drain()

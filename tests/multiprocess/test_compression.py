@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
+from dsgdac_accel.core.consensus import Average
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
 from tests.selection import slow_except
 from tests.workers import run_workers
@@ -23,10 +24,10 @@ def mix(rank, topology, comm_dtype, per_process, steps, gamma):
         parameters, build_topology(topology, group.size * per_process), group, per_process=per_process,
         comm_dtype=comm_dtype, worker_of=lambda p: next(k for k, mine in enumerate(parameters) if mine is p),
     )  # fmt: skip
-    frobenius = []
+    frobenius, average = [], Average(mixer)
     for _ in range(steps):
         mixer.add(mixer.consensus_update(gamma))
-        frobenius.append(mixer.measure_consensus().frobenius)
+        frobenius.append(average.measure().frobenius)
     return [parameter.detach() for parameter in parameters], frobenius, mixer.exchange.bytes_sent, mixer.parameter_bytes
 
 

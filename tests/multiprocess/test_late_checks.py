@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
-from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers
-from dsgdac_accel.core.nonfinite import HostCopy, skips_on_device
+from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.update import add_scaled
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
@@ -93,7 +93,7 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.nonfinite_steps}
+    return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.guard.skipped}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def poison(rank: int, optimizer_name: str, late: bool, steps: set[int], limit: i
     if folder is not None:
         accelerator.save_state(folder)
         accelerator.load_state(folder)
-    return {"x": torch.stack(history), "skipped": gossip.nonfinite_steps, "state": gossip.state_dict()}
+    return {"x": torch.stack(history), "skipped": gossip.guard.skipped, "state": gossip.state_dict()}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def diverge(rank: int, topology: str, options: dict, then: str) -> str:
         if then == "save":
             gossip.state_dict()
         if then == "average":
-            gossip.mixer.swap_in_average()
+            gossip.average.swap_in()
         if then == "release":
             gossip.mixer.release()
     except NonFiniteError as error:

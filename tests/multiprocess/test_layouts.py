@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
+from dsgdac_accel.core.consensus import Average
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -96,12 +97,13 @@ def mix_containers(rank: int) -> list[tuple[float, float]]:
     ):
         parameters = [Parameter(torch.full((3,), value(rank))), Parameter(torch.full((2, 2), value(rank)))]
         mixer = make_mixer(build(parameters))
+        average = Average(mixer)
         for _ in range(5):
             with torch.no_grad():
                 mixer.flats[0].parameters[0].add_(rank + 1.0)
-            before = mixer.measure_consensus().radius
+            before = average.measure().radius
             mix(mixer)
-            seen.append((before, mixer.measure_consensus().radius))
+            seen.append((before, average.measure().radius))
     return seen
 
 

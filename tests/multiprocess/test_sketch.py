@@ -72,7 +72,7 @@ def measure_both(rank: int, make, options: dict) -> dict:
     estimated = recorded(accelerator) if options.get("sketch") else {}
     for number in range(STEPS):
         take_step(accelerator, model, optimizer, number)
-        consensus = accelerator.gossip_steps[0].mixer.last_consensus
+        consensus = accelerator.gossip_steps[0].average.latest
         exact[consensus.step] = (consensus.radius, consensus.frobenius)
         if number % 2:  # some are looked at when they are there, some when others came after them
             finish(accelerator)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.core.nonfinite import HostCopy
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.distributed.failure_detection import Failure, WorkerLostError
 from dsgdac_accel.elastic import recovery

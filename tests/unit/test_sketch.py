@@ -144,7 +144,7 @@ def train(make, workers, dtype, steps=4, **options):
 def test_estimates_are_as_good_as_stated(make, workers, dtype):
     accelerator = train(make, workers, dtype)
     mixer = accelerator.gossip_steps[0].mixer
-    exact = mixer.measure_consensus()
+    exact = accelerator.gossip_steps[0].average.measure()
     numbers, length, count = 64, 1023, 40
     errors = []
     for seed in range(count):
@@ -168,7 +168,7 @@ def test_the_radius_of_every_step_is_logged_beside_the_exact_one():
         figures = step.metrics()
     assert figures["radius_estimate_step"] == 3
     assert "radius" not in figures
-    exact = step.mixer.measure_consensus()
+    exact = step.average.measure()
     assert figures["radius_estimate"] == pytest.approx(exact.radius, rel=4 * relative_error(numbers))
     assert figures["frobenius_estimate"] == pytest.approx(exact.frobenius, rel=4 * relative_error(numbers))
     assert step.metrics()["radius"] == exact.radius

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
+from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.core.update import add_scaled, consensus_update, group_update
 from dsgdac_accel.simulation import gossip_step
@@ -107,28 +108,30 @@ def test_an_update_is_added_once():
 
 def test_the_average_is_refused_before_the_update_is_added():
     mixer, parameters = two_workers()
+    average = Average(mixer)
     updates = mixer.consensus_update(1.0)
     with pytest.raises(RuntimeError, match="not added yet"):
-        mixer.swap_in_average()
-    before = mixer.measure_consensus().radius
+        average.swap_in()
+    before = average.measure().radius
     mixer.add(updates)
     assert before > 0
-    assert mixer.measure_consensus().radius == 0
+    assert average.measure().radius == 0
     assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3], "measuring disturbed the update"
 
 
 def test_training_is_refused_inside_the_average_and_after_the_end():
     mixer, parameters = two_workers()
-    mixer.swap_in_average()
-    assert mixer.borrowed
+    average = Average(mixer)
+    average.swap_in()
+    assert average.swapped_in
     assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3]
-    assert [errors[id(parameters[0][0])].tolist() for errors in mixer.consensus_errors()] == [[-0.5] * 3, [0.5] * 3]
+    assert [errors[id(parameters[0][0])].tolist() for errors in average.errors()] == [[-0.5] * 3, [0.5] * 3]
     with pytest.raises(RuntimeError, match="deployed average"):
         mixer.consensus_update(1.0)
-    mixer.restore()
+    average.restore()
     assert [p.tolist() for (p,) in parameters] == [[0.0] * 3, [1.0] * 3]
     with pytest.raises(RuntimeError, match="ask inside"):
-        mixer.consensus_errors()
+        average.errors()
     mixer.release()
     with pytest.raises(RuntimeError, match="gossip has ended"):
         mixer.consensus_update(1.0)
@@ -143,12 +146,13 @@ def test_after_a_local_step_that_failed_the_step_can_be_taken_again():
 
 def test_after_parameters_that_are_not_finite_the_average_can_still_be_had():
     mixer, parameters = two_workers()
+    average = Average(mixer)
     parameters[1][0].data[0] = torch.nan
     with pytest.raises(NonFiniteError, match="worker 1 are not finite at step 0"):
         mixer.consensus_update(1.0)
     assert parameters[0][0].tolist() == [0.0] * 3, "it was mixed"
-    mixer.swap_in_average()
-    mixer.restore()
+    average.swap_in()
+    average.restore()
 
 
 def test_a_flag_on_the_device_keeps_nan_out():

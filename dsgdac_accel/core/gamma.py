@@ -1,0 +1,101 @@
+"""gamma of each step, from the optimizer's learning rate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, planned_lrs
+
+logger = logging.getLogger(__name__)
+
+
+class GammaSchedule:
+    """Follows the learning rate of an optimizer and returns gamma(lr).
+
+    Args:
+        optimizer: the first parameter group has the learning rate that counts.
+        group: the workers, which must have equal learning rates.
+        config: the gamma schedule.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: WorkerGroup, config: GossipConfig) -> None:
+        self.optimizer = optimizer
+        self.group = group
+        self.config = config
+        self.rule = adaptive_consensus(config)
+        self.lr = current_lr(optimizer)
+        """Learning rate of the latest step."""
+        self.gamma = 1.0
+        """gamma of the latest step."""
+        self._steps = 0
+        self._planned = self._warned = False
+
+    def next_gamma(self, step: int, epoch: int | None = None) -> float:
+        """Return gamma for a step, counted from 0, at the optimizer's present learning rate."""
+        before, self.lr, self._steps = self.lr, current_lr(self.optimizer), step + 1
+        self.gamma = self.rule.gamma(step=step, lr=self.lr, epoch=epoch)
+        self._warn_of_rise(step, before)
+        return self.gamma
+
+    def plan(self, scheduler: Any) -> None:
+        """Look ahead along a fresh scheduler, so that `max_lr` is the true maximum if it can be computed."""
+        self.plan_lrs(planned_lrs(scheduler, self.config.total_steps))
+
+    def plan_lrs(self, lrs: list[float] | None) -> None:
+        """Look ahead along the learning rate of every step of the run, if it is known; only before the first step."""
+        if lrs is not None and not self._planned and self._steps == 0:
+            self.rule = adaptive_consensus(self.config, lrs)
+            self._planned = True
+
+    def require_equal_lr(self, when: str) -> None:
+        """Raise ValueError on every worker unless all have the same learning rate. Collective."""
+        self.group.require_equal(
+            current_lr(self.optimizer),
+            f"learning rate {when}",
+            "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as "
+            "one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`.",
+        )
+
+    def _warn_of_rise(self, step: int, lr_before: float) -> None:
+        """Warn once that gamma stays 1 because the maximum of the learning rate is not known yet."""
+        began = self.rule.active_since
+        looks_ahead = self._planned or isinstance(self.config.max_lr, float) or self.config.constant is not None
+        if looks_ahead or self._warned or began is None or began >= step or self.lr <= lr_before:
+            return
+        if self.gamma < 1 or self.config.power == 0:  # below 1, the learning rate has been higher: it restarts
+            return
+        self._warned = True
+        if self.group.rank == 0:  # all workers have the same learning rates
+            logger.warning(
+                "the learning rate rises after adaptive consensus began, and its maximum is not known ahead: gamma is "
+                "1 until it falls. Prepare a scheduler and give total_steps, give max_lr as a number, or start after "
+                "the warm-up."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the schedule and the latest figures."""
+        return {"rule": self.rule.state_dict(), "lr": self.lr, "gamma": self.gamma, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position."""
+        self.rule.load_state_dict(state["rule"])
+        self.lr, self.gamma, self._steps = state["lr"], state["gamma"], state["steps"]
+
+
+def adaptive_consensus(config: GossipConfig, lrs: list[float] | None = None) -> AdaptiveConsensus:
+    """Return the gamma schedule that a configuration asks for."""
+    return AdaptiveConsensus(
+        power=config.power,
+        start_step=config.start_step,
+        start_epoch=config.start_epoch,
+        max_lr=config.max_lr,
+        floor=config.floor,
+        constant=config.constant,
+        planned_lrs=lrs,
+    )

@@ -1,0 +1,36 @@
+"""Reading values of a device without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Values on their way from their device to the host, which reads them later.
+
+    From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
+    On the CPU they are cloned.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: Any = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+        else:
+            self._values = values.detach().clone()
+
+    def read(self) -> Tensor:
+        """Return the values, on the CPU; waits until the device has reached the point where the copy was made."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+    def is_set(self) -> bool:
+        """Return whether the single value is not 0; waits like `read`."""
+        return bool(self.read())
