@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsgdac_accel.core.buckets import Buckets, FlatParameters
+from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.update import Update, add_scaled
 from dsgdac_accel.topology import RoundPlan, Topology
 
@@ -195,6 +196,7 @@ class Compressor:
     def __init__(self, name: str, exchange: Exchange, buckets: Buckets) -> None:
         self.codec = CODECS[name]()
         self.exchange = exchange
+        self.rounds = exchange.rounds
         self.buckets = buckets
         self.outgoing: list[list[list[Tensor]]] = []
         """[local worker][k] the messages to its k-th neighbor of a round in another process."""
@@ -210,15 +212,15 @@ class Compressor:
         So they do after a loss, since survivors may have skipped different rounds: the first message of a pair is then
         the rounded x itself.
         """
-        exchange, buckets = self.exchange, self.buckets
-        buckets.reserve(exchange.slots, self.codec.payload)
+        rounds, buckets = self.rounds, self.buckets
+        buckets.reserve(rounds.slots, self.codec.payload)
         self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in buckets.received]
         self.references = [
             {
                 peer: [torch.zeros_like(x, dtype=torch.bfloat16) for x in buckets.values(worker)]
-                for peer in sorted({p for plans in exchange.plans for p in exchange.elsewhere(plans[worker].weights)})
+                for peer in sorted({p for plans in rounds.plans for p in rounds.elsewhere(plans[worker].weights)})
             }
-            for worker in range(exchange.local_workers)
+            for worker in range(rounds.local_workers)
         ]
         self.rounding = [Rounding(self.codec, x) for x in buckets.values(0)]
 
@@ -270,7 +272,7 @@ class Compressor:
             return self.outgoing[worker][self._peers(round_, worker).index(receiver)]
 
         def encode() -> None:
-            for worker, x in enumerate(map(self.buckets.values, range(self.exchange.local_workers))):
+            for worker, x in enumerate(map(self.buckets.values, range(self.rounds.local_workers))):
                 for peer, messages in zip(self._peers(round_, worker), self.outgoing[worker], strict=False):
                     for number, reference in enumerate(self.references[worker][peer]):
                         self.rounding[number].encode(x[number], reference, messages[number])
@@ -280,8 +282,8 @@ class Compressor:
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
         updates: list[Update] = []
-        for worker in range(self.exchange.local_workers):
-            plan = self.exchange.plan(round_, worker)
+        for worker in range(self.rounds.local_workers):
+            plan = self.rounds.plan(round_, worker)
             if plan.weights:
                 edges = [self._edges(round_, worker, number) for number in range(len(self.rounding))]
                 scale = gamma * sum(plan.weights.values())
@@ -289,10 +291,10 @@ class Compressor:
         return updates
 
     def _peers(self, round_: int, worker: int) -> list[int]:
-        return self.exchange.elsewhere(self.exchange.plan(round_, worker).weights)
+        return self.rounds.elsewhere(self.rounds.plan(round_, worker).weights)
 
     def _edges(self, round_: int, worker: int, number: int) -> list[Edge]:
-        weights = self.exchange.plan(round_, worker).weights
+        weights = self.rounds.plan(round_, worker).weights
         return [
             Edge(
                 weights[peer] / sum(weights.values()),
@@ -308,14 +310,14 @@ class Compressor:
 
         An empty list if there are none.
         """
-        here = {peer: weight for peer, weight in plan.weights.items() if peer in self.exchange.workers}
+        here = {peer: weight for peer, weight in plan.weights.items() if peer in self.rounds.workers}
         if not here:
             return []
         sums = []
         for number, own in enumerate(self.buckets.values(worker)):
             total = torch.zeros_like(own)
             for peer, weight in here.items():
-                x_j = self.buckets.values(peer - self.exchange.workers.start)[number]
+                x_j = self.buckets.values(peer - self.rounds.workers.start)[number]
                 total.add_(x_j - own, alpha=weight / sum(plan.weights.values()))
             sums.append(total)
         return sums

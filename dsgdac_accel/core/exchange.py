@@ -12,17 +12,16 @@ import itertools
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.topology import RoundPlan, Topology
 
 CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
 _FEW_BYTES = 2**19
@@ -42,101 +41,46 @@ class Exchange:
     """Posts one exchange at a time and waits for it. The tensors are the caller's; this class owns none.
 
     Args:
-        group: the processes. Construction and `follow` are collective.
-        topology: the rounds of all workers.
-        local_workers: workers of each process.
-        all_reduce: whether rounds that average whole groups use an all-reduce.
+        group: the processes. Construction and `connect` are collective.
+        rounds: who exchanges with whom.
     """
 
-    def __init__(self, group: WorkerGroup, topology: Topology, local_workers: int = 1, all_reduce: bool = True) -> None:
+    def __init__(self, group: WorkerGroup, rounds: Rounds) -> None:
         self.group = group
-        self.local_workers = local_workers
+        self.rounds = rounds
         self.waited_seconds = 0.0
         """Duration of the last `wait`."""
         self.bytes_sent = 0
         """By this process in the last exchange."""
-        self._all_reduce = all_reduce
-        self._launched = topology, list(group.members.original_ranks)
-        """Topology and processes before any was lost."""
         self._posted: Future[Works] | None = None
         self._works: Works = []
         self._what = ""
         self._only_peer: int | None = None
-        self.follow(topology)
+        self.connect()
 
-    def follow(self, topology: Topology) -> None:
-        """Exchange by this topology from now on. Collective."""
-        self.topology = topology
-        self.workers = range(self.group.rank * self.local_workers, (self.group.rank + 1) * self.local_workers)
-        """Numbers of the workers of this process."""
-        self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
-        """Plans of the local workers, by round."""
-        self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
-        """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
-        for round_ in range(topology.period) if self._all_reduce else ():
-            for members in topology.averaging_groups(round_) or ():
-                if len(members) > 2 and self.spans_processes(members):
-                    # Collective: every process creates every subgroup, member or not, in the same order.
-                    self.group.process_groups.subgroup(self._processes(members))
+    def connect(self) -> None:
+        """Make what the rounds need in the present process group. Collective."""
+        for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not
+            self.group.process_groups.subgroup(processes)
         self._channel = self.group.new_channel()
-
-    def follow_survivors(self) -> None:
-        """Exchange by the launched topology without the workers that were lost. Collective."""
-        topology, ranks = self._launched
-        first_workers = [ranks.index(rank) * self.local_workers for rank in self.group.members.original_ranks]
-        self.follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
-
-    # ---- who exchanges with whom
-
-    def _planned(self, round_: int, worker: int) -> RoundPlan:
-        plan = self.topology.plan(round_, worker)
-        return plan if self._all_reduce else replace(plan, averaging_group=None)
-
-    def plan(self, round_: int, worker: int = 0) -> RoundPlan:
-        """Return the part of a local worker in a round."""
-        return self.plans[round_ % len(self.plans)][worker]
-
-    def _slots_of(self, plans: Sequence[RoundPlan]) -> int:
-        counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
-        return max([1, *counts]) if any(plan.weights for plan in plans) else 0  # updates are formed there, too
-
-    def elsewhere(self, workers: Iterable[int]) -> list[int]:
-        """Return those of `workers` that other processes hold."""
-        return [worker for worker in workers if worker not in self.workers]
-
-    def spans_processes(self, members: Iterable[int]) -> bool:
-        """Return whether an averaging group has members in several processes, so that their sum is received."""
-        return len(self._processes(members)) > 1
-
-    def original_number(self, worker: int) -> int:
-        """Return the number that a worker had before any was lost, which is what messages use."""
-        process, local = divmod(worker, self.local_workers)
-        return self.group.members.original_ranks[process] * self.local_workers + local
-
-    def _processes(self, members: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted({member // self.local_workers for member in members}))
-
-    def _sums(self, round_: int) -> list[tuple[int, ...]]:
-        """Return the averaging groups of the round that have members here and in other processes, in order."""
-        groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
-        return sorted(members for members in groups if self.spans_processes(members))
 
     def _messages(self, round_: int, outgoing: Outgoing, incoming: Incoming) -> tuple[list[Message], list[Message]]:
         """Return what to receive and what to send, with tags that both sides derive alike."""
+        rounds = self.rounds
         pairs: list[tuple[int, int, Sequence[Tensor]]] = []
-        for local, worker in enumerate(self.workers):
-            plan = self.plan(round_, local)
+        for local, worker in enumerate(rounds.workers):
+            plan = rounds.plan(round_, local)
             if plan.averaging_group:
                 continue
-            pairs += [(sender, worker, incoming[local][k]) for k, sender in enumerate(self.elsewhere(plan.weights))]
-            pairs += [(worker, receiver, outgoing(local, receiver)) for receiver in self.elsewhere(plan.recipients)]
+            pairs += [(sender, worker, incoming[local][k]) for k, sender in enumerate(rounds.elsewhere(plan.weights))]
+            pairs += [(worker, receiver, outgoing(local, receiver)) for receiver in rounds.elsewhere(plan.recipients)]
         receives: list[Message] = []
         sends: list[Message] = []
         # A worker that is a round off must not be taken for one in step, nor one optimizer's parameters for another's.
         base = (self._channel % _CHANNELS * _ROUNDS + round_ % _ROUNDS) * _MAX_CHUNKS
         count: Counter[tuple[int, int]] = Counter()  # messages from one process to another so far
         for sender, receiver, tensors in sorted(pairs, key=operator.itemgetter(0, 1)):
-            source, target = sender // self.local_workers, receiver // self.local_workers
+            source, target = sender // rounds.local_workers, receiver // rounds.local_workers
             for chunk in itertools.chain.from_iterable(map(_chunks, tensors)):
                 tag = base + count[source, target]
                 count[source, target] += 1
@@ -168,13 +112,12 @@ class Exchange:
         """
         assert self._posted is None, "one exchange at a time"
         receives, sends = self._messages(round_, outgoing, incoming)
-        sums = self._sums(round_)
-        plans = self.plans[round_ % len(self.plans)]
-        peers = self._processes(self.elsewhere({worker for plan in plans for worker in plan.weights}))
+        sums = self.rounds.sums(round_)
+        peers = self.rounds.peers(round_)
         self._what, self._only_peer = what, peers[0] if len(peers) == 1 else None
         self.bytes_sent = sum(chunk.nbytes for chunk, _, _ in sends)
         for members in sums:
-            count = len(self._processes(members))
+            count = len(self.rounds.processes(members))
             # An all-reduce by ring sends 2 (m - 1) / m of its input (once to reduce, once to spread).
             self.bytes_sent += round(2 * (count - 1) / count * sum(tensor.nbytes for tensor in outgoing(0, 0)))
 
@@ -222,8 +165,8 @@ class Exchange:
     def _average(self, sums: list[tuple[int, ...]], outgoing: Outgoing, incoming: Incoming) -> Works:
         works: Works = []
         for members in sums:
-            handle = self.group.process_groups.subgroup(self._processes(members))
-            first, *others = [worker - self.workers.start for worker in members if worker in self.workers]
+            handle = self.group.process_groups.subgroup(self.rounds.processes(members))
+            first, *others = self.rounds.local(members)
             for number, total in enumerate(incoming[first][0]):
                 total.copy_(outgoing(first, first)[number])
                 for other in others:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import Buckets, FlatParameters, Use
+from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
 from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
+from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
@@ -60,7 +62,6 @@ class Mixer:
         comm_dtype: str = "full",
         mix_every: int = 1,
     ) -> None:
-        _require_size(topology, group.size, per_process)
         self.group = group
         self.order = order
         self.mix_every = mix_every
@@ -69,15 +70,16 @@ class Mixer:
         self.skipped_steps: list[int] = []
         """Steps around the loss of a worker, in which this process did not mix."""
         self._mixes_from = 0
-        group.register(self)
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
+        self.rounds = Rounds(topology, group.members, per_process, all_reduce=not compressed)
+        group.register(self)
         if compressed:
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, per_process, worker_of)
         self.buckets = Buckets()
-        self.exchange = Exchange(group, topology, per_process, all_reduce=not compressed)
+        self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
-        self.arrivals = ArrivalGuard(group, self.exchange, self.buckets)
+        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets)
         self._lay_out()
 
     # ---- one step
@@ -150,7 +152,7 @@ class Mixer:
         # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
         # that keeps the mean of the workers exact.
         if self.compressor is None:
-            updates = form_updates(gamma, self._round, self.exchange, self.buckets)
+            updates = form_updates(gamma, self._round, self.rounds, self.buckets)
         else:
             updates = self.compressor.form_updates(gamma, self._round)
         self.arrivals.check(updates, self.step, self._round)
@@ -202,7 +204,7 @@ class Mixer:
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)
         if self.compressor is None:
-            self.buckets.reserve(self.exchange.slots)
+            self.buckets.reserve(self.rounds.slots)
         else:
             self.compressor.follow_layout(before)
 
@@ -241,9 +243,10 @@ class Mixer:
         lost worker's data. So all of them end with equally many steps. See `Topology.of_survivors`.
         """
         self._mixes_from = step + 1
-        self.exchange.follow_survivors()
+        self.rounds.follow_survivors()
+        self.exchange.connect()
         if self.compressor is None:
-            self.buckets.reserve(self.exchange.slots)
+            self.buckets.reserve(self.rounds.slots)
         else:
             self.compressor.reserve()
 
@@ -293,7 +296,7 @@ class Mixer:
     @property
     def topology(self) -> Topology:
         """Who mixes with whom; after a lost worker, among the survivors."""
-        return self.exchange.topology
+        return self.rounds.topology
 
     @property
     def flats(self) -> list[FlatParameters]:
@@ -304,12 +307,3 @@ class Mixer:
     def parameter_bytes(self) -> int:
         """Size of the parameters of one worker, as they are exchanged without compression."""
         return sum(x.nbytes for x in self.buckets.values(0))
-
-
-def _require_size(topology: Topology, processes: int, per_process: int) -> None:
-    if topology.num_workers != processes * per_process:
-        each = f" processes of {per_process} workers each" if per_process > 1 else ""
-        raise ValueError(
-            f"topology '{topology.name}' is for {topology.num_workers} workers, but {processes}{each} were launched. "
-            f"Launch {topology.num_workers} workers, or build it for {processes * per_process}."
-        )

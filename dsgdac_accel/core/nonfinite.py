@@ -17,10 +17,10 @@ from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
+from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed.group import WorkerGroup
 
@@ -37,9 +37,9 @@ class ArrivalGuard:
     May only set `Update.skip`, and drop the update before it ends the run.
     """
 
-    def __init__(self, group: WorkerGroup, exchange: Exchange, buckets: Buckets) -> None:
+    def __init__(self, group: WorkerGroup, rounds: Rounds, buckets: Buckets) -> None:
         self.group = group
-        self.exchange = exchange
+        self.rounds = rounds
         self.buckets = buckets
         self.checks_late = group.device.type == "cuda"
         """Whether the host reads a step later what was found. The device then skips the update by itself."""
@@ -54,7 +54,7 @@ class ArrivalGuard:
         if not updates:  # every local worker sits the round out: the last disagreement stays
             return
         norms = [update.norm() for update in updates]
-        local = self.exchange.local_workers
+        local = self.rounds.local_workers
         total = self.disagreement = norms[0] if local == 1 else torch.stack(norms).sum() / local
         if self.checks_late:
             skip = torch.isfinite(total).logical_not_().float()
@@ -83,19 +83,19 @@ class ArrivalGuard:
         self._unread = None
 
     def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:
-        local_workers = range(self.exchange.local_workers)
+        local_workers = range(self.rounds.local_workers)
         mine = [
-            self.exchange.workers[local]
+            self.rounds.workers[local]
             for local in local_workers
             if not all(bool(torch.isfinite(x).all()) for x in self.buckets.values(local))
         ]
-        peers = {peer for local in local_workers for peer in self.exchange.plan(round_, local).weights}
-        suspects = sorted(map(self.exchange.original_number, mine or self.exchange.elsewhere(peers)))
+        peers = {peer for local in local_workers for peer in self.rounds.plan(round_, local).weights}
+        suspects = sorted(map(self.rounds.original_number, mine or self.rounds.elsewhere(peers)))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
 
     def _raise_too_far(self, step: int) -> None:
-        me, dtype = self.exchange.original_number(self.exchange.workers[0]), self.buckets.values(0)[0].dtype
+        me, dtype = self.rounds.original_number(self.rounds.workers[0]), self.buckets.values(0)[0].dtype
         message = f"worker {me} and its neighbors are too far apart at step {step}"
         self._raise(message, f": the square of their distance is beyond {dtype}")
 
@@ -217,14 +217,14 @@ class GradientGuard:
         self.skipped, self.in_a_row = state["nonfinite_steps"], list(state["consecutive_nonfinite"])
 
     def _count(self, nonfinite: Sequence[int], step: int) -> None:
-        exchange = self.arrivals.exchange
-        for local, worker in enumerate(exchange.workers):
+        rounds = self.arrivals.rounds
+        for local, worker in enumerate(rounds.workers):
             if local not in nonfinite:
                 self.in_a_row[local] = 0
                 continue
             self.skipped += 1
             self.in_a_row[local] += 1
-            where = f"worker {exchange.original_number(worker)}, step {step}"
+            where = f"worker {rounds.original_number(worker)}, step {step}"
             logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self.in_a_row[local] >= self.limit:
                 message = f"{where}: {self.in_a_row[local]} steps in a row had a gradient that is not finite"

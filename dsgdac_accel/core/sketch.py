@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.core.buckets import FlatParameters
 from dsgdac_accel.core.consensus import Consensus
+from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
 

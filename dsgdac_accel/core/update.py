@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.topology import RoundPlan
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
@@ -107,21 +107,21 @@ def group_update(
     return Update(gamma * sum(weights), list(out))
 
 
-def form_updates(gamma: float, round_: int, exchange: Exchange, buckets: Buckets) -> list[Update]:
+def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets) -> list[Update]:
     """Form the updates of the local workers that take part in the round, in place of what they received."""
-    first = exchange.workers.start
+    first = rounds.workers.start
     updates: dict[int, Update] = {}
-    for local, worker in enumerate(exchange.workers):
-        plan = exchange.plan(round_, local)
+    for local, worker in enumerate(rounds.workers):
+        plan = rounds.plan(round_, local)
         if not plan.weights or local in updates:  # it sits the round out, and its receive buffers are stale
             continue
         if plan.averaging_group:
-            updates |= _updates_of_group(gamma, plan, plan.averaging_group, exchange, buckets)
+            updates |= _updates_of_group(gamma, plan, plan.averaging_group, rounds, buckets)
             continue
-        update = updates[local] = _update_of(gamma, local, plan, exchange, buckets)
+        update = updates[local] = _update_of(gamma, local, plan, rounds, buckets)
         partner = next(iter(plan.weights))
-        if len(plan.weights) == 1 and partner in exchange.workers:
-            back = exchange.plan(round_, partner - first)
+        if len(plan.weights) == 1 and partner in rounds.workers:
+            back = rounds.plan(round_, partner - first)
             if list(back.weights) == [worker]:  # a pair in this process has one difference, seen from two sides
                 scale = -gamma * back.weights[worker]
                 updates[partner - first] = Update(scale, update.difference, update.square)
@@ -130,22 +130,22 @@ def form_updates(gamma: float, round_: int, exchange: Exchange, buckets: Buckets
     return [updates[local] for local in sorted(updates)]
 
 
-def _update_of(gamma: float, local: int, plan: RoundPlan, exchange: Exchange, buckets: Buckets) -> Update:
+def _update_of(gamma: float, local: int, plan: RoundPlan, rounds: Rounds, buckets: Buckets) -> Update:
     """Neighbors in other processes come first: they are in the receive buffers, the first of which takes the update."""
-    elsewhere = exchange.elsewhere(plan.weights)
-    here = [worker for worker in plan.weights if worker in exchange.workers]
+    elsewhere = rounds.elsewhere(plan.weights)
+    here = [worker for worker in plan.weights if worker in rounds.workers]
     neighbors = [buckets.received[local][slot] for slot in range(len(elsewhere))]
-    neighbors += [buckets.values(worker - exchange.workers.start) for worker in here]
+    neighbors += [buckets.values(worker - rounds.workers.start) for worker in here]
     weights = [plan.weights[worker] for worker in elsewhere + here]
     return consensus_update(gamma, weights, buckets.values(local), neighbors, out=buckets.received[local][0])
 
 
 def _updates_of_group(
-    gamma: float, plan: RoundPlan, group: tuple[int, ...], exchange: Exchange, buckets: Buckets
+    gamma: float, plan: RoundPlan, group: tuple[int, ...], rounds: Rounds, buckets: Buckets
 ) -> dict[int, Update]:
-    members = [worker - exchange.workers.start for worker in group if worker in exchange.workers]
+    members = rounds.local(group)
     total = buckets.received[members[0]][0]
-    if not exchange.spans_processes(group):
+    if not rounds.spans_processes(group):
         for number, sum_here in enumerate(total):
             sum_here.copy_(buckets.values(members[0])[number])
             for member in members[1:]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor.report import Finding
 from dsgdac_accel.topology import Topology
@@ -76,8 +77,9 @@ def _times(
 ) -> list[list[float]]:
     """Return the seconds of an exchange of `size` bytes, by round and process."""
     sent = torch.zeros(max(1, size // 4), device=group.device)
-    exchange = Exchange(group, topology, per_process, all_reduce)
-    received = [[[torch.zeros_like(sent)] for _ in range(slots)] for slots in exchange.slots]
+    rounds = Rounds(topology, group.members, per_process, all_reduce)
+    exchange = Exchange(group, rounds)
+    received = [[[torch.zeros_like(sent)] for _ in range(slots)] for slots in rounds.slots]
 
     def synchronize() -> None:
         if group.device.type == "cuda":

@@ -322,7 +322,7 @@ def record_partners(rank: int) -> list:
         with accelerator.accumulate(model):
             accelerator.backward(model[0](torch.ones(1, 3)).sum() * (rank + micro))
             before = mixer.step
-            plan = mixer.exchange.plan(before)
+            plan = mixer.rounds.plan(before)
             optimizer.step()
             optimizer.zero_grad()
             if mixer.step > before:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import ALIGNMENT, Buckets, FlatParameters, Use
+from dsgdac_accel.core.buckets import Buckets, Use
+from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
 
 shapes = st.lists(st.integers(0, 5), max_size=4)

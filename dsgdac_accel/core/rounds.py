@@ -1,0 +1,108 @@
+"""Who exchanges with whom in each round, seen from one process. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.topology import RoundPlan, Topology
+
+
+class Rounds:
+    """The rounds of a topology, for the workers of this process.
+
+    Workers are numbered over all processes, `local_workers` per process. A local worker is counted from 0.
+
+    Args:
+        topology: the rounds of all workers.
+        members: the processes.
+        local_workers: workers of each process.
+        all_reduce: whether rounds that average whole groups of three or more workers use an all-reduce. Otherwise these
+            workers exchange in pairs.
+
+    Raises:
+        ValueError: the topology is for another number of workers.
+    """
+
+    def __init__(self, topology: Topology, members: Members, local_workers: int = 1, all_reduce: bool = True) -> None:
+        if topology.num_workers != members.size * local_workers:
+            each = f" processes of {local_workers} workers each" if local_workers > 1 else ""
+            raise ValueError(
+                f"topology '{topology.name}' is for {topology.num_workers} workers, but {members.size}{each} were "
+                f"launched. Launch {topology.num_workers} workers, or build it for {members.size * local_workers}."
+            )
+        self.members = members
+        self.local_workers = local_workers
+        self._all_reduce = all_reduce
+        self._launched = topology, list(members.original_ranks)
+        """Topology and processes before any was lost."""
+        self._follow(topology)
+
+    def _follow(self, topology: Topology) -> None:
+        self.topology = topology
+        self.workers = range(self.members.rank * self.local_workers, (self.members.rank + 1) * self.local_workers)
+        """Numbers of the workers of this process."""
+        self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
+        """Plans of the local workers, by round."""
+        self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
+        """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
+
+    def follow_survivors(self) -> None:
+        """Use the launched topology without the workers that were lost; see `Topology.of_survivors`."""
+        topology, ranks = self._launched
+        first_workers = [ranks.index(rank) * self.local_workers for rank in self.members.original_ranks]
+        self._follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
+
+    def _planned(self, round_: int, worker: int) -> RoundPlan:
+        plan = self.topology.plan(round_, worker)
+        return plan if self._all_reduce else replace(plan, averaging_group=None)
+
+    def _slots_of(self, plans: Sequence[RoundPlan]) -> int:
+        counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
+        return max([1, *counts]) if any(plan.weights for plan in plans) else 0  # updates are formed there, too
+
+    # ---- one round
+
+    def plan(self, round_: int, worker: int = 0) -> RoundPlan:
+        """Return the part of a local worker in a round."""
+        return self.plans[round_ % len(self.plans)][worker]
+
+    def elsewhere(self, workers: Iterable[int]) -> list[int]:
+        """Return those of `workers` that other processes hold."""
+        return [worker for worker in workers if worker not in self.workers]
+
+    def local(self, workers: Iterable[int]) -> list[int]:
+        """Return those of `workers` that this process holds, counted from its first one."""
+        return [worker - self.workers.start for worker in workers if worker in self.workers]
+
+    def peers(self, round_: int) -> tuple[int, ...]:
+        """Return the ranks of the other processes that send to this one in a round."""
+        plans = self.plans[round_ % len(self.plans)]
+        return self.processes(self.elsewhere({worker for plan in plans for worker in plan.weights}))
+
+    def processes(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of the processes that hold `workers`, in order."""
+        return tuple(sorted({worker // self.local_workers for worker in workers}))
+
+    def spans_processes(self, members: Iterable[int]) -> bool:
+        """Return whether an averaging group has members in several processes, so that their sum is received."""
+        return len(self.processes(members)) > 1
+
+    def sums(self, round_: int) -> list[tuple[int, ...]]:
+        """Return the averaging groups of the round that have members here and in other processes, in order."""
+        groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
+        return sorted(members for members in groups if self.spans_processes(members))
+
+    def all_sums(self) -> list[tuple[int, ...]]:
+        """Return the processes of every all-reduce of a period, of all workers, in an order that all of them share."""
+        if not self._all_reduce:
+            return []
+        rounds = [self.topology.averaging_groups(round_) or () for round_ in range(self.topology.period)]
+        groups = [members for groups in rounds for members in groups if len(members) > 2]
+        return [self.processes(members) for members in groups if self.spans_processes(members)]
+
+    def original_number(self, worker: int) -> int:
+        """Return the number that a worker had before any was lost, which is what messages use."""
+        process, local = divmod(worker, self.local_workers)
+        return self.members.original_ranks[process] * self.local_workers + local
