@@ -1,7 +1,9 @@
 """Parameters as views of a few flat buckets, so that mixing is a few long, contiguous passes.
 
 Each parameter keeps its shape and its strides (channels_last, transposed, sliced, 0-dim, empty). Parameters that share
-their memory keep sharing it and are stored, sent and counted once.
+their memory keep sharing it and are stored, sent and counted once. All others have storages of their own, over parts of
+the bucket's memory: safetensors, Accelerate and `torch.save` take tensors of one storage for tied weights, and drop
+them or save the whole storage.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dsgdac_accel.core.parameter_guard import extent
 
@@ -27,6 +30,8 @@ class Bucket:
     parameters: list[Parameter] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     """The view of `data` behind each parameter, in the same order."""
+    targets: list[Tensor] = field(default_factory=list)
+    """The same memory with a storage of its own, which the parameter points to."""
     addresses: list[int] = field(default_factory=list)
     """Where each view begins in memory."""
 
@@ -68,15 +73,23 @@ class FlatParameters:
         for parameter, view in self.moved():
             if _kind(parameter) == _kind(view):
                 view.copy_(parameter)
-                parameter.data = view
+                self._point_back(parameter)
             else:
                 misfits.append((parameter, view))
         return misfits
 
     def repoint(self) -> None:
         """Point every parameter at its view again; values that it has elsewhere are dropped."""
-        for parameter, view in self.moved():
-            parameter.data = view
+        for parameter, _ in self.moved():
+            self._point_back(parameter)
+
+    def _point_back(self, parameter: Parameter) -> None:
+        parameter.data = next(
+            target
+            for bucket in self.buckets
+            for mine, target in zip(bucket.parameters, bucket.targets, strict=True)
+            if mine is parameter
+        )
 
     @torch.no_grad()
     def release(self) -> None:
@@ -110,9 +123,27 @@ def _adopt(parameters: list[Parameter]) -> Bucket:
             bucket.views.append(view)
             bucket.addresses.append(view.data_ptr())
         # All values are copied before the first parameter moves: sharers still read their old memory above.
+        targets: dict[tuple, Tensor] = {}  # parameters that share their memory share its storage
         for parameter, view in zip(parameters, bucket.views, strict=True):
-            parameter.data = view
+            place = view.storage_offset(), *_kind(view)
+            target = targets.get(place)
+            if target is None:
+                target = targets[place] = with_own_storage(view)
+            bucket.targets.append(target)
+            parameter.data = target
     return bucket
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """Return a tensor over the same memory as `view`, whose storage begins and ends with it.
+
+    >>> bucket = torch.zeros(100)
+    >>> inner = with_own_storage(bucket[10:22].view(4, 3))
+    >>> inner.untyped_storage().nbytes(), inner.data_ptr() == bucket[10:].data_ptr()
+    (48, True)
+    """
+    memory = view.as_strided((extent(view),), (1,))
+    return from_dlpack(to_dlpack(memory)).as_strided(view.shape, view.stride(), 0)
 
 
 def _kind(tensor: Tensor) -> tuple:

@@ -40,6 +40,8 @@ def test_adoption_keeps_values_shapes_strides_and_aligns(parameters):
         bucket.data.add_(1.0)
     for parameter, value in zip(parameters, values, strict=True):
         assert torch.equal(parameter, value + 1.0), "the parameter is a view of the buffer"
+        assert parameter.untyped_storage().nbytes() == extent(parameter) * parameter.element_size()
+        assert parameter.storage_offset() == 0
     assert not flat.moved()
 
 
