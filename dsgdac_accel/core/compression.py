@@ -13,7 +13,7 @@ reference is kept in bf16, for it need only be near.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,11 +264,12 @@ class Compressor:
 
     # ---- one round
 
-    def post(self, round_: int, what: str) -> None:
-        """Round the parameters and post their exchange, both in the background."""
+    def post(self, round_: int, what: str, confirm: Callable[[], None]) -> None:
+        """Round the parameters and post their exchange, both in the background; see `Exchange.post`."""
         self._saved = None  # from now on the references move
 
-        def outgoing(worker: int, receiver: int) -> list[Tensor]:
+        def outgoing(worker: int, receiver: int | None) -> list[Tensor]:
+            assert receiver is not None, "rounded differences are not summed"
             return self.outgoing[worker][self._peers(round_, worker).index(receiver)]
 
         def encode() -> None:
@@ -277,7 +278,7 @@ class Compressor:
                     for number, reference in enumerate(self.references[worker][peer]):
                         self.rounding[number].encode(x[number], reference, messages[number])
 
-        self.exchange.post(round_, what, outgoing, self.buckets.received, encode)
+        self.exchange.post(round_, what, outgoing, self.buckets.received, encode, confirm)
 
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""

@@ -27,8 +27,8 @@ CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and fa
 _FEW_BYTES = 2**19
 _CHANNELS, _ROUNDS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
 
-Outgoing = Callable[[int, int], Sequence[Tensor]]
-"""(local worker, receiver) -> the tensors to send it."""
+Outgoing = Callable[[int, int | None], Sequence[Tensor]]
+"""(local worker, receiver) -> the tensors to send it; without a receiver, those to sum over an averaging group."""
 Incoming = Sequence[Sequence[Sequence[Tensor]]]
 """[local worker][k] -> the tensors to fill with what its k-th neighbor in another process sends."""
 Message = tuple[Tensor, int, int]
@@ -99,6 +99,7 @@ class Exchange:
         outgoing: Outgoing,
         incoming: Incoming,
         encode: Callable[[], None] | None = None,
+        confirm: Callable[[], None] | None = None,
     ) -> None:
         """Start sending and receiving; returns at once. No tensor may be touched until `wait` returns.
 
@@ -109,6 +110,7 @@ class Exchange:
             incoming: the tensors to fill. `incoming[i][0]` gets the SUM over an averaging group that spans processes,
                 where i is its first local member.
             encode: fills the outgoing tensors first, in the background.
+            confirm: called in the background once the parameters need not be read any more, if that is before `wait`.
         """
         assert self._posted is None, "one exchange at a time"
         receives, sends = self._messages(round_, outgoing, incoming)
@@ -119,12 +121,15 @@ class Exchange:
         for members in sums:
             count = len(self.rounds.processes(members))
             # An all-reduce by ring sends 2 (m - 1) / m of its input (once to reduce, once to spread).
-            self.bytes_sent += round(2 * (count - 1) / count * sum(tensor.nbytes for tensor in outgoing(0, 0)))
+            self.bytes_sent += round(2 * (count - 1) / count * sum(tensor.nbytes for tensor in outgoing(0, None)))
 
         def post() -> Works:
             if encode is not None:
                 encode()
-            return [*self._average(sums, outgoing, incoming), *self._send_and_receive(receives, sends)]
+            works = self._average(sums, outgoing, incoming)
+            if confirm is not None and (sums or encode is not None):
+                confirm()
+            return [*works, *self._send_and_receive(receives, sends)]
 
         # Handing a small model to the thread takes longer than posting it.
         self._posted = self.group.poster.submit(post, small=encode is None and self.bytes_sent <= _FEW_BYTES)
@@ -167,10 +172,11 @@ class Exchange:
         for members in sums:
             handle = self.group.process_groups.subgroup(self.rounds.processes(members))
             first, *others = self.rounds.local(members)
-            for number, total in enumerate(incoming[first][0]):
-                total.copy_(outgoing(first, first)[number])
+            for number, own in enumerate(outgoing(first, None)):
+                total = incoming[first][0][number]
+                total.copy_(own)
                 for other in others:
-                    total.add_(outgoing(other, other)[number])
+                    total.add_(outgoing(other, None)[number])
                 works.append((dist.all_reduce(total, group=handle, async_op=True), None))
         return works
 

@@ -125,10 +125,10 @@ def _adopt(parameters: list[Parameter]) -> Bucket:
         # All values are copied before the first parameter moves: sharers still read their old memory above.
         targets: dict[tuple, Tensor] = {}  # parameters that share their memory share its storage
         for parameter, view in zip(parameters, bucket.views, strict=True):
-            place = view.storage_offset(), *_kind(view)
-            target = targets.get(place)
+            memory = view.storage_offset(), *_kind(view)
+            target = targets.get(memory)
             if target is None:
-                target = targets[place] = with_own_storage(view)
+                target = targets[memory] = with_own_storage(view)
             bucket.targets.append(target)
             parameter.data = target
     return bucket

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
+from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.nonfinite import ArrivalGuard
@@ -79,7 +80,8 @@ class Mixer:
         self.buckets = Buckets()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
-        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets)
+        self.edits = EditGuard(group, self.rounds, self.buckets, self.parameters)
+        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits)
         self._lay_out()
 
     # ---- one step
@@ -94,13 +96,15 @@ class Mixer:
         self.group.require_open()
         self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
-        self.parameters.remember_versions()
+        self.edits.seal(self._round)
         self.buckets.claim(Use.RECEIVING)
         what = f"the exchange of step {self.step}"
         if self.compressor is None:
-            self.exchange.post(self._round, what, lambda worker, _: self.buckets.values(worker), self.buckets.received)
+            self.exchange.post(
+                self._round, what, self.edits.outgoing, self.edits.incoming(), confirm=self.edits.confirm
+            )
         else:
-            self.compressor.post(self._round, what)
+            self.compressor.post(self._round, what, self.edits.confirm)
 
     def drain(self) -> None:
         """Wait for the exchange in flight. The received parameters are kept for the next `consensus_update`."""
@@ -147,7 +151,7 @@ class Mixer:
             return []
         if self.group.size == 1:
             self._follow_changes()  # otherwise `start_exchange` did
-        self.parameters.warn_of_edits()
+        self.edits.check(self._round, self.step, uncompressed=self.compressor is None, late=self.arrivals.checks_late)
         self.buckets.claim(Use.UPDATE)
         # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
         # that keeps the mean of the workers exact.

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
@@ -37,10 +38,11 @@ class ArrivalGuard:
     May only set `Update.skip`, and drop the update before it ends the run.
     """
 
-    def __init__(self, group: WorkerGroup, rounds: Rounds, buckets: Buckets) -> None:
+    def __init__(self, group: WorkerGroup, rounds: Rounds, buckets: Buckets, edits: EditGuard) -> None:
         self.group = group
         self.rounds = rounds
         self.buckets = buckets
+        self.edits = edits
         self.checks_late = group.device.type == "cuda"
         """Whether the host reads a step later what was found. The device then skips the update by itself."""
         self.disagreement: Tensor | float = 0.0
@@ -73,13 +75,16 @@ class ArrivalGuard:
 
         Raises:
             NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
+            RuntimeError: they were changed while their exchange was in flight.
         """
+        self.edits.settle()
         unread, self._unread = self._unread, None
         if unread is not None and unread[0].is_set():
             self._raise_nonfinite(*unread[1:], perhaps=", or too far away for the square of the distance")
 
     def forget(self) -> None:
         """Drop what was not read: the run continues from a checkpoint."""
+        self.edits.forget()
         self._unread = None
 
     def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:

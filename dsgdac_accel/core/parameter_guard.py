@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -18,7 +17,6 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 MIXED_DTYPES = (torch.float32, torch.float64)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_VERSION = operator.attrgetter("_version")
 
 
 def as_parameter_list(parameters: object) -> list[Parameter]:
@@ -181,8 +179,6 @@ class MixedParameters:
         self._equalized = self.find()
         """The list of which all parameters have started from equal values."""
         self._known = {id(parameter): weakref.ref(parameter) for parameter in self._equalized}
-        self._versions: list[int] = []
-        self._warned_of_edits = False
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter for messages."""
@@ -270,28 +266,6 @@ class MixedParameters:
         """A new parameter may have the `id` of a deleted one, on one worker and not on another."""
         reference = self._known.get(id(parameter))
         return reference is not None and reference() is parameter
-
-    # ---- edits while an exchange is in flight
-
-    def remember_versions(self) -> None:
-        """Note the state of the parameters that are being sent."""
-        self._versions = list(map(_VERSION, chain.from_iterable(self._mixed)))
-
-    def warn_of_edits(self) -> None:
-        """Warn once if a parameter was written in place since `remember_versions`; writes to `.data` leave no trace."""
-        versions = list(map(_VERSION, chain.from_iterable(self._mixed)))
-        if self._warned_of_edits or not self._versions or versions == self._versions:
-            return
-        triples = zip(chain.from_iterable(self._mixed), versions, self._versions, strict=False)
-        edited = [parameter for parameter, now, before in triples if now != before]
-        if edited:
-            self._warned_of_edits = True
-            warnings.warn(
-                f"{self.name_of(edited[0])} was changed in place while its exchange was in flight: its neighbor may "
-                f"have received the old or the new values. To change weights between steps, set "
-                f"GossipConfig(overlap=False).",
-                stacklevel=2,
-            )
 
 
 def signature_of(parameters: Sequence[Parameter]) -> list[tuple]:

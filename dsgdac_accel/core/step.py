@@ -124,6 +124,11 @@ class GossipStep:
             self.estimate.post(self.mixer.flats, self.mixer.step)
 
     @property
+    def lr(self) -> float:
+        """Learning rate of the latest step; before the first, of the optimizer."""
+        return self.schedule.lr
+
+    @property
     def gamma(self) -> float:
         """gamma of the latest step; 1 before the first."""
         return self.schedule.gamma
@@ -134,7 +139,7 @@ class GossipStep:
         The radius is there once it was measured, with its step. The estimate of it that `GossipConfig.sketch` asks for
         is there on process 0 only, and is mostly one step old.
         """
-        figures = {"lr": self.schedule.lr, "gamma": self.gamma}
+        figures = {"lr": self.lr, "gamma": self.gamma}
         if self.average.latest is not None:
             figures |= self.average.latest.figures()
         if self.estimate is not None and self.estimate.latest is not None:

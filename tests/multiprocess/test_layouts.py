@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -266,28 +263,6 @@ def test_a_parameter_replaced_behind_the_optimizer_is_refused_by_name():
     for message in run_workers(replace_behind_the_optimizer, 2):
         assert message.startswith("0.weight was replaced in the model")
         assert "assign=False" in message
-
-
-def edit_in_flight(rank: int, overlap: bool) -> tuple[list[str], float]:
-    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, power=0, overlap=overlap))
-    model = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with torch.no_grad():
-            model.weight.fill_(value(rank))
-        dist.barrier()
-        optimizer.step()
-    return [str(w.message) for w in caught if "in flight" in str(w.message)], float(model.weight.detach()[0, 0])
-
-
-def test_editing_weights_between_steps_is_noticed_and_possible_without_overlap():
-    for messages, _ in run_workers(edit_in_flight, 2, True):
-        assert len(messages) == 1
-        assert "weight" in messages[0]
-        assert "overlap=False" in messages[0]
-    assert run_workers(edit_in_flight, 2, False) == [([], 2.0), ([], 2.0)]
 
 
 # ---- size, order, memory

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
+from dsgdac_accel.core.edits import block_sums
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
 
@@ -117,17 +118,19 @@ def test_re_pointed_parameters_are_brought_back():
     assert [p is model.weight for p, _ in flat.bring_back()] == [True]
 
 
-def test_edits_in_place_are_noticed():
-    model = nn.Linear(3, 2)
-    mixed = MixedParameters(model.parameters())
-    mixed.select(None)
-    mixed.remember_versions()
-    mixed.warn_of_edits()
-    with torch.no_grad():
-        model.bias.add_(1)
-    with pytest.warns(UserWarning, match=r"shape \(2,\) was changed in place"):
-        mixed.warn_of_edits()
-    mixed.warn_of_edits()  # said once
+@pytest.mark.parametrize("sizes", [[1], [40, 3], [2**17, 5], [2**18 + 7]])
+def test_every_edit_changes_the_sum_of_its_block(sizes):
+    flat = FlatParameters([Parameter(torch.randn(size)) for size in sizes])
+    x = [bucket.data for bucket in flat.buckets]
+    before = block_sums(x)
+    assert len(before) <= 256
+    for parameter in flat.parameters:
+        for place in (0, len(parameter) // 2, -1):
+            kept = parameter.data[place].clone()
+            parameter.data[place] = torch.nextafter(kept, torch.tensor(1e9))
+            assert (block_sums(x) != before).sum() == 1
+            parameter.data[place] = kept
+    assert torch.equal(block_sums(x), before)
 
 
 def test_parameters_that_join_leave_or_thaw_are_noticed():

@@ -1,0 +1,79 @@
+"""Weights that a script changes while their exchange is in flight: an error by name on all workers, or right values."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.workers import run_workers, try_workers
+
+STEPS = 3
+EDITOR = 1
+
+
+def train(rank: int, how: str, options: dict, late: bool) -> float:
+    """Average without training; the editor changes a weight after the first step. Return the change of a weight."""
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(timeout=10, power=0, **options))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(2000, 1000))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    weight = model[1].weight
+    with accelerator.deployed_model(model) as average:
+        average[1].weight.data.fill_(7.0)  # no exchange is in flight here, and it is given back
+    start = float(weight.detach()[5, 5])
+    for step in range(STEPS):
+        if step == 1 and rank != EDITOR:
+            time.sleep(0.5)  # the editor's data has to wait
+        if step == 1 and rank == EDITOR:
+            edit(weight, how)
+        optimizer.step()
+    accelerator.gossip_steps[0].mixer.state_dict()  # reads what a late check found
+    return float(weight.detach()[5, 5]) - start
+
+
+def edit(weight: nn.Parameter, how: str) -> None:
+    if how == "undone":  # as an evaluation of averaged weights does: store, copy to, restore
+        kept = weight.detach().clone()
+        weight.data.fill_(1000.0)
+        time.sleep(0.2)
+        weight.data.copy_(kept)
+    elif how == "data":
+        weight.data.add_(6.0)
+    elif how == "no_grad":
+        with torch.no_grad():
+            weight.add_(6.0)
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["undone", "data", pytest.param("no_grad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (2, {"topology": "one_peer_ring"}),
+        (3, {"topology": "complete"}),
+        (2, {"topology": "complete", "comm_dtype": "int8"}),
+    ],
+)
+def test_an_edit_in_flight_ends_the_run_by_name_or_does_no_harm(workers, options, how, late):
+    outcomes = try_workers(train, workers, how, options, late, timeout=60)
+    errors = [outcome.error for outcome in outcomes]
+    if how == "undone" and errors == [None] * workers:  # it was copied or rounded before the edit
+        assert options != {"topology": "one_peer_ring"}
+        assert [outcome.value for outcome in outcomes] == pytest.approx([0.0] * workers, abs=1e-3)
+        return
+    for error in errors:
+        assert f"worker {EDITOR}: 1.weight was changed while its exchange was in flight" in error
+    assert any("overlap=False" in error for error in errors)
+
+
+def test_without_overlap_weights_may_be_changed_between_steps():
+    changes = run_workers(train, 2, "data", {"overlap": False}, False)
+    assert changes == pytest.approx([3.0, 3.0], abs=1e-5)
+
+
+def test_weights_that_nobody_changes_are_no_edit():
+    assert run_workers(train, 2, "none", {}, False) == [0.0, 0.0]
