@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -277,10 +278,11 @@ def signature_of(parameters: Sequence[Parameter]) -> list[tuple]:
 
 
 class ModelWatch:
-    """Remembers where in the models each parameter is, and looks there again before every step.
+    """Remembers where in the models each parameter and submodule is, and looks there again before every step.
 
-    `load_state_dict(assign=True)` and `module.weight = nn.Parameter(...)` put new parameters into a model. The
-    optimizer keeps the old ones, so training silently stops and the new ones are not mixed.
+    `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and `model.head = nn.Linear(...)` put new
+    parameters into a model. The optimizer keeps the old ones, so training silently stops and the new ones are not
+    mixed.
 
     Args:
         models: the prepared models; the list may grow later.
@@ -296,12 +298,15 @@ class ModelWatch:
         self._models_seen = len(self.models)
         self.names: dict[int, str] = {}
         """Name of each parameter in its model, by `id`."""
-        self._sites: list[tuple[dict, str, Parameter]] = []
+        self._sites: list[tuple[dict[str, Any], str, str, Any]] = []
+        """Dictionary of a module, key in it, full name, and the parameter or submodule that was there."""
         self._batch_norms = [(model, batch_norm_layers(model)) for model in self.models]
         for model in self.models:
             self.names.update((id(parameter), name) for name, parameter in model.named_parameters())
-            for module in model.modules():
-                self._sites += [(module._parameters, key, p) for key, p in module._parameters.items() if p is not None]
+            for path, module in model.named_modules():
+                for slots in (module._parameters, module._modules):
+                    found = [(key, value) for key, value in slots.items() if value is not None]
+                    self._sites += [(slots, key, f"{path}.{key}" if path else key, value) for key, value in found]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
@@ -310,19 +315,28 @@ class ModelWatch:
         if any(model.training for model in self.models):
             training = [layer for model, layers in self._batch_norms if model.training for layer in layers]
             self.frozen = [layer for layer in training if not layer.training]
-        replaced = [(slots, key, old) for slots, key, old in self._sites if slots.get(key) is not old]
+        replaced = [site for site in self._sites if site[0].get(site[1]) is not site[3]]
         if not replaced:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for slots, key, old in replaced:
-            new = slots.get(key)
-            if id(old) in trained and new is not None and new.requires_grad and id(new) not in trained:
+        still_there = {id(parameter) for model in self.models for parameter in model.parameters()}
+        for slots, key, name, old in replaced:
+            orphans = (trained - still_there) & set(map(id, _parameters_of(old)))
+            untrained = [p for p in _parameters_of(slots.get(key)) if p.requires_grad and id(p) not in trained]
+            if orphans and untrained:
                 raise RuntimeError(
-                    f"{self.names.get(id(old), key)} was replaced in the model (by load_state_dict(assign=True) or an "
-                    f"assignment), but the optimizer still has the old parameter and would train that. Load with "
-                    f"assign=False, or put the new parameter into the optimizer, on all workers."
+                    f"{name} was replaced in the model (by load_state_dict(assign=True) or an assignment), but the "
+                    f"optimizer still has the old parameters and would train those. Load with assign=False, or put the "
+                    f"new parameters into the optimizer, on all workers."
                 )
         self._look()
+
+
+def _parameters_of(value: Any) -> list[Parameter]:
+    """Return the parameters of a module, or the parameter itself."""
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    return [] if value is None else [value]
 
 
 def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
