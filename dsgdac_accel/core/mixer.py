@@ -133,6 +133,7 @@ class Mixer:
             WorkerLostError: a neighbor died or did not answer within the timeout.
             NonFiniteError: a neighbor's or this worker's parameters are not finite, or on a GPU were so in the step
                 before; nothing is mixed then.
+            RuntimeError: parameters were changed while their exchange was in flight, see `EditGuard`.
         """
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         if self.buckets.use is Use.UPDATE:
