@@ -235,7 +235,7 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharded_batches(
-    data: Iterable[Any], group: WorkerGroup, device: torch.device, *, per_process: int = 1
+    data: Iterable[Any], group: WorkerGroup, device: torch.device, *, local_workers: int = 1
 ) -> Iterator[Any]:
     """Yield this worker's share of the batches of `data`, moved to `device`. Collective.
 
@@ -248,7 +248,7 @@ def sharded_batches(
         data: the loader or iterable.
         group: the processes.
         device: the device to move batches to.
-        per_process: workers per process. A training batch serves all of them, so calibration batches are smaller by
+        local_workers: workers per process. A training batch serves all of them, so calibration batches are smaller by
             this factor: the size of one worker's part.
     """
     # Under EqualSteps: read all of the data, not only as many batches as the shortest worker has.
@@ -262,7 +262,7 @@ def sharded_batches(
     shared = len(set(contents)) == 1 and hasattr(source, "base_dataloader")
     if readable:
         share, shares = (group.rank, group.size) if shared else (0, 1)
-        source = _fresh_loader(source, rows, share, shares, per_process)
+        source = _fresh_loader(source, rows, share, shares, local_workers)
     for batch in source:
         yield send_to_device(batch, device)
 
@@ -290,11 +290,11 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, per_process: int) -> DataLoader:
+def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, local_workers: int) -> DataLoader:
     """Return a loader of every `shares`-th batch of `rows`, starting with batch number `share`."""
     loaded = _batch_size(loader)
     assert loaded is not None
-    size = max(1, loaded // per_process)
+    size = max(1, loaded // local_workers)
     # Shuffle: in file order, batches of a single class would distort the statistics of deeper layers.
     shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_ORDER_SEED)).tolist()
     batches = list(BatchSampler([rows[number] for number in shuffle], size, drop_last=False))

@@ -86,7 +86,7 @@ def deployed_model(
             else:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 local_workers = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
-                batches = sharded_batches(calibrate, group, device, per_process=local_workers)
+                batches = sharded_batches(calibrate, group, device, local_workers=local_workers)
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
             holder.eval()
             yield model

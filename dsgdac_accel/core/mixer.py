@@ -34,12 +34,12 @@ class Mixer:
     Args:
         parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these. The
             function is called before every exchange, so that parameters added, replaced or unfrozen later are noticed.
-        topology: who mixes with whom; built for `group.size * per_process` workers.
+        topology: who mixes with whom; built for `group.size * local_workers` workers.
         group: the processes that hold the workers. Construction is collective.
         order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" adds it
             before, so that weight decay sees the mixed point; it saves a pass over memory.
         names: what to call a parameter in error messages, by `id`.
-        per_process: workers of each process; this one holds numbers `per_process * rank` and up.
+        local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
         comm_dtype: what is sent: "full" (the parameters), or their rounded differences in "bf16" or "int8"; see
             `compression`.
@@ -58,7 +58,7 @@ class Mixer:
         *,
         order: str = "local_first",
         names: Mapping[int, str] | None = None,
-        per_process: int = 1,
+        local_workers: int = 1,
         worker_of: Callable[[Parameter], int] | None = None,
         comm_dtype: str = "full",
         mix_every: int = 1,
@@ -72,11 +72,11 @@ class Mixer:
         """Steps around the loss of a worker, in which this process did not mix."""
         self._mixes_from = 0
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
-        self.rounds = Rounds(topology, group.members, per_process, all_reduce=not compressed)
+        self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         group.register(self)
         if compressed:
             require_symmetric_rounds(topology, comm_dtype)
-        self.parameters = MixedParameters(parameters, names, per_process, worker_of)
+        self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
         self.buckets = Buckets()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None

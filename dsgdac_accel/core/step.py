@@ -63,7 +63,7 @@ class GossipStep:
             group,
             order=config.order,
             names=self.watch.names,
-            per_process=config.workers_per_process,
+            local_workers=config.workers_per_process,
             worker_of=worker_of,
             comm_dtype=config.comm_dtype,
             mix_every=config.mix_every,

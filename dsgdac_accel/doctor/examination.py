@@ -86,22 +86,22 @@ def parameter_bytes(model: nn.Module | None) -> int:
 
 
 def _count_workers(accelerator: Any, group: WorkerGroup) -> Finding:
-    per_process = getattr(accelerator, "workers_per_process", 1)
-    count = group.size * per_process
+    local_workers = getattr(accelerator, "workers_per_process", 1)
+    count = group.size * local_workers
     if count == 1:
         return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
     backend = f", {group.process_groups.backend}" if group.size > 1 else ""
-    return Finding("ok", "workers", f"{count} ({group.size} processes x {per_process}), {group.device.type}{backend}")
+    return Finding("ok", "workers", f"{count} ({group.size} processes x {local_workers}), {group.device.type}{backend}")
 
 
 def _measure(accelerator: Any, group: WorkerGroup, size: int, report: Report) -> None:
     """Measure exchanges of `size` bytes per worker."""
     config = getattr(accelerator, "gossip_config", None)
     # Without gossip the links of an all-reduce are measured, each process as one worker.
-    topology, per_process = ("complete", 1) if config is None else (config.topology, config.workers_per_process)
+    topology, local_workers = ("complete", 1) if config is None else (config.topology, config.workers_per_process)
     if not isinstance(topology, Topology):
-        topology = build_topology(topology, group.size * per_process)
-    links, exchange_seconds = measure_links(group, topology, size, per_process)
+        topology = build_topology(topology, group.size * local_workers)
+    links, exchange_seconds = measure_links(group, topology, size, local_workers)
     report.findings += check_links(size, links, exchange_seconds)
     report.values = {
         "parameter_bytes": size,

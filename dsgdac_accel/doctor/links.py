@@ -27,7 +27,7 @@ _SLOW_FACTOR, _SLOW_SECONDS = 4.0, 0.02
 
 
 def measure_links(
-    group: WorkerGroup, topology: Topology, size: int, per_process: int = 1, budget: float = 6.0
+    group: WorkerGroup, topology: Topology, size: int, local_workers: int = 1, budget: float = 6.0
 ) -> tuple[Links, float]:
     """Measure exchanges of `size` bytes. Collective; the result is the same on all processes.
 
@@ -35,7 +35,7 @@ def measure_links(
         group: the processes.
         topology: topology of all workers.
         size: bytes of the parameters of one worker, float32.
-        per_process: number of workers in each process.
+        local_workers: number of workers in each process.
         budget: seconds that this may take, roughly; a slow network is measured with smaller messages.
 
     Returns:
@@ -45,16 +45,16 @@ def measure_links(
         WorkerLostError: a process does not answer.
     """
     probe = min(size, PROBE_BYTES)
-    probed = sum(map(max, _times(group, topology, probe, per_process)))
+    probed = sum(map(max, _times(group, topology, probe, local_workers)))
     affordable = int(probe * budget / (2 * _REPEATS * probed))
     measured = max(probe, min(size, MOST_BYTES // topology.num_workers, affordable))
     scale = size / measured
-    apart = _times(group, topology, measured, per_process, all_reduce=False)
-    links = {pair: scale * seconds for pair, seconds in link_times(topology, apart, per_process).items()}
-    return links, scale * fmean(map(max, _times(group, topology, measured, per_process)))
+    apart = _times(group, topology, measured, local_workers, all_reduce=False)
+    links = {pair: scale * seconds for pair, seconds in link_times(topology, apart, local_workers).items()}
+    return links, scale * fmean(map(max, _times(group, topology, measured, local_workers)))
 
 
-def link_times(topology: Topology, times: list[list[float]], per_process: int = 1) -> Links:
+def link_times(topology: Topology, times: list[list[float]], local_workers: int = 1) -> Links:
     """Attribute the seconds of each process in each round to its links.
 
     A slow link delays both of its ends, so it takes at most the seconds of the faster end.
@@ -65,7 +65,7 @@ def link_times(topology: Topology, times: list[list[float]], per_process: int = 
     """
     links: Links = {}
     for round_, seconds in zip(topology.rounds, times, strict=True):
-        for one, other in sorted({tuple(sorted(map(int, pair))) for pair in np.argwhere(round_) // per_process}):
+        for one, other in sorted({tuple(sorted(map(int, pair))) for pair in np.argwhere(round_) // local_workers}):
             if one != other:
                 faster = min(seconds[one], seconds[other])
                 links[one, other] = min(links.get((one, other), math.inf), faster)
@@ -73,11 +73,11 @@ def link_times(topology: Topology, times: list[list[float]], per_process: int = 
 
 
 def _times(
-    group: WorkerGroup, topology: Topology, size: int, per_process: int, all_reduce: bool = True
+    group: WorkerGroup, topology: Topology, size: int, local_workers: int, all_reduce: bool = True
 ) -> list[list[float]]:
     """Return the seconds of an exchange of `size` bytes, by round and process."""
     sent = torch.zeros(max(1, size // 4), device=group.device)
-    rounds = Rounds(topology, group.members, per_process, all_reduce)
+    rounds = Rounds(topology, group.members, local_workers, all_reduce)
     exchange = Exchange(group, rounds)
     received = [[[torch.zeros_like(sent)] for _ in range(slots)] for slots in rounds.slots]
 

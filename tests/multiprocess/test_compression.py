@@ -22,7 +22,7 @@ def mix(rank, topology, comm_dtype, per_process, steps, gamma):
     group = WorkerGroup(torch.device("cpu"), 30)
     parameters = [nn.Parameter(start_of(per_process * rank + here)) for here in range(per_process)]
     mixer = Mixer(
-        parameters, build_topology(topology, group.size * per_process), group, per_process=per_process,
+        parameters, build_topology(topology, group.size * per_process), group, local_workers=per_process,
         comm_dtype=comm_dtype, worker_of=lambda p: next(k for k, mine in enumerate(parameters) if mine is p),
     )  # fmt: skip
     frobenius, average = [], Average(mixer)

@@ -41,7 +41,7 @@ def test_the_bytes_of_a_mix_are_those_that_its_operations_read_and_write(workers
         parameters,
         build_topology("one_peer_ring", workers),
         WorkerGroup(CPU, 10),
-        per_process=workers,
+        local_workers=workers,
         worker_of=lambda parameter: place[id(parameter)],
     )
     for _ in range(2):

@@ -50,7 +50,7 @@ def mixer_of(parameters: list[list[Parameter]], topology: Topology, **options) -
         [p for mine in parameters for p in mine],
         topology,
         WorkerGroup(CPU, 10),
-        per_process=len(parameters),
+        local_workers=len(parameters),
         worker_of=lambda p: place[id(p)],
         **options,
     )
