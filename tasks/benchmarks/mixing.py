@@ -26,7 +26,8 @@ from tasks.benchmarks.measurement import quartiles_of
 from tasks.benchmarks.models import build_workload, check_model_name
 from tasks.benchmarks.report import write_result
 from tasks.benchmarks.training import Training, this_device
-from tasks.common.config import config_from_command_line
+from tasks.common.cli_errors import starting_up
+from tasks.common.config import parse_config
 
 _WARM_UP = 2
 """Steps before the measurement: the first one allocates the optimizer's state."""
@@ -234,7 +235,8 @@ def _met(met: bool) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure all cases, print them and write the JSON file."""
-    config = config_from_command_line(MixingBenchmarkConfig, arguments, prog="benchmark.py mixing", description=__doc__)
+    with starting_up():
+        config = parse_config(MixingBenchmarkConfig, arguments, prog="benchmark.py mixing", description=__doc__)
     device, place = this_device()
     print(f"{config.gossip.workers_per_process} workers in one process, {place}, torch {torch.__version__}", flush=True)
     results = []

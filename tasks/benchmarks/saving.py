@@ -24,7 +24,8 @@ from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checks import check_integer
 from tasks.benchmarks.measurement import in_turns, quartiles
 from tasks.benchmarks.report import write_result
-from tasks.common.config import config_from_command_line
+from tasks.common.cli_errors import starting_up
+from tasks.common.config import parse_config
 from tasks.images.models import build_image_model
 
 VARIANTS = ("none", "background", "waiting")
@@ -186,7 +187,8 @@ def report(config: SavingBenchmarkConfig, training: Training, table: dict[str, d
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, print the table and write the JSON file."""
-    config = config_from_command_line(SavingBenchmarkConfig, arguments, prog="benchmark.py saving", description=__doc__)
+    with starting_up():
+        config = parse_config(SavingBenchmarkConfig, arguments, prog="benchmark.py saving", description=__doc__)
     training = Training(config)
     group = training.accelerator.group
     own = tempfile.mkdtemp(prefix="benchmark-saving-") if config.folder is None and group.rank == 0 else None

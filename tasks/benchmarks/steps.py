@@ -20,13 +20,13 @@ from tasks.benchmarks.launching import check_workers, joined, launch_command, la
 from tasks.benchmarks.measurement import measure
 from tasks.benchmarks.report import check_output, report
 from tasks.common.cli_errors import quiet_ends, starting_up, training
-from tasks.common.config import config_from_command_line
+from tasks.common.config import parse_config
 
 
 def main(arguments: Sequence[str]) -> None:
     """Start the workers, or be one of them: measure, print the table and write the files."""
-    config = config_from_command_line(BenchmarkConfig, arguments, description=__doc__)
     with starting_up(), quiet_ends():
+        config = parse_config(BenchmarkConfig, arguments, description=__doc__)
         check_workers(config)
         if config.output is not None and os.environ.get("RANK", "0") == "0":
             check_output(config.output)

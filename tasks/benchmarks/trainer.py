@@ -23,7 +23,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dsgdac_accel import GossipCallback, GossipConfig, Mixer, WorkerGroup, build_topology
 from tasks.benchmarks.measurement import in_turns, quartiles
-from tasks.common.config import config_from_command_line
+from tasks.common.cli_errors import starting_up
+from tasks.common.config import parse_config
 from tasks.images.models import build_image_model
 
 VARIANTS = ("local", "core", "callback")
@@ -143,9 +144,8 @@ def take_turn(variant: str, config: TrainerBenchmarkConfig, folder: str, group: 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure and print the table."""
-    config = config_from_command_line(
-        TrainerBenchmarkConfig, arguments, prog="benchmark.py trainer", description=__doc__
-    )
+    with starting_up():
+        config = parse_config(TrainerBenchmarkConfig, arguments, prog="benchmark.py trainer", description=__doc__)
     use_cpu = not torch.accelerator.is_available()
     with tempfile.TemporaryDirectory() as folder:
         device = TrainingArguments(folder, use_cpu=use_cpu, report_to=[]).device  # creates the process group

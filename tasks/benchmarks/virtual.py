@@ -24,7 +24,8 @@ from dsgdac_accel.checks import check_integer
 from tasks.benchmarks.measurement import in_turns, quartiles
 from tasks.benchmarks.report import write_result
 from tasks.benchmarks.training import Training, this_device
-from tasks.common.config import config_from_command_line
+from tasks.common.cli_errors import starting_up
+from tasks.common.config import parse_config
 from tasks.images.models import build_image_model
 
 VARIANTS = ("accumulation", "separate", "virtual", "vmap")
@@ -245,9 +246,8 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure all cases, print the tables and write the JSON file."""
-    config = config_from_command_line(
-        VirtualBenchmarkConfig, arguments, prog="benchmark.py virtual", description=__doc__
-    )
+    with starting_up():
+        config = parse_config(VirtualBenchmarkConfig, arguments, prog="benchmark.py virtual", description=__doc__)
     device, place = this_device()
     clock = "processor time" if device.type == "cpu" else "wall clock"
     print(f"{config.workers} workers in one process, {place}, {clock}, torch {torch.__version__}")

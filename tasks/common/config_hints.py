@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 
-_NAMES = {
+MEANT = {
     "learning_rate": "lr rate peak_lr base_lr",
-    "gossip.max_lr": "max_rate gossip.lr gossip.lr_max gossip.rate gossip.max_rate",
-    "num_train_epochs": "epochs max_epochs num_epochs",
-    "gradient_accumulation_steps": (
-        "accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches update_freq"
-    ),
-    "save_steps": "save_every save_interval checkpoint_every checkpointing_steps",
+    "gossip.max_lr": "max_rate gossip.lr gossip.lr_max gossip.rate",
+    "num_train_epochs": "epochs max_epochs",
+    "gradient_accumulation_steps": "grad_accum accumulate_grad_batches update_freq",
+    "save_steps": "save_every checkpoint_every checkpointing_steps",
     "save_total_limit": "keep_checkpoints max_checkpoints",
-    "logging_steps": "log_every log_interval log_steps",
-    "resume_from_checkpoint": "resume resume_from",
+    "logging_steps": "log_every log_interval",
+    "resume_from_checkpoint": "resume",
     "report_to": "tracker trackers log_with",
-    "dataloader_num_workers": "loader_workers num_workers",
-    "adam_epsilon": "eps epsilon",
+    "adam_epsilon": "eps",
     "global_batch_size": "batch_size bs batch",
-    "batch_tokens": "batch_size bs batch tokens_per_batch max_tokens",
-    "max_steps": "max_updates max_update num_train_steps train_steps",
-    "warmup_epochs": "warmup",
-    "warmup_steps": "warmup warmup_updates num_warmup_steps",
+    "batch_tokens": "batch_size bs batch tokens_per_batch",
+    "max_steps": "num_train_steps",
     "weight_decay": "wd",
-    "max_grad_norm": "clip clip_norm grad_clip clip_grad_norm gradient_clip_val max_norm",
-    "betas": "adam_betas",
-    "label_smoothing": "label_smoothing_factor smoothing",
+    "max_grad_norm": "clip clip_norm grad_clip gradient_clip_val",
     "algorithm": "optim optimizer",
-    "mixed_precision": "precision",
-    "compile": "torch_compile",
     "eval_batch_size": "per_device_eval_batch_size test_batch_size",
     "decoding.batch_tokens": "per_device_eval_batch_size test_batch_size",
-    "eval_every": "eval_interval",
-    "seed": "data_seed random_seed",
-    "output_dir": "output out_dir save_dir logging_dir",
-    "model": "model_name model_name_or_path arch",
-    "model.size": "model_name model_name_or_path arch",
+    "seed": "random_seed",
+    "output_dir": "save_dir logging_dir",
+    "model": "model_name_or_path arch",
+    "model.size": "model_name_or_path arch",
     "data.name": "dataset dataset_name",
     "data.path": "data_dir data_path",
     "data.train_limit": "max_train_samples",
     "data.test_limit": "max_eval_samples",
-    "decoding.beams": "num_beams beam beam_size",
-    "decoding.length_penalty": "lenpen",
+    "decoding.beams": "beam beam_size",
     "gossip.power": "p gamma exponent gossip.p gossip.gamma",
     "gossip.topology": "graph gossip.graph",
     "gossip.start_step": "gossip.warmup",
@@ -51,54 +40,29 @@ _NAMES = {
     "gossip.workers_per_process": "gossip.num_workers",
 }
 """Settings with the old and usual names that stand for them. If a name is in two rows, the first setting that the
-configuration has is suggested."""
+configuration has is suggested. Names that are spelled like their setting need no row."""
 
-MEANT = {
-    name: [setting for setting, names in _NAMES.items() if name in names.split()]
-    for name in " ".join(_NAMES.values()).split()
-}
-"""The settings that each of these names can stand for."""
+_BATCH = "per_device_train_batch_size train_batch_size micro_batch_size"
+_PROCESSES = "The launcher starts processes; use gossip.workers_per_process for several in each."
 
-_BATCH = {
-    "global_batch_size": "Use global_batch_size (all workers together).",
-    "batch_tokens": "Use batch_tokens (all workers together).",
-}
-_WARMUP = {
-    "warmup_epochs": "Use warmup_epochs: the warm-up is counted in epochs here.",
-    "warmup_steps": "Use warmup_steps: the warm-up is counted in optimizer steps here.",
-}
-_BETAS = {"betas": "Use betas: [beta1, beta2]."}
-_WORKERS = {
-    "gossip.workers_per_process": "The launcher starts processes; use gossip.workers_per_process for several in each."
-}
-
-USE: dict[str, dict[str, str]] = {
-    "fp16": {"mixed_precision": "Use mixed_precision: fp16."},
-    "bf16": {"mixed_precision": "Use mixed_precision: bf16."},
-    "amp": {"mixed_precision": "Use mixed_precision: bf16 or fp16."},
-    "per_device_train_batch_size": _BATCH,
-    "train_batch_size": _BATCH,
-    "micro_batch_size": _BATCH,
-    "max_steps": {"num_train_epochs": "Use num_train_epochs: the length of a run is counted in epochs here."},
-    "warmup_steps": {"warmup_epochs": _WARMUP["warmup_epochs"]},
-    "warmup_epochs": {"warmup_steps": _WARMUP["warmup_steps"]},
-    "warmup_ratio": _WARMUP,
-    "eval_steps": {"eval_every": "Use eval_every: evaluations are counted in epochs here."},
-    "beta1": _BETAS,
-    "beta2": _BETAS,
-    "adam_beta1": _BETAS,
-    "adam_beta2": _BETAS,
-    "nesterov": {"momentum": "Use momentum: it is plain momentum here."},
-    "lr_scheduler_type": {
-        "warmup_epochs": "Use warmup_epochs: after the warm-up the learning rate follows a cosine to 0.",
-        "warmup_steps": "Use warmup_steps: after the warm-up the learning rate falls as 1 / sqrt(step).",
-    },
-    "run_name": {"output_dir": "Use output_dir: its last folder names the run."},
-    "workers": _WORKERS,
-    "nproc_per_node": _WORKERS,
-    "num_processes": _WORKERS,
-}
-"""Names that no setting matches one to one: a setting, and the sentence to say if the configuration has it."""
+USE = [
+    ("mixed_precision", "fp16", "Use mixed_precision: fp16."),
+    ("mixed_precision", "bf16", "Use mixed_precision: bf16."),
+    ("mixed_precision", "amp", "Use mixed_precision: bf16 or fp16."),
+    ("global_batch_size", _BATCH, "Use global_batch_size (all workers together)."),
+    ("batch_tokens", _BATCH, "Use batch_tokens (all workers together)."),
+    ("num_train_epochs", "max_steps", "Use num_train_epochs: the length of a run is counted in epochs here."),
+    ("warmup_epochs", "warmup_steps warmup_ratio", "Use warmup_epochs: the warm-up is counted in epochs here."),
+    ("warmup_steps", "warmup_epochs warmup_ratio", "Use warmup_steps: the warm-up is counted in optimizer steps here."),
+    ("eval_every", "eval_steps", "Use eval_every: evaluations are counted in epochs here."),
+    ("betas", "beta1 beta2 adam_beta1 adam_beta2", "Use betas: [beta1, beta2]."),
+    ("momentum", "nesterov", "Use momentum: it is plain momentum here."),
+    ("warmup_epochs", "lr_scheduler_type", "Use warmup_epochs: after it the learning rate follows a cosine to 0."),
+    ("warmup_steps", "lr_scheduler_type", "Use warmup_steps: after it the learning rate falls as 1 / sqrt(step)."),
+    ("output_dir", "run_name", "Use output_dir: its last folder names the run."),
+    ("gossip.workers_per_process", "workers nproc_per_node num_processes", _PROCESSES),
+]
+"""A setting, names that it does not match one to one, and the sentence to say if the configuration has it."""
 
 
 def hint(path: str, known: Collection[str]) -> str:
@@ -115,24 +79,16 @@ def hint(path: str, known: Collection[str]) -> str:
     """
     plain = path.lower().replace("-", "_")
     parent, _, name = plain.rpartition(".")
-    if plain in known:
-        return f"Did you mean {plain}?"
-    for setting in MEANT.get(plain, []):
-        if setting in known:
-            return f"Did you mean {setting}?"
-    for setting, sentence in USE.get(plain, {}).items():
-        if setting in known:
+    usual = [setting for setting, names in MEANT.items() if plain in names.split() and setting in known]
+    for meant in [plain] * (plain in known) + usual:
+        return f"Did you mean {meant}?"
+    for setting, names, sentence in USE:
+        if plain in names.split() and setting in known:
             return sentence
-    elsewhere = [candidate for candidate in known if _last(candidate) == name]
-    if elsewhere:
+    if elsewhere := [key for key in known if _last(key) == name]:
         return f"It belongs at {' or '.join(elsewhere)}."
-    return _nearest_or_all(path, parent, name, known)
-
-
-def _nearest_or_all(path: str, parent: str, name: str, known: Collection[str]) -> str:
-    siblings = [candidate for candidate in known if candidate.rpartition(".")[0] == parent]
-    alike = [candidate for candidate in known if candidate.count(".") == path.count(".")]
-    near = _nearest(name, siblings, _last) or _nearest(path, alike, str, 0.8) or _nearest(name, known, _last)
+    siblings = [key for key in known if key.rpartition(".")[0] == parent]
+    near = _nearest(name, siblings) or _nearest(name, known)
     if near:
         return f"Did you mean {near}?"
     place = f"The keys of {parent} are" if parent else "The keys are"
@@ -143,8 +99,8 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _nearest(word: str, paths: Iterable[str], spelling: Callable[[str], str], cutoff: float = 0.6) -> str:
-    """The path that is spelled most like the word, or "" if none is near."""
-    plain = {spelling(path).lower(): path for path in paths}
-    matches = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
-    return plain[matches[0]] if matches else ""
+def _nearest(name: str, paths: Collection[str]) -> str:
+    """The path whose last part is spelled most like the name, or "" if none is near."""
+    ends = {_last(path).lower(): path for path in paths}
+    matches = difflib.get_close_matches(name, ends, n=1)
+    return ends[matches[0]] if matches else ""

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.common.config import convert, join_path, read_yaml
+from tasks.common.config import join_path
+from tasks.common.config_types import convert
+from tasks.common.strict_yaml import read_yaml
 
 FOLDER = Path(__file__).resolve().parents[1]
 """Folder of the scripts."""

@@ -14,9 +14,10 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from dsgdac_accel import GossipAccelerator, JsonlSink
+from dsgdac_accel.checkpoint.serialization import write_whole
 from dsgdac_accel.config import config_to_dict
 from tasks.common.algorithms import SynchronousAccelerator
-from tasks.common.config import config_fingerprint, write_config
+from tasks.common.config import config_fingerprint, dump_config
 from tasks.common.plotting import PANELS, plot_run
 
 TRACKER = "tracker"
@@ -99,7 +100,7 @@ class OutputDir:
                 file.unlink(missing_ok=True)
         if log_bytes is not None and self._log.exists() and self._log.stat().st_size > log_bytes:
             os.truncate(self._log, log_bytes)
-        write_config(self.config, self.folder)
+        write_whole(self.folder / "config.yaml", [dump_config(self.config).encode()])
         self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
 
     def _take_over(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.common.config import parse_config
+from tasks.common.config import load_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.images.augment import ModelInputs
 from tasks.images.config import CifarConfig
@@ -36,7 +36,7 @@ def curvature_batches(
 
 def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, int]:
     """The model, loss and batches of a finished run, given its config.yaml, and its seed."""
-    config = parse_config(CifarConfig, ["--config", str(settings)])
+    config = load_config(CifarConfig, settings)
     data = load_configured_data(config)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)

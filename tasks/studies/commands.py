@@ -133,7 +133,7 @@ def _naming(file: Path, action: Any) -> Any:
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys of --set. Paths with ./ or ../ start from the working directory, as on a task's command line."""
-    from tasks.common.config import plain_value
+    from tasks.common.strict_yaml import plain_value
     from tasks.studies.plan import flat_overrides
 
     values: dict[str, Any] = {}

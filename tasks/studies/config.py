@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
-from tasks.common.config import ConfigError, load_config, read_yaml
+from tasks.common.config import ConfigError, load_config
+from tasks.common.strict_yaml import read_yaml
 from tasks.studies.columns import columns_of
 
 FIGURES = ("lr_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.curvature import LossFunction
-from tasks.common.config import parse_config
+from tasks.common.config import load_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.translation.batches import IGNORED, Collate
 from tasks.translation.config import TranslationConfig
@@ -40,7 +40,7 @@ def translation_loss(smoothing: float) -> LossFunction:
 
 def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, int]:
     """The model, loss and batches of a finished run, given its config.yaml, and its seed."""
-    config = parse_config(TranslationConfig, ["--config", str(settings)])
+    config = load_config(TranslationConfig, settings)
     data = load_translation_data(config.data)
     train, tokenizer = data.train, data.tokenizer
     longest = int(max(max(train.source_lengths), max(train.target_lengths)))

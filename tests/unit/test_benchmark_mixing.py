@@ -56,7 +56,7 @@ def test_a_case_is_measured_and_written(tmp_path, capsys, monkeypatch):
         cases=("tiny-8 adam 2",), steps=3, passes=4, gossip=GossipConfig(workers_per_process=4, log_every=0),
         output=output, most_of_step=1.0, least_of_copy=1e-9,
     )  # fmt: skip
-    monkeypatch.setattr(mixing, "config_from_command_line", lambda *args, **kwargs: config)
+    monkeypatch.setattr(mixing, "parse_config", lambda *args, **kwargs: config)
     mixing.main([])
     (case,) = json.loads(output.read_text())["cases"]
     low, share, high = case["share"]

@@ -25,12 +25,11 @@ from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
 from tasks.common.config import (
     ConfigError,
     config_fingerprint,
-    config_from_command_line,
+    docs_of,
     dump_config,
     keys_of,
     load_config,
     parse_config,
-    write_config,
 )
 from tasks.common.config_hints import MEANT, USE, hint
 from tasks.images.config import CifarConfig
@@ -40,8 +39,6 @@ from tasks.translation.config import TranslationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where the samples come from."""
-
     path: Path = Path("data")
     files: tuple[str, ...] = ()
     cache: Path | None = None
@@ -69,6 +66,7 @@ class Run:
     weights: dict[str, float] = field(default_factory=dict)
     extra: Any = None
     data: Data = field(default_factory=Data)
+    """Where the samples come from."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=0.05))
     gossip: GossipConfig | None = None
 
@@ -167,36 +165,33 @@ def test_gossip_config_takes_the_ends_of_its_ranges():
 
 
 def test_every_field_of_gossip_config_explains_itself():
-    assert [path for path, key in keys_of(GossipConfig).items() if not key.doc] == []
+    assert docs_of(GossipConfig).keys() == keys_of(GossipConfig).keys()
 
 
 # Hints
 
 TASKS = (CifarConfig, TranslationConfig)
+HINTS = [(setting, name, f"Did you mean {setting}?") for setting, names in MEANT.items() for name in names.split()]
+HINTS += [(setting, name, sentence) for setting, names, sentence in USE for name in names.split()]
 
 
-@pytest.mark.parametrize("name", [*MEANT, *USE])
-def test_every_usual_name_leads_to_settings_that_exist(name):
-    known = [keys_of(task) for task in TASKS]
-    for setting in (*MEANT.get(name, ()), *USE.get(name, ())):
-        assert any(setting in keys for keys in known), f"{setting} is no setting of any task"
-    assert all(setting in sentence for setting, sentence in USE.get(name, {}).items())
-
-
-@settings(deadline=None)
-@given(name=st.sampled_from(sorted({**MEANT, **USE})), task=st.sampled_from(TASKS), dashed=st.booleans())
-def test_a_usual_name_is_refused_with_a_setting_of_this_very_task(name, task, dashed):
+@pytest.mark.parametrize("dashed", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_usual_name_is_refused_with_a_setting_of_this_very_task(task, dashed):
     known = keys_of(task)
-    asked = name.replace("_", "-") if dashed else name
-    if name in known:
-        return
-    message = hint(asked, known)
-    own = [f"Did you mean {setting}?" for setting in MEANT.get(name, ()) if setting in known]
-    own += [sentence for setting, sentence in USE.get(name, {}).items() if setting in known]
-    assert message == own[0] if own else message
-    with pytest.raises(ConfigError) as caught:
-        parse_config(task, [f"--{asked}", "1"])
-    assert str(caught.value) == f"command line: unknown key {asked}. {message}"
+    for name in {name for _, name, _ in HINTS} - set(known):
+        asked = name.replace("_", "-") if dashed else name
+        own = [words for setting, other, words in HINTS if other == name and setting in known]
+        assert hint(asked, known) == own[0] if own else "?" in hint(asked, known) or hint(asked, known).endswith(".")
+        with pytest.raises(ConfigError) as caught:
+            parse_config(task, [f"--{asked}", "1"])
+        assert str(caught.value) == f"command line: unknown key {asked}. {hint(asked, known)}"
+
+
+def test_hints_name_settings_that_exist():
+    for setting, _, words in HINTS:
+        assert any(setting in keys_of(task) for task in TASKS), setting
+        assert setting in words
 
 
 @pytest.mark.parametrize(
@@ -213,6 +208,16 @@ def test_a_usual_name_is_refused_with_a_setting_of_this_very_task(name, task, da
         (CifarConfig, "report-to", "Did you mean report_to?"),
         (CifarConfig, "gradient-accumulation-steps", "Did you mean gradient_accumulation_steps?"),
         (CifarConfig, "output-dir", "Did you mean output_dir?"),
+        (CifarConfig, "num_epochs", "Did you mean num_train_epochs?"),
+        (CifarConfig, "num_workers", "Did you mean dataloader_num_workers?"),
+        (CifarConfig, "resume_from", "Did you mean resume_from_checkpoint?"),
+        (CifarConfig, "adam_betas", "Did you mean betas?"),
+        (CifarConfig, "torch_compile", "Did you mean compile?"),
+        (TranslationConfig, "max_norm", "Did you mean max_grad_norm?"),
+        (TranslationConfig, "num_warmup_steps", "Did you mean warmup_steps?"),
+        (TranslationConfig, "label_smoothing_factor", "Did you mean label_smoothing?"),
+        (TranslationConfig, "num_beams", "Did you mean decoding.beams?"),
+        (TranslationConfig, "lenpen", "Did you mean decoding.length_penalty?"),
         (CifarConfig, "gossip.p", "Did you mean gossip.power?"),
         (CifarConfig, "gossip.lr", "Did you mean gossip.max_lr?"),
         (TranslationConfig, "warmup_ratio", "Use warmup_steps: the warm-up is counted in optimizer steps here."),
@@ -337,6 +342,15 @@ def test_a_warm_up_may_last_the_whole_run():
         ("extra: &base {lr: 1.0}\noptimizer: {lr: 2.0, <<: *base}", "optimizer.lr", 2.0),
         ("extra: [&first {lr: 1.0}, &second {lr: 2.0}]\noptimizer: {<<: [*first, *second]}", "optimizer.lr", 1.0),
         ("extra: &lr 1e-3\noptimizer: {lr: *lr}", "optimizer.lr", 0.001),
+        ("%YAML 1.1\n---\nname: yes", "name", "yes"),
+        ("seed: 3\r\nname: a\r\n", "name", "a"),
+        ('{"seed": 3, "name": "a"}', "seed", 3),
+        ("tracker: !!null ''", "tracker", None),
+        (
+            "extra: [1:30, 2024-01-01, 1_000, 0x1F, '3', NULL]",
+            "extra",
+            ["1:30", "2024-01-01", "1_000", "0x1F", "3", None],
+        ),
     ],
 )
 def test_yaml_values_read_as_a_person_means_them(text, path, value, tmp_path):
@@ -430,14 +444,14 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("gosip: {power: 3}", ["unknown key gosip. Did you mean gossip?"]),
         ("power: 3", ["run.yaml:1: unknown key power. It belongs at gossip.power."]),
         ("gossip: {seed: 3}", ["unknown key gossip.seed. It belongs at seed."]),
-        ("gossip.power: 3", ["unknown key gossip.power. Write power: under gossip: instead of the dots."]),
+        ("gossip.power: 3", ["unknown key gossip.power. Indent it below its section."]),
         ("data: {zzz: 3}", ["unknown key data.zzz. The keys of data are path, files, cache."]),
         ("seed: 1\nname: a\nseed: 2", ["run.yaml:3: seed is given twice. Keep one."]),
         ("gossip:\n  power: 1\n  'power': 2", ["run.yaml:3: power is given twice. Keep one."]),
         ("extra: [{a: 1, a: 2}]", ["run.yaml:1: a is given twice. Keep one."]),
-        ("gossip: 3", ["gossip must be a section (keys power, start_step, start_epoch, max_lr, ...); got 3."]),
-        ("optimizer: null", ["optimizer must be a section (keys lr, betas, milestones); got nothing (null)."]),
-        ("optimizer: [lr]", ["optimizer must be a section (keys lr, betas, milestones); got ['lr']."]),
+        ("gossip: 3", ["gossip must be a section with keys such as power; got 3."]),
+        ("optimizer: null", ["optimizer must be a section with keys such as lr; got nothing (null)."]),
+        ("optimizer: [lr]", ["optimizer must be a section with keys such as lr; got ['lr']."]),
         ("seed: {a: 1}", ["seed must be an integer; got {a: 1}."]),
         ("seed: [1]", ["seed must be an integer; got [1]."]),
         ("- seed", ["run.yaml must hold keys such as `seed: 1` at the top level; got a list."]),
@@ -445,21 +459,23 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("1: 2", ["run.yaml:1: unknown key 1."]),
         ("seed: 1\ngosip: {}", ["run.yaml:2: unknown key gosip. Did you mean gossip?"]),
         ("gossip: {null: 2}", ["run.yaml:1: unknown key gossip.null."]),
-        ("? [a]\n: 2", ["run.yaml: keys and values must have no tag, and keys must be text; got ('a',)."]),
+        ("? [a]\n: 2", ["run.yaml: keys must be text; got a list or section as a key."]),
         ("seed:\n\t- 1", ["run.yaml:2: invalid YAML", "spaces, not tabs"]),
         ("seed: [1", ["run.yaml:1: invalid YAML"]),
         ("seed: 1\nname: a: b", ["run.yaml:2: invalid YAML: mapping values are not allowed here."]),
         ("seed: 1\n---\nseed: 2", ["run.yaml:2: invalid YAML"]),
         ("seed: 1\nname: \x01", ["run.yaml:2: invalid YAML", "#x0001"]),
         ("seed: *missing", ["run.yaml:1: invalid YAML", "missing"]),
-        ("extra: &me [*me]", ["run.yaml: sections or lists are nested too deeply, or contain themselves."]),
+        ("extra: &me [*me]", ["run.yaml has too many values or levels, counting what aliases stand for. Use fewer."]),
         ("seed: !!python/name:os.system", ["run.yaml:1: invalid YAML", "tag", "python/name"]),
-        ("seed: !!float 3", ["run.yaml: keys and values must have no tag, and keys must be text; got 3.0."]),
+        ("extra: !!set {a, b}", ["run.yaml:1: invalid YAML", "tag", "set"]),
+        ("name: !!binary aGk=", ["run.yaml:1: invalid YAML", "tag", "binary"]),
         ("milestones: !!python/tuple [1, 2]", ["run.yaml:1: invalid YAML", "tag", "python/tuple"]),
         ("!!python/object/apply:os.system {seed: 1}", ["run.yaml:1: invalid YAML", "tag", "os.system"]),
         ("optimizer: {<<: 3}", ["run.yaml:1: invalid YAML", "merging"]),
-        ("extra: " + "[" * 700, ["run.yaml: sections or lists are nested too deeply"]),
-        ("extra: " + "[" * 350 + "]" * 350, ["run.yaml: sections or lists are nested too deeply"]),
+        ("extra: " + "[" * 700, ["run.yaml has too many levels. Use fewer."]),
+        ("extra: " + "[" * 150 + "]" * 150, ["run.yaml has too many values or levels"]),
+        ("extra: " + "{a: " * 150 + "}" * 150, ["run.yaml has too many values or levels"]),
         ("gossip: {power: abc}", ["run.yaml:1: gossip.power must be a number; got 'abc'."]),
         ("gossip: {power: '3'}", ["gossip.power must be a number; got '3'. Remove the quotes."]),
         ("gossip: {power: true}", ["gossip.power must be a number; got true."]),
@@ -472,9 +488,9 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("seed: 3.5", ["seed must be an integer; got 3.5."]),
         ("seed: 3.0", ["seed must be an integer; got 3.0. Write it without a decimal point."]),
         ("seed: true", ["seed must be an integer; got true."]),
-        ("seed: 012", ["seed must be an integer; got '012'. Remove the leading zeros"]),
-        ("seed: 1_000", ["seed must be an integer; got '1_000'. Remove the underscores."]),
-        ("optimizer: {lr: 1_000.5}", ["optimizer.lr must be a number; got '1_000.5'. Remove the underscores."]),
+        ("seed: 012", ["seed must be an integer; got '012'. ", "without leading zeros"]),
+        ("seed: 1_000", ["seed must be an integer; got '1_000'. Write it like 12 or 1.5e-3"]),
+        ("optimizer: {lr: 1_000.5}", ["optimizer.lr must be a number; got '1_000.5'. Write it like 12 or 1.5e-3"]),
         ("seed: 1:30", ["seed must be an integer; got '1:30'."]),
         ("seed: 0x1F", ["seed must be an integer; got '0x1F'."]),
         (f"seed: {'1' * 5000}", ["seed must be an integer; got '111"]),
@@ -498,6 +514,14 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("data: {files: a}", ["data.files must be a list (each text); got 'a'. Write it as [a, b]."]),
         ("data: {path: ''}", ["data.path must be a path; got ''. Use . for the folder itself."]),
         ("data: {path: ~nobody-at-all/x}", ["data.path must be a path", "home folder"]),
+        (
+            "optimizer: {milestones: [1, x]}",
+            ["run.yaml:1: optimizer.milestones must be a list (each an integer); got"],
+        ),
+        ("optimizer: {milestones: [1, 2.0]}", ["got [1, 2.0]. Write it without a decimal point."]),
+        ("optimizer: ''", ["optimizer must be a section with keys such as lr; got ''."]),
+        ("optimizer: {lr: 1,5}", ["unknown key optimizer.5."]),
+        ("seed: &m {a: *m}", ["run.yaml has too many values or levels"]),
         ("weights: {a: x}", ["weights must be named values (each a number); got {a: 'x'}."]),
         ("weights: [1]", ["weights must be named values (each a number); got [1]."]),
     ],
@@ -521,21 +545,28 @@ def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
         (["--see", "3"], ["unknown key see. Did you mean seed?"]),
         (["--gossip.power", "abc"], ["command line: gossip.power must be a number; got 'abc'."]),
         (["--gossip.power", "-1"], ["gossip.power must be a finite number >= 0; got -1.0"]),
-        (["--seed", "1", "--seed=1"], ["command line: seed is given twice; got '1' first. Keep one."]),
-        (["--config", "a.yaml", "--config", "b.yaml"], ["config is given twice; got 'a.yaml' first. Keep one."]),
+        (["--seed", "1", "--seed=2"], ["command line: --seed 1 and --seed 2 are both given. Keep one."]),
+        (
+            ["--config", "a.yaml", "--config", "b.yaml"],
+            ["--config a.yaml and --config b.yaml are both given. Keep one."],
+        ),
         (["--seed"], ["seed needs a value. Write --seed VALUE or --seed=VALUE."]),
         (["--resume", "--seed", "1"], ["resume needs a value."]),
         (["--seed="], ["seed must be an integer; got ''."]),
-        (["--seed", "010"], ["seed must be an integer; got '010'. Remove the leading zeros"]),
-        (["--seed", "1_000"], ["seed must be an integer; got '1_000'. Remove the underscores."]),
-        (["--config="], ["config needs the name of a YAML file. Write --config FILE.yaml."]),
+        (["--seed", "010"], ["seed must be an integer; ", "without leading zeros"]),
+        (["--seed", "1_000"], ["seed must be an integer; got '1_000'. Write it like 12 or 1.5e-3"]),
+        (["--config="], ["cannot be read: Is a directory. Name a YAML file."]),
         (["run.yaml"], ["'run.yaml' is not a setting. Name the file with --config run.yaml."]),
         (["--seed", "1", "2"], ["'2' is not a setting. Write settings as --key VALUE."]),
         (["-s", "1"], ["'-s' is not a setting."]),
         (["--"], ["'--' is not a setting."]),
-        (["--gossip", "3"], ["gossip must be a section (keys power, start_step"]),
-        (["--gossip", "null", "--gossip.power", "3"], ["gossip.power contradicts --gossip. Keep one."]),
-        (["--gossip.power", "3", "--gossip", "null"], ["gossip.power contradicts --gossip. Keep one."]),
+        (["--gossip", "3"], ["gossip must be a section with keys such as power; got 3."]),
+        (["--gossip", "null", "--gossip.power", "3"], ["--gossip null and --gossip.power 3 are both given. Keep one."]),
+        (["--gossip.power", "3", "--gossip", "null"], ["--gossip.power 3 and --gossip null are both given. Keep one."]),
+        (["--name", "\udcff"], ["'\\udcff' is not UTF-8 text. Retype it."]),
+        (["--optimizer.milestones", "60,x"], ["must be a list (each an integer); got [60, 'x']."]),
+        (["--optimizer", "{lr: 3}"], ["optimizer must be a section with keys such as lr; got '{lr: 3}'."]),
+        (["--print_config=1"], ["unknown key print_config"]),
         (["--resume", "yes"], ["resume must be true or false; got 'yes'."]),
         (["--weights", "{a: 1, a: 2}"], ["command line:1: a is given twice. Keep one."]),
         (["--weights", "a"], ["command line: weights must be named values (each a number); got ['a']."]),
@@ -560,14 +591,16 @@ def test_unreadable_files_are_refused_with_their_absolute_path(write, tmp_path, 
     (tmp_path / "folder").mkdir()
     assert refusal("absent.yaml") == f"config file {tmp_path / 'absent.yaml'} does not exist."
     assert refusal("~nobody-at-all/run.yaml").endswith("does not exist.")
-    assert f"{tmp_path / 'folder'} is a folder" in refusal("folder")
+    assert f"{tmp_path / 'folder'} cannot be read: Is a directory. Name a YAML file." in refusal("folder")
     assert f"{tmp_path / 'run.yaml'} is not UTF-8 text (byte 6)" in refusal("run.yaml")
 
     def denied(_: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    assert refusal("run.yaml") == f"config file {tmp_path / 'run.yaml'} cannot be read: Permission denied."
+    assert (
+        refusal("run.yaml") == f"config file {tmp_path}/run.yaml cannot be read: Permission denied. Name a YAML file."
+    )
 
 
 def test_a_file_to_write_is_tried_and_left_as_it_was(tmp_path):
@@ -590,7 +623,7 @@ def test_values_without_a_default_are_required(tmp_path):
 
 def test_an_alias_bomb_is_refused_quickly(write):
     levels = [f"  - &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 30)]
-    with pytest.raises(ConfigError, match=r"run.yaml: more than 100,000 values, counting aliases"):
+    with pytest.raises(ConfigError, match=r"run.yaml has too many values"):
         parse_config(Run, ["--config", write("\n".join(["seed:", "  - &a0 [x]", *levels]))])
 
 
@@ -629,9 +662,10 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys, monkeypatch)
     for text in (
         "usage: train.py [--config FILE.yaml]",
         "Train it.",
-        "--optimizer.lr VALUE Peak learning rate. (type: number, default: 0.05)",
+        "--optimizer.lr VALUE Peak learning rate. (a number; default: 0.05)",
         "data: Where the samples come from.",
-        "--optimizer.betas VALUE (type: tuple[number, number], default: (0.9, 0.999))",
+        "--optimizer.betas VALUE (a list of 2 (a number, a number); default: [0.9, 0.999])",
+        "--tracker VALUE (text or null; default: null)",
         "earlier steps mix with gamma 1",
         "starts from the folder of that file",
     ):
@@ -655,12 +689,12 @@ def test_a_config_is_checked_before_it_is_printed(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_of_several_launched_workers_only_the_first_one_speaks(capsys, monkeypatch):
+def test_of_several_launched_workers_only_the_first_one_prints(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    for words, status in ((["--help"], 0), (["--seed", "x"], 2)):
+    for words in (["--help"], ["--print_config"]):
         with pytest.raises(SystemExit) as stopped:
-            config_from_command_line(Run, words)
-        assert stopped.value.code == status
+            parse_config(Run, words)
+        assert stopped.value.code == 0
     assert capsys.readouterr() == ("", "")
 
 
@@ -668,33 +702,12 @@ def test_help_does_without_source_text(capsys):
     made = dataclasses.make_dataclass("Made", [("size", int), ("name", str, "x")], frozen=True)
     with pytest.raises(SystemExit):
         parse_config(made, ["-h"])
-    assert "(required, type: integer)" in capsys.readouterr().out
-
-
-def test_scripts_exit_with_status_2_and_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        config_from_command_line(Run, ["--seed", "a\nb"])
-    assert stopped.value.code == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err == "error: command line: seed must be an integer; got 'a\\nb'.\n"
+    assert "(an integer; required)" in capsys.readouterr().out
 
 
 def test_the_command_line_of_the_process_is_the_default(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "4"])
-    assert config_from_command_line(Run).seed == 4
-
-
-def test_classes_that_no_text_can_fill_are_refused():
-    def made(name: str, kind: Any) -> type:
-        return dataclasses.make_dataclass("Made", [(name, kind)], frozen=True)
-
-    with pytest.raises(TypeError, match="complex"):
-        keys_of(made("value", complex))
-    with pytest.raises(TypeError, match=r"Made\.config would hide the option --config"):
-        keys_of(made("config", int))
-    with pytest.raises(TypeError, match="must be a dataclass"):
-        keys_of(int)
+    assert parse_config(Run).seed == 4
 
 
 # Writing
@@ -788,7 +801,9 @@ def test_the_config_that_a_run_writes_loads_back_equal(
         report_to=(),
         output_dir=folder,
     )
-    loaded = load_config(CifarConfig, write_config(config, folder))
+    file = folder / "config.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    loaded = load_config(CifarConfig, file)
     assert loaded == config
     assert repr(loaded) == repr(config)
 
@@ -817,7 +832,7 @@ def test_every_value_has_one_line_and_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = dump_config(Data(path=Path("shards"), files=("a word " * 30,))).splitlines()
     assert lines[0] == f"path: {tmp_path}/shards"
-    assert len(lines) == 4
+    assert len(lines) == 3
 
 
 def test_what_a_class_computes_by_itself_is_no_setting():
@@ -846,38 +861,8 @@ def test_what_yaml_cannot_hold_is_refused_by_path():
         dump_config(Run(optimizer=Optimizer(milestones=[1j])))  # type: ignore[list-item]
 
 
-def test_write_config_replaces_the_file_and_leaves_nothing_else(tmp_path):
-    folder = tmp_path / "runs" / "one"
-    first = write_config(Run(seed=1, data=Data(path=tmp_path)), folder)
-    second = write_config(Run(seed=2, data=Data(path=tmp_path)), str(folder))
-    assert first == second == folder / "config.yaml"
-    assert [file.name for file in folder.iterdir()] == ["config.yaml"]
-    assert load_config(Run, second) == Run(seed=2, data=Data(path=tmp_path))
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    write_config(Run(seed=1), tmp_path)
-
-    def full(self: Path, *args: Any, **kwargs: Any) -> int:
-        self.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        write_config(Run(seed=2), tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-    assert load_config(Run, tmp_path / "config.yaml").seed == 1
-
-
 def test_the_fingerprint_is_the_hash_of_the_sorted_values():
     by_hand = hashlib.sha256(b'{"betas": [0.9, 0.999], "lr": 0.001, "milestones": []}').hexdigest()
     assert config_fingerprint(Optimizer(lr=1e-3)) == by_hand
     assert config_fingerprint(GossipConfig(power=3)) == config_fingerprint(GossipConfig(power=3.0))
     assert config_fingerprint(GossipConfig(power=3)) != config_fingerprint(GossipConfig(power=2))
-
-
-def test_fingerprints_can_ignore_keys_and_sections():
-    ignore = ["seed", "data", "gossip.log_every", "gossip"]
-    assert config_fingerprint(Run(seed=1), ignore) == config_fingerprint(Run(gossip=GossipConfig()), ignore)
-    with pytest.raises(ValueError, match=r"ignore must name keys of Run; got 'sed'\. Did you mean seed\?"):
-        config_fingerprint(Run(), ["sed"])
