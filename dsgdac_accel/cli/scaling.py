@@ -103,16 +103,26 @@ def _plot(cluster: Cluster, largest: int, file: Path) -> None:
     styles = zip(SCHEMES.items(), colors, ("-", "--", "-", "--"), strict=True)
     for (name, scheme), color, dashes in styles:
         steps = [scheme(cluster, workers) for workers in counts]
-        time.plot(counts, [step.seconds for step in steps], dashes, color=color, label=name)
-        traffic.plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, color=color)
-    time.axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
-    plotting.set_logarithmic(time)
+        marker = "o" if len(counts) <= plotting.FEW_POINTS else None
+        look = {"color": color, "marker": marker, "markersize": 3.5}
+        time.plot(counts, plotting.positive([step.seconds for step in steps]), dashes, label=name, **look)
+        traffic.plot(counts, [step.bytes_sent / 1e6 for step in steps], dashes, **look)
+    note = ""
+    if cluster.compute_seconds:
+        time.axhline(cluster.compute_seconds, color="0.5", linewidth=1, linestyle=":", label="computation alone")
+    else:
+        note = "times of 0 are not on this axis"
+    if any(math.isfinite(seconds) for line in time.lines for seconds in line.get_ydata()):
+        plotting.set_logarithmic(time)
     traffic.set_ylim(bottom=0)
-    for panel, label in ((time, "seconds per step"), (traffic, "MB sent per worker and step")):
-        panel.set_xscale("log")
-        plotting.finish_axes(panel, "workers", label)
+    for panel, label, title in (
+        (time, "seconds per step", note),
+        (traffic, "MB sent per worker and step", ""),
+    ):
+        plotting.set_whole_logarithmic(panel, largest)
+        plotting.finish_axes(panel, "workers", label, title)
     plotting.add_legend(figure, *time.get_legend_handles_labels())
-    figure.suptitle(_described(cluster), fontsize="medium")
+    plotting.add_title(figure, f"time and traffic of a training step by formula: {_described(cluster)}")
     figure.savefig(file, dpi=plotting.DPI)
 
 
@@ -122,5 +132,6 @@ def _described(cluster: Cluster) -> str:
         bits += f" (gradients {cluster.gradient_bits:g})"
     return (
         f"{cluster.parameters / 1e6:g} M parameters of {bits}, {8 * cluster.bandwidth / 1e6:g} Mb/s, "
-        f"{1e3 * cluster.latency:g} ms, {1e3 * cluster.compute_seconds:g} ms of computation"
+        f"{1e3 * cluster.latency:g} ms, {1e3 * cluster.compute_seconds:g} ms of computation, "
+        f"gossip {'hidden behind it' if cluster.overlap else 'not hidden behind it'}"
     )

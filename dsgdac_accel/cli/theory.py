@@ -151,7 +151,7 @@ def _schedule(options: argparse.Namespace) -> int:
         print(f"{epoch:>6} {lrs[step]:>8.4f} {shown}")
     print("\nlr as a fraction of its peak; both at the first step of each epoch, at the end at the last step")
     if options.plot is not None:
-        _plot_schedule(options.plot, lrs, gammas)
+        _plot_schedule(options, lrs, gammas)
         print(options.plot)
     return 0
 
@@ -180,8 +180,8 @@ def _gammas(lrs: list[float], power: float, options: argparse.Namespace) -> list
     return [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
 
 
-def _plot_schedule(file: Path, lrs: list[float], gammas: dict[float, list[float]]) -> None:
-    from dsgdac_accel.plotting import DPI, add_legend, finish_axes, line_colors, new_figure
+def _plot_schedule(options: argparse.Namespace, lrs: list[float], gammas: dict[float, list[float]]) -> None:
+    from dsgdac_accel.plotting import DPI, add_legend, add_title, finish_axes, line_colors, new_figure
 
     figure, (axes,) = new_figure()
     epochs = [step / STEPS_PER_EPOCH for step in range(len(lrs))]
@@ -190,7 +190,11 @@ def _plot_schedule(file: Path, lrs: list[float], gammas: dict[float, list[float]
         axes.plot(epochs, values, color=color, label=f"gamma, p = {power:g}")
     finish_axes(axes, "epoch", "lr / peak, gamma", "gamma = (lr / max_lr)^p", integer_ticks=True)
     add_legend(figure, *axes.get_legend_handles_labels())
-    figure.savefig(file, dpi=DPI)
+    length = f"{options.epochs} epoch{'s' * (options.epochs > 1)}"
+    floor = f", floor {options.floor:g}" if options.floor else ""
+    planned = f"{options.lr_scheduler_type} decay over {length}, warm-up {options.warmup:g}"
+    add_title(figure, f"{planned}, adaptive from epoch {options.start}, max_lr {options.max_lr}{floor}")
+    figure.savefig(options.plot, dpi=DPI)
 
 
 def _numbers(text: str) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import config_to_dict
-from dsgdac_accel.plotting import BLUE, DPI, ORANGE
+from dsgdac_accel.plotting import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.measurement import Measured, quartiles_of, summarise
 from tasks.benchmarks.predictions import predicted_seconds
@@ -55,7 +55,8 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
     }
     if config.output is not None:
         write_result(config.output, result)
-        plot(table, verdicts, config.output.with_suffix(".png"), headline(config, measured, workers))
+        file = config.output.with_suffix(".png")
+        plot(table, verdicts, file, headline(config, measured, workers), tuple(measured.left_out))
     return result
 
 
@@ -73,7 +74,7 @@ def check_output(output: Path) -> None:
     for file in (output, output.with_suffix(".png")):
         check_writable("output", file)
     try:
-        _figure_class()
+        require_matplotlib()
     except ImportError as error:
         raise RuntimeError(f"{error}. Or leave out output, which needs no plot.") from None
 
@@ -121,14 +122,19 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], path: Path, title: str) -> None:
+def plot(
+    table: Mapping[str, Mapping[str, Any]],
+    verdicts: Sequence[Verdict],
+    path: Path,
+    title: str,
+    left_out: Sequence[str] = (),
+) -> None:
     """Plot the step time of each variant as a bar, with the quartiles of its rounds and its target, to a PNG file.
 
-    Raises ImportError without matplotlib.
+    A note names the variants that were left out. Raises ImportError without matplotlib.
     """
     names = list(table)
-    figure = _figure_class()(figsize=(8.0, 1.6 + 0.42 * len(names)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(size=(8.0, 2.0 + 0.42 * len(names)))
     medians: list[float] = []
     spread: list[list[float]] = [[], []]
     for name in names:
@@ -146,23 +152,17 @@ def plot(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict], pa
     furthest = [max(medians[k] + spread[1][k], 1e3 * limits.get(name, 0.0)) for k, name in enumerate(names)]
     for place, (median, right) in enumerate(zip(medians, furthest, strict=True)):
         axes.annotate(f" {median:.4g}", (right, place), va="center", fontsize="small")
-    axes.set_yticks(places, names)
+    axes.set_yticks(places, [plain(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(furthest, default=1.0))
-    marks = "bars: medians; lines: quartiles of the rounds" + ("; orange: target" if limits else "")
+    marks = "bars: medians, gossip in blue; lines: quartiles of the rounds" + ("; orange: target" if limits else "")
     axes.set_xlabel(f"milliseconds per step ({marks})")
     head, _, rest = title.partition("; ")
-    axes.set_title(f"{head}\n{rest}", fontsize="small")
+    add_title(figure, f"{head}\n{rest}")
+    if left_out:
+        axes.set_title(wrapped(f"left out: {', '.join(left_out)}", 8.0), fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=DPI)
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install dsgdac-accel[tasks]") from error
-    return Figure
 
 
 def _limits(table: Mapping[str, Mapping[str, Any]], verdicts: Sequence[Verdict]) -> dict[str, float]:

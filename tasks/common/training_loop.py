@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor
 from tasks.common.checkpoints import Checkpoints
 from tasks.common.config import ConfigError
 from tasks.common.output_dir import AnyAccelerator, OutputDir
-from tasks.common.progress import Clock, WaitingTime, progress_bar, progress_figures, rest_of_epoch
+from tasks.common.progress import (
+    Clock,
+    WaitingTime,
+    progress_bar,
+    progress_figures,
+    require_finite,
+    rest_of_epoch,
+)
 
 
 class Prepared(NamedTuple):
@@ -29,11 +37,18 @@ class Task(Protocol):
     def begin_epoch(self) -> None:
         """Runs before the first batch of an epoch, and of the rest of an epoch after a resume."""
 
-    def backward(self, batch: Any) -> Tensor:
-        """Compute the gradients of one micro-batch, clipped if the task clips. Returns its loss, shape ()."""
+    def backward(self, batch: Any) -> tuple[Tensor, float]:
+        """Compute the gradients of one micro-batch, clipped if the task clips.
+
+        Returns its loss summed over what it is a mean of, shape (), and the number of those: (mean, 1) or, for a mean
+        over tokens, their (sum, count). Of this process alone.
+        """
 
     def after_step(self) -> None:
-        """Runs after every optimizer step, before its checkpoint."""
+        """Runs after every optimizer step, before its record and checkpoint."""
+
+    def record_values(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Values to log with the training loss of the last steps, and figures for the progress bar."""
 
     def end_epoch(self) -> None:
         """Runs after the last batch of an epoch."""
@@ -42,11 +57,32 @@ class Task(Protocol):
         """Evaluate the deployed model; `done` says that training is over."""
 
 
+@dataclass
+class LossSum:
+    """Sum of the losses of this process's workers, added up on their device so that no step waits for it."""
+
+    total: Tensor
+    """Shape ()."""
+    weight: float = 0.0
+
+    def add(self, loss: Tensor, weight: float) -> None:
+        """Add the loss of a micro-batch."""
+        self.total = self.total + loss.detach()
+        self.weight += weight
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.total, self.weight = torch.zeros_like(self.total), 0.0
+
+
 class TrainingLoop:
     """Trains a task from the step where a checkpoint left off to the last one.
 
     It owns the position of the run (`epoch`, `step`), the losses since the last record and the times. Registered for
     checkpointing, it saves and restores them.
+
+    The recorded training loss is the mean over `logging_steps` steps, across epochs, so that all points are equally
+    smooth; steps after the last complete window are not recorded, except in a run that has no complete one.
 
     Args:
         name: name of the task, noted in checkpoints.
@@ -77,12 +113,12 @@ class TrainingLoop:
         self.epoch = self.step = 0
         self.lr = 0.0
         """Learning rate of the last step."""
-        self.losses: list[Tensor] = []
-        """Losses of the micro-batches, each of shape (); the task empties the list."""
-        self.recorded = 0
-        """Where the next record begins; the task counts."""
+        self.since_record = LossSum(torch.zeros((), device=accelerator.device))
+        """Losses since the last record."""
+        self.in_epoch = LossSum(torch.zeros((), device=accelerator.device))
+        """Losses of this epoch."""
         self.worker_loss = math.nan
-        """Mean training loss of the workers; the task computes it."""
+        """Mean training loss of the workers over the last epoch."""
         self.log_bytes: int | None = None
         """Length of the log when the loaded checkpoint was saved."""
         self.train_seconds = 0.0
@@ -115,23 +151,28 @@ class TrainingLoop:
         rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, loader, self.epoch)
         for batch in self.waiting.batches(rest):
             with self.accelerator.accumulate(model):
-                loss = task.backward(batch)
+                loss, weight = task.backward(batch)
                 self.lr = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            self.losses.append(loss.detach())
+            self.since_record.add(loss, weight)
+            self.in_epoch.add(loss, weight)
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
             self.accelerator.group.steps_taken = self.step  # error messages name it; gossip counts its own steps
             self._bar.update()
             task.after_step()
+            if self._record_is_due():
+                self._record(*task.record_values())
             self.checkpoints.save_if_due(self.step)
             # A complete epoch has to exhaust its loader, which counts epochs there.
             if self.step == self.total_steps and not self.epoch_is_complete:
                 break
         self.train_seconds += self.clock.end_lap()
+        if self.in_epoch.weight:  # none: a run resumed after the last step
+            self.worker_loss = self._mean_over_workers(self.in_epoch)
         task.end_epoch()
 
     @property
@@ -142,13 +183,28 @@ class TrainingLoop:
     # ---- records
 
     def log(self, values: dict[str, float]) -> None:
-        """Log these values with the epoch and the learning rate."""
-        self.accelerator.log({**values, "epoch": self.epoch, "gossip/lr": self.lr}, step=self.step)
+        """Log these values with the epoch, the number of workers and the learning rate."""
+        always = {"epoch": self.epoch, "workers": self.accelerator.num_workers, "gossip/lr": self.lr}
+        self.accelerator.log({**values, **always}, step=self.step)
 
-    def record(self, loss: float, values: dict[str, float], figures: dict[str, str]) -> None:
-        """Log the mean training loss of some steps and further values, and show the loss and figures in the bar."""
+    def _record_is_due(self) -> bool:
+        every = self.config.logging_steps
+        return self.step % every == 0 or self.step == self.total_steps < every
+
+    def _record(self, values: dict[str, float], figures: dict[str, str]) -> None:
+        """Log the mean training loss since the last record and further values; show the loss and figures in the bar."""
+        loss = self._mean_over_workers(self.since_record)
         self.log({"train/loss": loss, **values})
         self._bar.set_postfix(progress_figures(self.accelerator, loss, self.lr) | figures)
+
+    def _mean_over_workers(self, losses: LossSum) -> float:
+        """Return the mean loss of all workers and clear the sum. Collective."""
+        mine = (float(losses.total), losses.weight)
+        shares = self.accelerator.group.all_gather_object(mine, f"logging step {self.step}")
+        mean = math.fsum(total for total, _ in shares) / math.fsum(weight for _, weight in shares)
+        require_finite(self.accelerator, mean, self.step)
+        losses.clear()
+        return mean
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json that all tasks share."""
@@ -183,8 +239,8 @@ class TrainingLoop:
             "epoch": self.epoch,
             "step": self.step,
             "lr": self.lr,
-            "losses": torch.stack(self.losses) if self.losses else torch.empty(0),
-            "recorded": self.recorded,
+            "since_record": (self.since_record.total, self.since_record.weight),
+            "in_epoch": (self.in_epoch.total, self.in_epoch.weight),
             "worker_loss": self.worker_loss,
             "log_bytes": self.output.logged_bytes(),
             "waited": self.waiting.seconds,
@@ -203,8 +259,10 @@ class TrainingLoop:
                 f"{self.total_steps} steps. Raise num_train_epochs or max_steps."
             )
         self.epoch, self.step, self.lr = state["epoch"], state["step"], state["lr"]
-        self.losses = list(state["losses"].to(self.accelerator.device))
-        self.recorded, self.worker_loss = state["recorded"], state["worker_loss"]
+        for name in ("since_record", "in_epoch"):
+            total, weight = state[name]
+            setattr(self, name, LossSum(total.to(self.accelerator.device), weight))
+        self.worker_loss = state["worker_loss"]
         self.log_bytes = state["log_bytes"]
         self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
         self.clock = Clock(state["seconds"])

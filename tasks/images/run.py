@@ -22,7 +22,7 @@ from tasks.common.diagnostics import (
 )
 from tasks.common.lr_schedules import warmup_cosine
 from tasks.common.output_dir import OutputDir, writing_model
-from tasks.common.progress import require_finite, say
+from tasks.common.progress import say
 from tasks.common.sam import SharpnessAwareBackward
 from tasks.common.training_loop import Prepared, TrainingLoop
 from tasks.images.augment import CropAndFlip, ModelInputs
@@ -162,37 +162,28 @@ class ImageRun:
     def begin_epoch(self) -> None:
         """Nothing to do: the sampler follows the loader."""
 
-    def backward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the gradients of a micro-batch, for `sam` at the point it ascends to. Returns its mean loss."""
+    def backward(self, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """Compute the gradients of a micro-batch, for `sam` at the point it ascends to. Returns (mean loss, 1)."""
         inputs = self.inputs.augmented(batch["images"])
 
         def compute_loss() -> Tensor:
             return F.cross_entropy(self.model(inputs), batch["labels"])
 
         if self.sharpness_aware is not None:
-            return self.sharpness_aware(compute_loss)
+            return self.sharpness_aware(compute_loss), 1.0
         loss = compute_loss()
         self.accelerator.backward(loss)
-        return loss
+        return loss, 1.0
 
     def after_step(self) -> None:
-        """Record the mean loss since the last record, every `logging_steps` steps."""
-        loop = self.loop
-        if loop.step % self.config.logging_steps == 0:
-            loop.record(self._mean_over_workers(loop.losses[loop.recorded :]), {}, {})
-            loop.recorded = len(loop.losses)
+        """Nothing to do."""
+
+    def record_values(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Nothing beside the loss."""
+        return {}, {}
 
     def end_epoch(self) -> None:
-        """Take the workers' mean loss over the epoch."""
-        loop = self.loop
-        loop.worker_loss = self._mean_over_workers(loop.losses)
-        require_finite(self.accelerator, loop.worker_loss, loop.step)
-        loop.losses, loop.recorded = [], 0
-
-    def _mean_over_workers(self, losses: list[Tensor]) -> float:
-        mine = float(torch.stack(losses).mean())
-        shares = self.accelerator.group.all_gather_object(mine, f"logging step {self.loop.step}")
-        return sum(shares) / len(shares)  # all workers see equally many images
+        """Nothing to do."""
 
     def evaluate(self, done: bool, measure_curvature: bool) -> None:
         """Log test loss and accuracy of the deployed model; when done, save it and write the summary."""

@@ -20,6 +20,10 @@ class Curve:
     mean: list[float]
     low: list[float]
     high: list[float]
+    seeds: int
+    """Number of runs that the mean is over."""
+    finished: bool
+    """False if no run is finished, and those under way were taken."""
 
 
 def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
@@ -28,8 +32,8 @@ def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
     Uses the finished runs, because a shorter run would bend the mean; if there are none, those under way. Leaves out
     values that are not finite, and epochs that some run did not measure.
     """
-    states = [state for state in row.states if state.status == "finished"] or list(row.states)
-    runs = [state.records for state in states if state.records]
+    finished = [state for state in row.states if state.status == "finished"]
+    runs = [state.records for state in finished or row.states if state.records]
     key = next((key for key in keys if any(key in record for records in runs for record in records)), None)
     if key is None:
         return None
@@ -40,6 +44,8 @@ def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
         shared.mean(axis=1).tolist(),
         shared.min(axis=1).tolist(),
         shared.max(axis=1).tolist(),
+        seeds=len(by_run),
+        finished=bool(finished),
     )
 
 

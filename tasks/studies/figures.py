@@ -12,13 +12,14 @@ from dsgdac_accel.plotting import (
     DPI,
     FEW_POINTS,
     add_legend,
+    add_title,
     finish_axes,
     line_colors,
     new_figure,
     positive,
     set_logarithmic,
 )
-from tasks.common.plotting import note_missing
+from tasks.common.plotting import PanelNotes, workers_in_words
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import FIGURES, SweepConfig, value_label
 from tasks.studies.curves import Curve, curve_of
@@ -56,9 +57,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(("test/loss", "validation/loss"), "held-out loss of the deployed model"),
     ),
     "q": (Panel(("curvature/Q",), "curvature exposure Q", logarithmic=True),),
-    "alignment": (
-        Panel(("curvature/A",), "alignment A (dashed: B, random directions)", True, reference="curvature/B"),
-    ),
+    "alignment": (Panel(("curvature/A",), "alignment A (dashed: B, random directions)", reference="curvature/B"),),
 }
 
 _RESULTS = ("test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius")
@@ -77,7 +76,7 @@ def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[
             written += _sensitivity_figures(sweep, rows, folder)
             continue
         for group, members in _groups(rows):
-            figure = _curves_figure(PANELS[name], members, group, sweep.title)
+            figure = _curves_figure(PANELS[name], members, group, described(sweep, members))
             if figure is not None:
                 suffix = f"_{Setting(group, {}).folder}" if group else ""
                 written.append(folder / f"{name}{suffix}.png")
@@ -98,35 +97,55 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
 
 
 def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[str, ...], title: str) -> Any:
-    """Draw the panels side by side, one color per setting. Returns None if there is nothing to draw."""
+    """Draw the panels side by side, one color per setting, with notes on what they cannot show.
+
+    Returns None if there is nothing to draw.
+    """
     curves = [[curve_of(row, panel.keys, panel.scale) for row in rows] for panel in panels]
     if not any(curve is not None and curve.epochs for panel_curves in curves for curve in panel_curves):
         return None
     figure, axes = _figure(len(panels))
     handles: dict[str, Any] = {}
     for panel, panel_axes, panel_curves in zip(panels, axes, curves, strict=True):
-        shown = [value for curve in panel_curves if curve is not None for value in curve.mean]
+        names = [row.setting.labels[0] if group else row.setting.name for row in rows]
+        references = [curve_of(row, (panel.reference,), panel.scale) if panel.reference else None for row in rows]
+        shown = [value for curve in (*panel_curves, *references) if curve is not None for value in curve.mean]
         logarithmic = panel.logarithmic and any(value > 0 for value in shown) and not any(value < 0 for value in shown)
-        missing = []
-        for row, color, curve in zip(rows, line_colors(len(rows)), panel_curves, strict=True):
-            name = row.setting.labels[0] if group else row.setting.name
-            if curve is None or not curve.epochs or (logarithmic and not any(value > 0 for value in curve.mean)):
-                missing.append(name)
+        notes = PanelNotes()
+        for name, row, color, curve, reference in zip(
+            names, rows, line_colors(len(rows)), panel_curves, references, strict=True
+        ):
+            mean = [] if curve is None else curve.mean
+            if curve is None or not any(map(math.isfinite, notes.shown("", name, curve.epochs, mean, logarithmic))):
+                if curve is None:
+                    notes.add("not logged", name)
                 continue
+            _note_runs(notes, name, curve, len(row.states))
             handles.setdefault(name, _draw(panel_axes, curve, color, logarithmic))
-            reference = curve_of(row, (panel.reference,), panel.scale) if panel.reference else None
-            if reference is not None:
+            if reference is not None and reference.epochs:
                 _draw(panel_axes, reference, color, logarithmic, dashed=True)
+            elif panel.reference:
+                notes.add(f"{panel.reference.rpartition('/')[2]} not logged", name)
         if logarithmic:
             set_logarithmic(panel_axes)
         finish_axes(panel_axes, "epoch", panel.label, integer_ticks=True)
-        if missing:
-            note_missing(panel_axes, missing)
+        notes.write(panel_axes)
+    end = max(panel_axes.get_xlim()[1] for panel_axes in axes)
+    for panel_axes in axes:
+        panel_axes.set_xlim(right=end)
     has_bands = any(panel_axes.collections for panel_axes in axes)
-    caption = "mean over seeds" + ("; band: smallest to largest" if has_bands else "")
-    seeds = max(len(row.states) for row in rows)
-    _finish_figure(figure, handles, ", ".join(filter(None, (title, *group))), caption if seeds > 1 else "")
+    most = max(curve.seeds for panel_curves in curves for curve in panel_curves if curve is not None)
+    caption = f"mean over {most} seeds" + ("; band: smallest to largest" if has_bands else "")
+    _finish_figure(figure, handles, ", ".join((title, *group)), caption if most > 1 else "")
     return figure
+
+
+def _note_runs(notes: PanelNotes, name: str, curve: Curve, wanted: int) -> None:
+    """Note a curve that is not that of all runs of its setting."""
+    if not curve.finished:
+        notes.add("of runs that are not finished", name)
+    if curve.seeds < wanted:
+        notes.add(f"{curve.seeds} of {wanted} seeds", name)
 
 
 def _draw(axes: Any, curve: Curve, color: Any, logarithmic: bool, dashed: bool = False) -> Any:
@@ -137,6 +156,22 @@ def _draw(axes: Any, curve: Curve, color: Any, logarithmic: bool, dashed: bool =
     if curve.low != curve.high:
         axes.fill_between(curve.epochs, shown(curve.low), shown(curve.high), color=color, alpha=0.15, linewidth=0)
     return line
+
+
+def described(sweep: SweepConfig, rows: Sequence[Row]) -> str:
+    """Return the title of a figure: that of the sweep, then task, algorithm, base, workers and seeds."""
+    states = [state for row in rows for state in row.states]
+    algorithms = {str(state.run.expected.get("algorithm")) for state in states}
+    workers = {words for state in states if (words := workers_in_words(state.summary, state.records))}
+    seeds = ", ".join(map(str, sweep.seeds)) if len(sweep.seeds) <= 6 else f"{len(sweep.seeds)} in all"
+    facts = [
+        sweep.task.stem,
+        *(algorithms - {"None"} if len(algorithms) == 1 else ()),  # several are in the legend
+        f"base {sweep.base.stem}",
+        " or ".join(sorted(workers, key=lambda words: int(words.split()[0]))),
+        f"seed{'s' * (len(sweep.seeds) > 1)} {seeds}",
+    ]
+    return "\n".join(filter(None, (sweep.title, ", ".join(filter(None, facts)))))
 
 
 # ---- results against a swept number
@@ -163,7 +198,7 @@ def _sensitivity_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) 
             number = numbers[labels.index(own[axis])]
             lines.setdefault((*own[:axis], *own[axis + 1 :]), []).append((number, row))
         path = folder / f"sensitivity_{key}.png"
-        _sensitivity_figure(key, results, lines, sweep.title).savefig(path, dpi=DPI)
+        _sensitivity_figure(key, results, lines, described(sweep, rows)).savefig(path, dpi=DPI)
         yield path
 
 
@@ -171,23 +206,39 @@ def _sensitivity_figure(
     key: str, results: Sequence[Column], lines: dict[tuple[str, ...], list[tuple[float, Row]]], title: str
 ) -> Any:
     figure, axes = _figure(len(results))
-    handles, has_bars = {}, False
+    handles, most = {}, 1
     for panel_axes, column in zip(axes, results, strict=True):
+        notes = PanelNotes()
         for (labels, points), color in zip(lines.items(), line_colors(len(lines)), strict=True):
+            name = ", ".join(labels)
             spreads = [(number, Spread.of(row.values(column))) for number, row in sorted(points, key=lambda p: p[0])]
+            for number, spread in spreads:
+                if not spread.count:
+                    notes.add(f"no value at {number:g}", name)
             spreads = [(number, spread) for number, spread in spreads if spread.count]
             if not spreads:
                 continue
-            has_bars |= any(spread.count > 1 for _, spread in spreads)
+            most = max(most, *(spread.count for _, spread in spreads))
             bars = [spread.std if math.isfinite(spread.std) else 0.0 for _, spread in spreads]
             numbers, means = [number for number, _ in spreads], [spread.mean for _, spread in spreads]
-            handles[", ".join(labels)] = panel_axes.errorbar(
+            handles[name] = panel_axes.errorbar(
                 numbers, means, bars, color=color, marker="o", markersize=4, linewidth=1.5, capsize=3
             )
         finish_axes(panel_axes, key, column.heading)
-    caption = "mean over seeds; bar: sample standard deviation" if has_bars else ""
+        _tick_values(panel_axes, sorted({number for points in lines.values() for number, _ in points}))
+        notes.write(panel_axes)
+    caption = f"mean over up to {most} seeds; bar: sample standard deviation" if most > 1 else ""
     _finish_figure(figure, handles if len(lines) > 1 else {}, title, caption)
     return figure
+
+
+def _tick_values(axes: Any, numbers: Sequence[float]) -> None:
+    """Put the ticks of the x axis at the values of the sweep, if they are few; logarithmic if they span decades."""
+    if numbers[0] > 0 and numbers[-1] >= 10 * numbers[0]:
+        axes.set_xscale("log")
+    if len(numbers) <= 8:
+        axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
+        axes.set_xticks([], minor=True)
 
 
 # ---- common look
@@ -204,7 +255,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def _finish_figure(figure: Any, handles: dict[str, Any], title: str, caption: str) -> None:
-    figure.suptitle(title, fontsize="medium")
+    add_title(figure, title)
     if list(handles) == ["base"]:
         handles = {}
     add_legend(figure, handles.values(), handles.keys(), caption=caption)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from tasks.common.config import ConfigError
 from tasks.common.diagnostics import curvature_line, curvature_metrics, measure_in_training
 from tasks.common.lr_schedules import inverse_square_root
 from tasks.common.output_dir import OutputDir, writing_model
-from tasks.common.progress import require_finite, say
+from tasks.common.progress import say
 from tasks.common.training_loop import Prepared, TrainingLoop
 from tasks.translation.averages import DeployedAverage
 from tasks.translation.batches import Collate, TokenBatches
@@ -94,6 +93,7 @@ class TranslationRun:
         self.evaluator = Evaluator(
             self.data.tokenizer, self.accelerator.group, config.decoding, config.label_smoothing, self.metric
         )
+        self._timed_tokens, self._timed_seconds = 0, 0.0
         self.curvature: CurvatureReport | None = None
         """Curvature at the last evaluation."""
         self.loop = TrainingLoop(TASK, config, self.accelerator, prepared, self.output, steps_per_epoch, total_steps)
@@ -175,53 +175,49 @@ class TranslationRun:
         self.step_loss.begin_epoch()
         source_tokens, target_tokens = self.batches.epoch_tokens()
         self._step_tokens = (source_tokens + target_tokens).sum(axis=(1, 2))
+        self._own_target_tokens = self.step_loss.local(target_tokens).sum(axis=-1)
         self._micro_step = 0
-        self._timed_from, self._timed_at = self.loop.step, time.perf_counter()
+        self._timed_at = time.perf_counter()
 
-    def backward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute the gradients of a micro-batch and clip them. Returns its loss, summed over real tokens."""
+    def backward(self, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """Compute the gradients of a micro-batch and clip them. Returns (loss, 1) summed over its real tokens."""
         labels = batch.pop("labels")
         in_epoch = self.loop.step - self._first_step_of_epoch
         loss, total = self.step_loss(self.model, batch, labels, in_epoch, self._micro_step)
+        tokens = float(self._own_target_tokens[in_epoch, self._micro_step])
         self.accelerator.backward(loss)
         self._micro_step += 1
         if self.accelerator.sync_gradients and self.config.max_grad_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        return total
+        return total, tokens
 
     def after_step(self) -> None:
-        """Record every `logging_steps` steps and at the end of an epoch; keep the deployed model if it is due."""
+        """Count the tokens of the step; keep the deployed model if it is due."""
         loop = self.loop
         self._micro_step = 0
+        self._timed_tokens += int(self._step_tokens[loop.step - 1 - self._first_step_of_epoch])
         last_of_run = loop.step == loop.total_steps
-        last_of_epoch = loop.epoch_is_complete or last_of_run
-        if loop.step % self.config.logging_steps == 0 or last_of_epoch:
-            self._record()
-        self.average.keep_if_due(self.model, loop.step, last_of_epoch, last_of_run)
+        self.average.keep_if_due(self.model, loop.step, loop.epoch_is_complete or last_of_run, last_of_run)
+
+    def record_values(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Tokens of all workers per second of training since the last record, or since the run was resumed."""
+        self._time_training()
+        speed = self._timed_tokens / self._timed_seconds
+        self._timed_tokens, self._timed_seconds = 0, 0.0
+        return {"train/tokens_per_second": speed}, {"tokens/s": f"{speed:.0f}"}
 
     def end_epoch(self) -> None:
-        """Nothing to do: the last step of the epoch has been recorded."""
+        """Stop the time for the evaluation."""
+        self._time_training()
+
+    def _time_training(self) -> None:
+        now = time.perf_counter()
+        self._timed_seconds += now - self._timed_at
+        self._timed_at = now
 
     @property
     def _first_step_of_epoch(self) -> int:
         return self.loop.epoch * self.loop.steps_per_epoch
-
-    def _record(self) -> None:
-        """Log the mean loss of all workers since the last record, and the tokens per second since then."""
-        loop, first = self.loop, self._first_step_of_epoch
-        own_tokens = self.step_loss.local(self.step_loss.target_tokens[loop.recorded - first : loop.step - first])
-        own_loss = float(torch.stack(loop.losses).double().sum())
-        shares = self.accelerator.group.all_gather_object(
-            (own_loss, int(own_tokens.sum())), f"logging step {loop.step}"
-        )
-        losses, tokens = zip(*shares, strict=True)
-        loop.worker_loss = math.fsum(losses) / sum(tokens)
-        require_finite(self.accelerator, loop.worker_loss, loop.step)
-        seconds = time.perf_counter() - self._timed_at
-        speed = self._step_tokens[self._timed_from - first : loop.step - first].sum() / seconds
-        loop.record(loop.worker_loss, {"train/tokens_per_second": speed}, {"tokens/s": f"{speed:.0f}"})
-        loop.losses, loop.recorded = [], loop.step
-        self._timed_from, self._timed_at = loop.step, time.perf_counter()
 
     def evaluate(self, done: bool, measure_curvature: bool) -> None:
         """Log loss, perplexity and greedy BLEU of the deployed model on the validation split. Collective."""

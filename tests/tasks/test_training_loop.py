@@ -22,7 +22,9 @@ class FakeAccelerator:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.group = SimpleNamespace(steps_taken=0, lost=[], retry_after_loss=lambda work: work())
+        self.group = SimpleNamespace(
+            steps_taken=0, lost=[], retry_after_loss=lambda work: work(), all_gather_object=lambda mine, what: [mine]
+        )
         self.seen = self.passes = 0
         self.logged = []
 
@@ -51,10 +53,14 @@ class RecordingTask:
         self.calls.append(f"begin {self.loop.epoch}")
 
     def backward(self, batch):
-        return torch.tensor(float(batch))
+        return torch.tensor(float(batch)), 1.0
 
     def after_step(self):
         self.calls.append(f"step {self.loop.step}")
+        self.weighed = self.loop.since_record.weight
+
+    def record_values(self):
+        return {"steps": self.weighed / ACCUMULATION}, {}
 
     def end_epoch(self):
         self.calls.append("end")
@@ -67,7 +73,7 @@ class RecordingTask:
 def make(monkeypatch):
     """Builds a loop and a task on a fake accelerator."""
 
-    def build(total_steps, eval_every=1, curvature_every=None):
+    def build(total_steps, eval_every=1, curvature_every=None, logging_steps=100):
         accelerator = FakeAccelerator()
         saved = []
         checkpoints = SimpleNamespace(save_if_due=saved.append, finish=lambda: saved.append("finish"))
@@ -81,7 +87,13 @@ def make(monkeypatch):
         def due(epoch, last):
             return curvature_every is not None and (last or (epoch + 1) % curvature_every == 0)
 
-        config = SimpleNamespace(eval_every=eval_every, curvature=SimpleNamespace(due=due), algorithm="sgd", seed=0)
+        config = SimpleNamespace(
+            eval_every=eval_every,
+            curvature=SimpleNamespace(due=due),
+            algorithm="sgd",
+            seed=0,
+            logging_steps=logging_steps,
+        )
         output = SimpleNamespace(logged_bytes=lambda: 7)
         loop = TrainingLoop("task", config, accelerator, prepared, output, STEPS_PER_EPOCH, total_steps)
         task = RecordingTask()
@@ -100,7 +112,7 @@ def test_steps_of_accumulated_micro_batches_end_in_an_evaluation_of_every_epoch(
     epochs = [f"begin {epoch}" for epoch in range(2)]
     steps = [[f"step {step}" for step in range(3 * epoch + 1, 3 * epoch + 4)] for epoch in range(2)]
     assert task.calls == [epochs[0], *steps[0], "end", "evaluate", epochs[1], *steps[1], "end", "evaluate last"]
-    assert [float(loss) for loss in loop.losses] == 2 * [0, 1, 2, 3, 4, 5]
+    assert loop.worker_loss == 2.5  # the mean of 0, 1, .. 5
     assert task.saved == [1, 2, 3, 4, 5, 6, "finish"]
     assert loop.accelerator.group.steps_taken == 6
     assert loop.lr == 0.5
@@ -134,12 +146,14 @@ def test_a_run_may_end_in_the_middle_of_an_epoch(make):
 def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, calls):
     first, task = make(total_steps=saved_at)
     first.run(task)
-    first.worker_loss = 1.5
+    first.in_epoch.add(torch.tensor(3.0), 2.0)
     state = first.state_dict()
     loop, task = make(total_steps=6)
     loop.load_state_dict(state)
-    assert (loop.epoch, loop.step, loop.lr, loop.worker_loss, loop.log_bytes) == (1, saved_at, 0.5, 1.5, 7)
-    assert [float(loss) for loss in loop.losses] == [float(loss) for loss in first.losses]
+    assert (loop.epoch, loop.step, loop.lr, loop.worker_loss, loop.log_bytes) == (
+        1, saved_at, 0.5, first.worker_loss, 7,
+    )  # fmt: skip
+    assert (loop.in_epoch, loop.since_record) == (first.in_epoch, first.since_record)
     loop.run(task)
     assert task.calls == ["begin 1", *calls, "end", "evaluate last"]
 
@@ -152,11 +166,37 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(make):
         loop.load_state_dict(first.state_dict())
 
 
-def test_records_and_the_summary_say_where_the_run_is(make):
-    loop, task = make(total_steps=3)
+@pytest.mark.parametrize(
+    ("logging_steps", "points"),
+    [
+        (2, {2: 1.5, 4: 2.5, 6: 3.5}),  # 0 1 2 3 | 4 5 0 1 | 2 3 4 5: windows go on across the epoch of 3 steps
+        (4, {4: 2.0}),  # steps 5 to 7 are no complete window
+        (9, {7: 15 * 2 / 14 + 1 / 14}),  # a shorter run is one window
+    ],
+)
+def test_each_recorded_loss_is_a_mean_over_equally_many_steps(make, logging_steps, points):
+    loop, task = make(total_steps=7, logging_steps=logging_steps)
     loop.run(task)
-    loop.record(0.25, {"train/tokens_per_second": 9.0}, {"tokens/s": "9"})
-    values = {"train/loss": 0.25, "train/tokens_per_second": 9.0, "epoch": 0, "gossip/lr": 0.5}
+    assert {step: values["train/loss"] for step, values in loop.accelerator.logged} == pytest.approx(points)
+    assert {values["steps"] for _, values in loop.accelerator.logged} == {min(logging_steps, 7)}
+
+
+def test_a_window_that_a_checkpoint_interrupts_is_completed(make):
+    whole, task = make(total_steps=6, logging_steps=4)
+    states = {}
+    whole.checkpoints.save_if_due = lambda step: states.setdefault(step, whole.state_dict())
+    whole.run(task)
+    rest, task = make(total_steps=6, logging_steps=4)
+    rest.load_state_dict(states[2])
+    rest.run(task)
+    assert rest.accelerator.logged == whole.accelerator.logged
+    assert rest.worker_loss == whole.worker_loss
+
+
+def test_records_and_the_summary_say_where_the_run_is(make):
+    loop, task = make(total_steps=3, logging_steps=3)
+    loop.run(task)
+    values = {"train/loss": 2.5, "steps": 3.0, "epoch": 0, "workers": 1, "gossip/lr": 0.5}
     assert loop.accelerator.logged == [(3, values)]
     summary = loop.summary()
     assert (summary["steps"], summary["epochs"], summary["topology"], summary["radius"]) == (3, 1, "all-reduce", 0.0)

@@ -70,7 +70,7 @@ def test_lines_show_the_logged_values(tmp_path, drawn):
     # A radius of 0 cannot be shown on a logarithmic axis.
     assert math.isnan(consensus["consensus radius"][0])
     assert consensus["consensus radius"][1] == 0.7
-    assert math.isnan(loss["train (workers, mean since the last point)"][1])
+    assert math.isnan(loss["train (workers, smoothed: mean since the last point)"][1])
     assert loss["test (deployed model)"] == [1.5]
     assert accuracy == {"test accuracy": [25.0]}
     assert drawn[1].axes[0].get_yscale() == "log"
@@ -173,7 +173,10 @@ def test_a_summary_that_names_no_algorithm_is_as_none(tmp_path, summary, drawn):
     run = write_run(tmp_path / "odd")
     (run / "summary.json").write_bytes(summary.encode(errors="surrogateescape"))
     compare_runs([run, write_run(tmp_path / "b", algorithm="dsgd")], tmp_path / "both.png")
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["odd", "dsgd"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "odd" if "algorithm" in summary else "odd, unfinished, step 3",
+        "dsgd",
+    ]
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path, drawn):
@@ -246,9 +249,9 @@ def test_tasks_with_scores_of_their_own_are_all_shown(tmp_path, drawn):
     write_run(tmp_path / "b", [{"step": step, "validation/bleu": 20.0, "validation/loss": 1.0} for step in (1, 2)])
     compare_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")
     titles = [axes.get_title() for axes in drawn[-1].axes if axes.get_visible()]
-    assert "accuracy of the deployed model\nnot logged, or not positive: b" in titles
-    assert "BLEU of the deployed model\nnot logged, or not positive: a" in titles
-    assert "loss: test or validation (solid), smoothed train (dashed)" in titles
+    assert "accuracy of the deployed model\ntest accuracy not logged: b" in titles
+    assert "BLEU of the deployed model\ntest BLEU not logged: a" in titles
+    assert "loss: test or validation (solid), smoothed train (dashed)" in [title.split("\n")[0] for title in titles]
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -264,18 +267,71 @@ def test_a_legend_of_long_names_stays_inside_the_figure(columns):
     assert legend.get_title().get_text() == "a caption"
 
 
-def test_the_title_says_which_run_it_is(tmp_path, drawn):
-    run = write_run(tmp_path / "ours")
-    (run / "summary.json").write_text('{"algorithm": "dsgd_ac", "workers": 8, "topology": "ring", "seed": 3}')
+FACTS = {"algorithm": "dsgd_ac", "workers": 8, "topology": "ring", "seed": 3}
+CONFIG = "algorithm: dsgd_ac\ndata: {name: digits}\nseed: 3\nlogging_steps: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "summary", "workers", "title"),
+    [
+        ("ours", FACTS, [8], "ours: cifar, dsgd_ac, digits, 8 workers, ring, seed 3"),
+        ("ours", FACTS, [9, 8], "ours: cifar, dsgd_ac, digits, 9 workers, 8 at the end, ring, seed 3"),
+        ("half", None, [1], "half: cifar, dsgd_ac, digits, 1 worker, seed 3, unfinished, step 3"),
+        ("$x_{$", FACTS | {"seed": 1}, [8], r"\$x_{\$: cifar, dsgd_ac, digits, 8 workers, ring, seed 1"),
+    ],
+)
+def test_the_title_says_which_run_it_is(tmp_path, drawn, folder, summary, workers, title):
+    records = [*RECORDS, *({"step": 3, "workers": count} for count in workers)]
+    run = write_run(tmp_path / folder, records)
+    (run / "config.yaml").write_text(CONFIG)
+    if summary is not None:
+        (run / "summary.json").write_text(json.dumps(summary))
     plot_run(run)
-    assert {figure.get_suptitle() for figure in drawn} == {"ours, dsgd_ac, 8 workers, ring, seed 3"}
+    assert {figure.get_suptitle().replace("\n", "") for figure in drawn} == {title}
 
 
-def test_a_run_that_a_panel_cannot_show_is_named(tmp_path, drawn):
+def test_a_title_of_a_comparison_has_what_the_runs_share_and_the_legend_what_they_do_not(tmp_path, drawn):
+    runs = []
+    for name, workers in (("a", 1), ("_b", 8)):
+        runs.append(write_run(tmp_path / name))
+        (runs[-1] / "summary.json").write_text(json.dumps(FACTS | {"workers": workers}))
+    compare_runs(runs, tmp_path / "c.png")
+    assert drawn[0].get_suptitle() == "2 runs, dsgd_ac, ring, seed 3"
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert labels == ["dsgd_ac (a), 1 worker", "dsgd_ac (_b), 8 workers"]
+
+
+def test_nothing_is_missing_without_a_note(tmp_path, drawn):
+    records = [{"step": step, "gossip/radius": radius} for step, radius in ((1, 0.0), (2, 0.5), (3, 0.5))]
+    records += [{"step": step, "train/loss": loss} for step, loss in ((1, 1.0), (2, None))]
+    plot_run(write_run(tmp_path / "alone", records))
+    consensus, loss = (figure.axes[0].get_title().split("\n")[1:] for figure in drawn)
+    assert set(consensus) == {
+        "neighbor disagreement not logged",
+        "consensus radius not positive, so not on this axis in 1 of 3 points",
+    }
+    assert set(loss) == {"test loss not logged", "training loss not finite in 1 of 2 points"}
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == [
+        "train (workers, smoothed: mean since the last point)"
+    ]
+
+
+def test_a_run_that_a_panel_cannot_show_apart_is_named(tmp_path, drawn):
     zero = [{"step": step, "gossip/radius": 0.0, "train/loss": 1.0} for step in (1, 2)]
     positive = [{"step": step, "gossip/radius": 0.5, "train/loss": 1.0} for step in (1, 2)]
     runs = [write_run(tmp_path / "a", zero, "sgd"), write_run(tmp_path / "b", positive, "dsgd")]
     compare_runs(runs, tmp_path / "c.png")
-    titles = [axes.get_title() for axes in drawn[0].axes]
-    assert [title for title in titles if "not positive: sgd" in title and title.startswith("consensus radius")]
-    assert not [title for title in titles if "dsgd" in title or (title.startswith("loss") and "sgd" in title)]
+    titles = [axes.get_title().split("\n") for axes in drawn[0].axes]
+    (consensus,) = (title for title in titles if title[0].startswith("consensus radius"))
+    assert "consensus radius not positive, so not on this axis: sgd" in consensus
+    (loss,) = (title for title in titles if title[0].startswith("loss"))
+    assert "training loss identical: sgd; dsgd" in loss
+
+
+@pytest.mark.parametrize("steps", [[1], [43], [43, 44], range(100)])
+def test_ticks_of_steps_are_whole_and_begin_at_0(tmp_path, drawn, steps):
+    plot_run(write_run(tmp_path, [{"step": step, "train/loss": 1.0} for step in steps]))
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim()[0] <= 0
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert axes.get_xlim()[1] > max(steps)

@@ -239,8 +239,9 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert radius.get_yscale() == "log"
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
-    assert drawn[0].legends[0].get_title().get_text() == "mean over seeds; band: smallest to largest"
+    assert drawn[0].legends[0].get_title().get_text() == "mean over 3 seeds; band: smallest to largest"
     assert all(tick == int(tick) for tick in radius.get_xticks())
+    assert drawn[0].get_suptitle().endswith("fake_task, dsgd_ac, base base, seeds 0, 1, 5")
 
 
 def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
@@ -261,7 +262,33 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
     _, radius = drawn[0].axes
     (line,) = radius.lines
     assert np.isnan(line.get_ydata()).tolist() == [True, False, False]
-    assert radius.get_title() == "\nnot logged, or not positive: slow".strip()
+    assert radius.get_title().split("\n") == [
+        "not positive, so not on this axis: slow",
+        "not positive, so not on this axis in 1 of 3 points: fast",
+    ]
+
+
+def test_a_figure_of_half_a_sweep_says_so(tmp_path, drawn):
+    file = run_here(
+        write_sweep(tmp_path, variants=VARIANTS, seeds=SEEDS, report={"figures": ["accuracy", "sensitivity"]})
+    )
+    for run in plan(file):
+        if run.setting.name == "fast" or run.seed == SEEDS[0]:
+            (run.folder / "summary.json").unlink()
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    notes = drawn[0].axes[0].get_title().split("\n")
+    assert notes == ["2 of 3 seeds: slow", "of runs that are not finished: fast", "identical: slow; fast"]
+
+
+def test_a_reference_below_0_is_drawn_too(tmp_path, drawn):
+    file = run_here(write_sweep(tmp_path, seeds=[0], report={"figures": ["alignment"]}))
+    (run,) = plan(file)
+    log = run.folder / "metrics.jsonl"
+    records = [json.loads(line) | {"curvature/A": 0.2, "curvature/B": -0.1} for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    assert [set(line.get_ydata()) for line in drawn[0].axes[0].lines] == [{0.2}, {-0.1}]
+    assert drawn[0].axes[0].get_yscale() == "linear"
 
 
 def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):
