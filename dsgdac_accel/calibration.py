@@ -23,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.core.parameter_guard import batch_norm_layers
 from dsgdac_accel.data.equal_steps import EqualSteps
 from dsgdac_accel.data.loaders import preserved_loaders
@@ -103,7 +104,8 @@ def calibrate_batch_norm(
         forward: called as `forward(model, batch)`. Default: `run_model`.
 
     Raises:
-        ValueError: no worker had a batch, a batch has one sample, or an activation is not finite.
+        ValueError: no worker had a batch, or a batch has one sample.
+        NonFiniteError: an activation is not finite.
     """
     layers = calibrated_layers(model) if layers is None else list(layers)
     if not layers:
@@ -148,7 +150,7 @@ def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -
             "Pass a loader with data, or calibrate=None to pool the workers' running statistics."
         )
     if not bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()):
-        raise ValueError(
+        raise NonFiniteError(
             "BatchNorm calibration saw activations that are not finite: the deployed model has diverged. Train with a "
             "lower learning rate, or deploy an earlier checkpoint."
         )

@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml -m dsgdac_accel doctor \\
     --config configs/digits.yaml
 """
+MOST_PARAMETERS = 1e12
 GRACE_SECONDS = 3.0
 """How long the others wait for worker 0 to report, because launchers end all processes when the first one fails."""
 
@@ -131,7 +132,7 @@ def _links_alone(options: argparse.Namespace, size: int) -> Callable[[], Report]
     config = GossipConfig(topology=name, timeout=options.timeout)
     build_topology(name, size)  # raises if they do not fit together
     size_of_model = 10e6 if options.parameters is None else options.parameters
-    parameters = round(check_number("--parameters", size_of_model, minimum=1))
+    parameters = round(check_number("--parameters", size_of_model, minimum=1, maximum=MOST_PARAMETERS))
     return lambda: examine(GossipAccelerator(gossip=config), parameters=parameters, timeout=options.timeout)
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from dsgdac_accel.scaling import Cluster
 
 
+MOST_MILLISECONDS = 1e9
+"""Longest latency and computation: eleven days."""
+
+
 def add_commands(commands: Any) -> None:
     """Add the parser of `dsgdac scaling`."""
     scaling = commands.add_parser(
@@ -72,7 +76,7 @@ def _check(options: argparse.Namespace) -> None:
     check_number("--parameters", options.parameters, minimum=1, maximum=MOST_PARAMETERS)
     check_number("--bandwidth", options.bandwidth, above=0, advice="It is in bits per second.")
     for flag, milliseconds in (("--latency", options.latency), ("--compute", options.compute)):
-        check_number(flag, milliseconds, minimum=0, advice="It is in milliseconds.")
+        check_number(flag, milliseconds, minimum=0, maximum=MOST_MILLISECONDS, advice="It is in milliseconds.")
     for flag, bits in (("--bits", options.bits), ("--gradient-bits", options.gradient_bits)):
         check_number(flag, bits, minimum=FEWEST_BITS, maximum=MOST_BITS)
     check_integer("--workers", options.workers, minimum=1, maximum=MOST_WORKERS)

@@ -18,6 +18,8 @@ MOST_MATRIX_BYTES = 2**26
 """Largest size of the mixing matrices of a period, n x n float64 per round: 2,048 workers on a one-peer ring."""
 
 MOST_EPOCHS = 100_000
+"""Epochs times exponents of a printed schedule, which takes some seconds."""
+
 STEPS_PER_EPOCH = 100
 
 
@@ -132,6 +134,11 @@ def _schedule(options: argparse.Namespace) -> int:
     from dsgdac_accel.plotting import check_plot_file
 
     check_integer("--epochs", options.epochs, minimum=1, maximum=MOST_EPOCHS)
+    if len(options.power) * options.epochs > MOST_EPOCHS:
+        raise ValueError(
+            f"--power must hold at most {MOST_EPOCHS // options.epochs} exponents for {options.epochs} epochs; got "
+            f"{len(options.power)}. Use fewer exponents or epochs."
+        )
     check_integer("--start", options.start, minimum=0, maximum=options.epochs)
     check_integer("--lines", options.lines, minimum=1)
     if options.warmup is None:

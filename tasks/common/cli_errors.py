@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+import torch
+
 from dsgdac_accel import EXIT_STOPPED, NonFiniteError, StoppedBySignal, WorkerLostError
 from dsgdac_accel.checkpoint import CheckpointError
 
@@ -28,19 +30,19 @@ def starting_up() -> Iterator[None]:
         yield
     except BrokenPipeError:
         _end_without_reader()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         rank = _rank()
         if rank:
             time.sleep(GRACE_SECONDS)
-        _end(f"error: {f'worker {rank}: ' if rank else ''}{error}", 2)
+        _end(f"error: {f'worker {rank}: ' if rank else ''}{_lack_of_memory(error) or error}", 2)
 
 
 @contextmanager
 def training(report: Callable[[str], object]) -> Iterator[None]:
     """Report how training ended in one line, and exit with a status.
 
-    1 after a lost worker, a diverged run, a failed save or an unreadable file; 75 (EXIT_STOPPED) after a signal, with
-    its checkpoint complete; 130 after an interrupt.
+    1 after a lost worker, a diverged run, a failed save, an unreadable file or too little memory; 75 (EXIT_STOPPED)
+    after a signal, with its checkpoint complete; 130 after an interrupt.
 
     Args:
         report: tells the other workers about a file that cannot be read or written.
@@ -54,8 +56,22 @@ def training(report: Callable[[str], object]) -> Iterator[None]:
     except OSError as error:
         report(f"worker {_rank()} ended: {error}")
         _end(f"error: worker {_rank()}: {error}", 1)
+    except (RuntimeError, MemoryError) as error:
+        problem = _lack_of_memory(error)
+        if problem is None:
+            raise
+        report(f"worker {_rank()} ended: {problem}")
+        _end(f"error: worker {_rank()}: {problem}", 1)
     except KeyboardInterrupt:
         _end("interrupted" if _rank() == 0 else "", 130)
+
+
+def _lack_of_memory(error: BaseException) -> str | None:
+    """Return the message for an allocation that failed; None for another error."""
+    lines = str(error).splitlines() or [""]
+    failed = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in lines[0]
+    way_out = "Use a smaller model, batch or image_size."
+    return f"memory does not suffice ({lines[0].rpartition('Allocator: ')[2]}). {way_out}" if failed else None
 
 
 def leave() -> NoReturn:

@@ -28,6 +28,9 @@ from tasks.common.checkpoints import PATTERN
 from tasks.common.config import ConfigError, parse_config
 from tasks.common.output_dir import AnyAccelerator, write_json
 
+_MOST_PRODUCTS = 10_000
+"""Most Hessian products for an estimate. Each iteration of Lanczos also keeps a vector as long as the parameters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig:
@@ -56,9 +59,9 @@ class CurvatureConfig:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
         check_integer("batch_size", self.batch_size, minimum=1)
-        check_integer("iterations", self.iterations, minimum=1)
-        for name in ("probes", "noise_batches"):
-            check_integer(name, getattr(self, name), minimum=0)
+        check_integer("iterations", self.iterations, minimum=1, maximum=_MOST_PRODUCTS)
+        check_integer("probes", self.probes, minimum=0, maximum=_MOST_PRODUCTS)
+        check_integer("noise_batches", self.noise_batches, minimum=0)
 
     def due(self, epoch: int, last: bool) -> bool:
         """Whether to measure at the end of `epoch` (0-based)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -11,13 +12,15 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
+from tasks.common.limits import check_parameters
 from tasks.images.decoding import Resampling
 from tasks.images.models import KNOWN_NAMES, POOLED_CNN_NAME, TRANSFORMER_NAME, WIDE_RESNET_NAME
 from tasks.images.transformer import HEADS
 from tasks.images.wide_resnet import blocks_per_group
 
 _LARGEST_IMAGE = 4096  # pixels a side
-_LARGEST_SIZE = 10_000  # of a depth, a width or a number of channels in a model's name
+_LARGEST_SIZE = 10_000  # of a width or a number of channels in a model's name
+_DEEPEST = 1000
 _LARGEST_WIDE_RESNET = 100  # times 64 channels in the last group
 
 
@@ -219,6 +222,8 @@ def check_image_model(name: str, dropout: float) -> None:
     sizes = [int(digits) for digits in re.findall(r"\d+", key)]
     if any(not 1 <= size <= _LARGEST_SIZE for size in sizes):
         raise ValueError(f"model must name sizes from 1 to {_LARGEST_SIZE}; got {name!r}. Use wrn-16-8, say.")
+    if sizes and not key.startswith("cnn"):
+        check_integer(f"the depth of model {name!r}", sizes[0], minimum=1, maximum=_DEEPEST)
     if wide_resnet:
         blocks_per_group(sizes[0])
         check_integer("the width of model wrn", sizes[1], minimum=1, maximum=_LARGEST_WIDE_RESNET)
@@ -231,3 +236,23 @@ def check_image_model(name: str, dropout: float) -> None:
             f"model must be a Transformer whose width is a multiple of its {HEADS} heads; got {name!r}. "
             "Use transformer-2-32, say."
         )
+    check_parameters("model", name, _parameters(key, sizes))
+
+
+def _parameters(key: str, sizes: list[int]) -> int:
+    """Count the weights of a model with these sizes in its name, without biases, norms and classifier.
+
+    >>> _parameters("wrn-28-10", [28, 10])  # 36.5 million in all
+    36195840
+    """
+    if key.startswith("cnn"):
+        return sum(9 * into * out for into, out in pairwise([3, *sizes]))
+    if key.startswith("transformer"):
+        layers, width = sizes or (2, 32)
+        return layers * 12 * width**2
+    if not sizes:
+        return 0
+    depth, widen = sizes
+    widths = [16, *(group * widen for group in (16, 32, 64))]
+    blocks = blocks_per_group(depth)
+    return sum(9 * into * out + 9 * (2 * blocks - 1) * out**2 for into, out in pairwise(widths))

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from tasks.common.limits import check_memory
 from tasks.images.config import CifarConfig
 from tasks.images.decoding import Resampling, decode_images, stack_splits
 from tasks.images.sources import choose_splits, find_image_column, find_label_column, open_splits
@@ -328,6 +329,10 @@ def _assemble(
     train: LabelledImages, test: LabelledImages, source: str, image_size: int | None, resampling: Resampling
 ) -> ImageData:
     numbers = {label: number for number, label in enumerate(train.classes)}
+    if image_size is not None:
+        rows = len(train.labels) + len(test.labels)
+        what = f"data.image_size: {rows:,} images of {image_size}x{image_size} pixels"
+        check_memory(what, rows * image_size**2, "Use a smaller image_size, or train_limit and test_limit.")
     train_images, test_images = stack_splits(
         [decode_images(part.images, part.split, image_size, resampling) for part in (train, test)]
     )

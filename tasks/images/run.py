@@ -20,6 +20,7 @@ from tasks.common.diagnostics import (
     measure_in_training,
     refuse_batches_of_one,
 )
+from tasks.common.limits import check_steps
 from tasks.common.lr_schedules import warmup_cosine
 from tasks.common.output_dir import OutputDir, writing_model
 from tasks.common.progress import say
@@ -62,6 +63,7 @@ class ImageRun:
                 f"{len(self.data.train_images)}. Use a smaller global_batch_size."
             )
         total_steps = config.num_train_epochs * steps_per_epoch
+        check_steps(total_steps)
         self.accelerator = make_accelerator(
             config.algorithm,
             config.gossip,

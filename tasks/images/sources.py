@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -90,9 +91,10 @@ def find_image_folders(path: Path) -> dict[str, Path]:
 def read_image_folder(folder: Path) -> Dataset:
     """List the images in <folder>/<class>/, at any depth, labeled by class.
 
-    Other files are ignored, and so are hidden files and folders at any depth, such as .ipynb_checkpoints.
+    Other files are ignored, and so are, at any depth, hidden files and folders such as .ipynb_checkpoints, and those
+    that systems add, such as __MACOSX.
 
-    Raises ValueError if there are no images.
+    Raises ValueError if there are no images, and for names that are not UTF-8.
     """
     files = {entry.name: _image_files(folder, entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
     names = [name for name, images in files.items() if images]
@@ -208,5 +210,23 @@ def _describe(feature: object) -> str:
 
 
 def _image_files(folder: Path, class_folder: Path) -> list[Path]:
-    files = [file for file in sorted(class_folder.rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    candidates = [file for file in sorted(class_folder.rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
+    files = [file for file in candidates if not any(map(_is_ignored, file.relative_to(folder).parts))]
+    # Reading a named pipe would wait for a writer. A dangling link is kept, so that decoding it reports it.
+    files = [file for file in files if file.is_file() or file.is_symlink()]
+    for file in files:
+        _require_text(file)
+    return files
+
+
+def _is_ignored(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that a system or an archiver adds to folders of images."""
+    return name.startswith(".") or name in ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")
+
+
+def _require_text(file: Path) -> None:
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(file).decode(errors="replace")
+        raise ValueError(f"Names of image files and classes must be UTF-8; got {shown}. Rename it.") from None

@@ -10,6 +10,11 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
+from tasks.common.limits import check_parameters
+
+_LARGEST_VOCABULARY = 10_000_000
+_MOST_BEAMS = 1000
+_LONGEST = 100_000  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,8 @@ class TextConfig:
     $XDG_CACHE_HOME). It may be deleted between runs."""
 
     def __post_init__(self) -> None:
-        check_integer("vocab_size", self.vocab_size, minimum=258, advice="256 bytes and two special tokens must fit.")
+        advice = "256 bytes and two special tokens must fit."
+        check_integer("vocab_size", self.vocab_size, minimum=258, maximum=_LARGEST_VOCABULARY, advice=advice)
         check_integer("max_length", self.max_length, minimum=2, advice="The end of the sentence counts.")
         if self.train_limit is not None:
             check_integer("train_limit", self.train_limit, minimum=1, advice="Leave it out to use all.")
@@ -122,6 +128,10 @@ class ModelConfig:
                 f"d_model must be a multiple of 2 x heads, for equal heads and for sines with cosines; got d_model "
                 f"{d_model} and {heads} heads. Change one of them."
             )
+        sizes = {name: getattr(self, name) or size for name, size in SIZES[self.size].items()}
+        ffn = 2 * d_model * sizes["ffn"]
+        layers = sizes["encoder_layers"] * (4 * d_model**2 + ffn) + sizes["decoder_layers"] * (8 * d_model**2 + ffn)
+        check_parameters("model", f"size {self.size}, d_model {d_model}, ffn {sizes['ffn']}", layers)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             check_below_one(name, getattr(self, name), "drops everything")
 
@@ -154,8 +164,9 @@ class DecodingConfig:
     """Tokens per worker and batch in evaluation: padded source tokens, times beams when decoding."""
 
     def __post_init__(self) -> None:
-        for name in ("beams", "extra_length", "batch_tokens"):
-            check_integer(name, getattr(self, name), minimum=1)
+        check_integer("beams", self.beams, minimum=1, maximum=_MOST_BEAMS)
+        check_integer("extra_length", self.extra_length, minimum=1, maximum=_LONGEST)
+        check_integer("batch_tokens", self.batch_tokens, minimum=1)
         check_length_penalty(self.length_penalty)
 
 

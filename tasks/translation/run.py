@@ -20,6 +20,7 @@ from tasks.common.algorithms import make_accelerator
 from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
 from tasks.common.config import ConfigError
 from tasks.common.diagnostics import curvature_line, curvature_metrics, measure_in_training
+from tasks.common.limits import check_steps
 from tasks.common.lr_schedules import inverse_square_root
 from tasks.common.output_dir import OutputDir, writing_model
 from tasks.common.progress import say
@@ -65,6 +66,7 @@ class TranslationRun:
         self.batches = self._plan_batches()
         steps_per_epoch = self.batches.steps_per_epoch
         total_steps = min(config.num_train_epochs * steps_per_epoch, config.max_steps or sys.maxsize)
+        check_steps(total_steps)
         self.accelerator = make_accelerator(
             config.algorithm,
             config.gossip,

@@ -55,6 +55,21 @@ def test_what_cannot_be_used_is_status_2_and_worker_0_needs_no_name(tmp_path, ra
     assert ended(tmp_path, cli_errors.starting_up, ValueError("bad\nsetting"), rank) == (2, [line])
 
 
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError("12 GB"), "12 GB"),
+        (RuntimeError("[enforce fail at a.cpp:1] . DefaultCPUAllocator: can't allocate memory: 9 bytes\nC++: f"),
+         "can't allocate memory: 9 bytes"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("context", "status"), [(cli_errors.starting_up, 2), (cli_errors.training, 1)])
+def test_a_lack_of_memory_is_called_so(tmp_path, error, what, context, status):
+    found, lines = ended(tmp_path, context, error)
+    assert found == status
+    assert lines[-1].endswith(f"memory does not suffice ({what}). Use a smaller model, batch or image_size.")
+
+
 def test_a_mistake_keeps_its_traceback(tmp_path):
     status, lines = ended(tmp_path, cli_errors.starting_up, TypeError("a bug"))
     assert (status, lines[-1]) == (1, "TypeError: a bug")

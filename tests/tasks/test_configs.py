@@ -10,9 +10,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from tasks import cifar, wmt14
 from tasks.common.config import parse_config
-from tasks.images.config import CifarConfig
+from tasks.common.diagnostics import CurvatureConfig
+from tasks.common.limits import check_steps
+from tasks.images.config import CifarConfig, check_image_model
 from tasks.images.models import WIDE_RESNET_NAME
-from tasks.translation.config import TranslationConfig
+from tasks.translation.config import DecodingConfig, ModelConfig, TextConfig, TranslationConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TASK_OF_PREFIX = {
@@ -162,3 +164,25 @@ def test_accelerate_reads_its_launch_files_and_they_ask_for_the_workers_they_nam
     assert (launch.num_machines, launch.distributed_type) == (1, "MULTI_GPU")  # MULTI_CPU would start one process
     assert launch.mixed_precision == "no"  # the task's own setting decides
     assert device in ("cpu", "gpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: check_image_model("cnn-9999-9999-9999-9999", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: check_image_model("wrn-1000-100", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: check_image_model("transformer-10000-4", 0.0), "depth of model .* from 1 to 1000; got 10000"),
+        (lambda: check_image_model("transformer-1000-10000", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: ModelConfig(d_model=65536), "model must have at most 2,147,483,648 parameters"),
+        (lambda: ModelConfig(ffn=262144), "model must have at most 2,147,483,648 parameters"),
+        (lambda: TextConfig(vocab_size=10**9), "vocab_size must be an integer from 258 to 10000000; got 1000000000"),
+        (lambda: DecodingConfig(beams=10**8), "beams must be an integer from 1 to 1000; got 100000000"),
+        (lambda: DecodingConfig(extra_length=10**9), "extra_length must be an integer from 1 to 100000; got"),
+        (lambda: CurvatureConfig(iterations=10**12), "iterations must be an integer from 1 to 10000; got"),
+        (lambda: CurvatureConfig(probes=10**12), "probes must be an integer from 0 to 10000; got"),
+        (lambda: check_steps(10**18), "num_train_epochs must give at most 10,000,000 optimizer steps; got 1,000,0"),
+    ],
+)  # fmt: skip
+def test_a_size_that_no_machine_has_is_refused_before_anything_is_built(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,6 +1,7 @@
 """Loading image data: columns, pixel modes, splits and labels as they are met in the field."""
 
 import io
+import os
 from pathlib import Path
 
 import datasets
@@ -534,7 +535,9 @@ class TestImageFolders:
         write_tree(tmp_path, ["train/cat/1", "train/cat/deep/2", "train/dog/1", "train/ant/1", "test/dog/1"])
         (tmp_path / "train" / "cat" / "notes.txt").touch()
         (tmp_path / "train" / "cat" / "._1.png").touch()
-        for hidden in (".ipynb_checkpoints", "cat/.thumbnails/deep"):  # other tools keep copies there
+        os.mkfifo(tmp_path / "train" / "cat" / "pipe.png")  # reading it would wait for a writer
+        (tmp_path / "train" / "cat" / "folder.png").mkdir()
+        for hidden in (".ipynb_checkpoints", "cat/.thumbnails/deep", "__MACOSX", "dog/@eaDir"):  # of other tools
             (tmp_path / "train" / hidden).mkdir(parents=True)
             (tmp_path / "train" / hidden / "1.png").touch()
         data = load_image_data(path=tmp_path)
@@ -545,6 +548,24 @@ class TestImageFolders:
     def test_suffixes_in_any_case_and_validation_folder(self, tmp_path):
         write_tree(tmp_path, ["train/a/1", "train/b/1", "val/a/1"], suffix="JPG")
         assert load_image_data(path=tmp_path).source.endswith("evaluated on 'val'")
+
+    def test_names_that_are_no_text_and_links_to_nothing_are_errors(self, tmp_path):
+        write_tree(tmp_path, ["train/a/1", "train/b/1", "test/a/1"])
+        link = tmp_path / "train" / "a" / "2.png"
+        link.symlink_to(tmp_path / "gone.png")
+        with pytest.raises(ValueError, match=r"row 1 of split 'train' is not .*No such file"):
+            load_image_data(path=tmp_path)
+        link.unlink()
+        os.rename(os.fsencode(tmp_path / "train" / "b"), os.fsencode(tmp_path / "train") + b"/\xff")
+        with pytest.raises(ValueError, match=r"Names of image files and classes must be UTF-8; got .*Rename it"):
+            load_image_data(path=tmp_path)
+
+    def test_sizes_beyond_the_memory_are_refused_before_they_are_taken(self, tmp_path, monkeypatch):
+        write_tree(tmp_path, ["train/a/1", "test/a/1"])
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2 * 4095**2}.get)
+        with pytest.raises(ValueError, match=r"data.image_size: 2 images of 4096x4096 pixels need at least 0.0336 GB"):
+            load_image_data(path=tmp_path, image_size=4096)
+        assert load_image_data(path=tmp_path, image_size=4095 // 16).image_size == (255, 255)
 
     def test_images_outside_class_folders(self, tmp_path):
         write_tree(tmp_path, ["train/1", "test/1"])

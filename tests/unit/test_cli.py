@@ -204,6 +204,7 @@ def test_schedule_prints_what_the_library_computes(capsys, tmp_path):
         ["--epochs", "4", "--warmup", "50"],
         ["--warmup", "1e308"],
         ["--epochs", "1000000000"],
+        ["--epochs", "100000", "--power", "1,2"],
         ["--power", "a"],
         ["--lines", "0"],
         ["--plot", "."],
