@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,10 +69,11 @@ def training(report: Callable[[str], object]) -> Iterator[None]:
 
 def _lack_of_memory(error: BaseException) -> str | None:
     """Return the message for an allocation that failed; None for another error."""
-    lines = str(error).splitlines() or [""]
-    failed = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in lines[0]
-    way_out = "Use a smaller model, batch or image_size."
-    return f"memory does not suffice ({lines[0].rpartition('Allocator: ')[2]}). {way_out}" if failed else None
+    size = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+    if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or (size and "memory" in str(error))):
+        return None
+    asked = f": {size[1]} were asked for" if size else ""
+    return f"memory does not suffice{asked}. Use a smaller model, batch or image_size."
 
 
 def leave() -> NoReturn:

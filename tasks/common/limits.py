@@ -7,6 +7,9 @@ import os
 MOST_PARAMETERS = 2**31
 """Parameters of a model: 8.6 GB for one float32 copy, and training keeps several."""
 
+MOST_LOADER_PROCESSES = 256
+"""Loader processes of a worker, which all start before the first step."""
+
 MOST_STEPS = 10_000_000
 """Optimizer steps of a run, each of which has a planned learning rate."""
 

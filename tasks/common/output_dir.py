@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -119,9 +120,15 @@ class OutputDir:
         return self._log.stat().st_size if self.accelerator.is_main_process else 0
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json whole or not at all, then the plots. Only the main worker calls it."""
+        """Write summary.json whole or not at all, then the plots. Only the main worker calls it.
+
+        Without matplotlib there are no plots, and a message says so.
+        """
         write_json(self.folder / "summary.json", summary)
-        plot_run(self.folder)
+        try:
+            plot_run(self.folder)
+        except ImportError as error:  # the run is complete; dsgdac plot draws them later
+            print(f"no plots: {error}", file=sys.stderr, flush=True)
 
 
 @contextmanager

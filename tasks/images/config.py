@@ -12,7 +12,7 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
-from tasks.common.limits import check_parameters
+from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
 from tasks.images.decoding import Resampling
 from tasks.images.models import KNOWN_NAMES, POOLED_CNN_NAME, TRANSFORMER_NAME, WIDE_RESNET_NAME
 from tasks.images.transformer import HEADS
@@ -183,6 +183,7 @@ class CifarConfig:
         check_run(self, plain_algorithm="dsgd")
         for name in ("global_batch_size", "eval_batch_size"):
             check_integer(name, getattr(self, name), minimum=1)
+        check_integer("dataloader_num_workers", self.dataloader_num_workers, minimum=0, maximum=MOST_LOADER_PROCESSES)
         check_integer("crop_padding", self.crop_padding, minimum=0, advice="Use 0 for no random crop.")
         if self.data.image_size is not None and self.crop_padding >= self.data.image_size:
             raise ValueError(

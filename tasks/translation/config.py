@@ -10,11 +10,11 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
-from tasks.common.limits import check_parameters
+from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
 
 _LARGEST_VOCABULARY = 10_000_000
 _MOST_BEAMS = 1000
-_LONGEST = 100_000  # tokens
+_LONGEST = 10_000  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class ModelConfig:
         sizes = {name: getattr(self, name) or size for name, size in SIZES[self.size].items()}
         ffn = 2 * d_model * sizes["ffn"]
         layers = sizes["encoder_layers"] * (4 * d_model**2 + ffn) + sizes["decoder_layers"] * (8 * d_model**2 + ffn)
-        check_parameters("model", f"size {self.size}, d_model {d_model}, ffn {sizes['ffn']}", layers)
+        check_parameters("size", f"{self.size}, d_model {d_model}, ffn {sizes['ffn']}", layers)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             check_below_one(name, getattr(self, name), "drops everything")
 
@@ -289,6 +289,7 @@ class TranslationConfig:
         for name in ("max_steps", "average_every"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
+        check_integer("dataloader_num_workers", self.dataloader_num_workers, minimum=0, maximum=MOST_LOADER_PROCESSES)
         check_integer("show_translations", self.show_translations, minimum=0)
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
             raise ValueError(

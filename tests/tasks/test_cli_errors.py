@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch
 
 from dsgdac_accel import EXIT_STOPPED, NonFiniteError, StoppedBySignal, WorkerLostError
 from dsgdac_accel.checkpoint import CheckpointError
@@ -56,18 +57,22 @@ def test_what_cannot_be_used_is_status_2_and_worker_0_needs_no_name(tmp_path, ra
 
 
 @pytest.mark.parametrize(
-    ("error", "what"),
+    ("error", "asked"),
     [
-        (MemoryError("12 GB"), "12 GB"),
-        (RuntimeError("[enforce fail at a.cpp:1] . DefaultCPUAllocator: can't allocate memory: 9 bytes\nC++: f"),
-         "can't allocate memory: 9 bytes"),
+        (MemoryError(), ""),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12"),
+            "9 bytes",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00 GiB"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("context", "status"), [(cli_errors.starting_up, 2), (cli_errors.training, 1)])
-def test_a_lack_of_memory_is_called_so(tmp_path, error, what, context, status):
+def test_a_lack_of_memory_is_called_so(tmp_path, error, asked, context, status):
     found, lines = ended(tmp_path, context, error)
+    asked = f": {asked} were asked for" if asked else ""
     assert found == status
-    assert lines[-1].endswith(f"memory does not suffice ({what}). Use a smaller model, batch or image_size.")
+    assert lines[-1].endswith(f"memory does not suffice{asked}. Use a smaller model, batch or image_size.")
 
 
 def test_a_mistake_keeps_its_traceback(tmp_path):

@@ -4,12 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from dsgdac_accel.plotting import add_legend, new_figure, set_logarithmic
 from tasks.common import plotting
+from tasks.common.output_dir import OutputDir
 from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
 
 RECORDS = [
@@ -217,6 +219,13 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install dsgdac-accel\[tasks\]"):
         plot_run(write_run(tmp_path))
+
+
+def test_a_run_without_matplotlib_keeps_its_summary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    OutputDir.write_summary(SimpleNamespace(folder=write_run(tmp_path)), {"steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    assert "no plots: Plots need matplotlib" in capsys.readouterr().err
 
 
 def test_neither_import_nor_plot_touches_pyplot(tmp_path):
