@@ -7,7 +7,6 @@ The accelerator translates Accelerate's calls for its parts and computes nothing
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -26,7 +25,8 @@ from torch.utils.data import IterableDataset
 
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
-from dsgdac_accel.compatibility import refuse_unsupported_launch, refuse_unsupported_model
+from dsgdac_accel.checks import check_choice, check_flag
+from dsgdac_accel.compatibility import refuse_unsupported_launch, refuse_unsupported_model, warn_of_single_worker
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
 from dsgdac_accel.core.parameter_guard import as_parameter_list
@@ -38,7 +38,7 @@ from dsgdac_accel.data.dataloader_state import (
     epoch_of,
     recorder_of,
 )
-from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -47,6 +47,8 @@ from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.metrics import ConsensusLogger
+from dsgdac_accel.pass_average import PassAverage
+from dsgdac_accel.scheduler_ticks import TICK_SETTINGS, GossipScheduler, SchedulerTicks, TickSetting
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 
 
@@ -54,12 +56,14 @@ class GossipOptimizer(AcceleratedOptimizer):
     """A prepared optimizer: `step()` takes the local step and one mix."""
 
     gossip: GossipStep | None = None
+    pass_average: PassAverage | None = None
 
     def step(self, closure: Any = None) -> None:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
 
         Raises:
             ValueError: a closure is given, or `start_epoch` is set and no prepared loader is being read.
+            RuntimeError: the step lies in an evaluation pass.
         """
         if closure is not None:
             raise ValueError(
@@ -69,10 +73,14 @@ class GossipOptimizer(AcceleratedOptimizer):
         if self.gossip is None or not self.gradient_state.sync_gradients:
             super().step()
             return
+        if self.pass_average is not None:
+            self.pass_average.before_step()
         local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
         if local_step or self.scaler is not None:  # after an overflow the scaler skips the update and lowers its scale
             super().step()
         self.gossip.after_local_step()
+        if self.pass_average is not None:
+            self.pass_average.after_step()
 
     def _epoch(self) -> int | None:
         epoch = epoch_of(self.gradient_state.active_dataloader)
@@ -84,8 +92,8 @@ class GossipOptimizer(AcceleratedOptimizer):
         return epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the GossipStep: process groups cannot be pickled."""
-        return {key: value for key, value in super().__getstate__().items() if key != "gossip"}
+        """Leave out the GossipStep and the average: process groups cannot be pickled."""
+        return {key: value for key, value in super().__getstate__().items() if key not in ("gossip", "pass_average")}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -97,11 +105,18 @@ class GossipAccelerator(Accelerator):
     """Accelerate for DSGD-AC and DAdam-AC: replace `Accelerator` by this class, and the script gossips.
 
     Intended differences from `Accelerator`: models are not wrapped in DDP; all workers start from worker 0's state;
-    random streams then differ per worker while the data order is shared; schedulers tick once per optimizer step on
-    every worker; training passes over data of uneven length stop at the shortest worker's.
+    random streams then differ per worker while the data order is shared; training passes over data of uneven length
+    stop at the shortest worker's; between the last step of a pass and the next step, evaluation passes and
+    `save_pretrained` read the average of the workers.
 
     Args:
         gossip: topology, gamma schedule and policies. Default: DSGD-AC on the one-peer ring with p = 3.
+        scheduler_ticks: how often a prepared scheduler ticks in an optimizer step. "once" suits a schedule that was
+            built for the optimizer steps of one worker, "num_processes" one that was built for the unsharded loader, as
+            for `Accelerator`. "auto" finds out and says so, see `SchedulerTicks.decide`.
+        keep_average: whether to keep the average of the workers from the last step of a pass until the next step, for
+            evaluation passes and `save_pretrained`, see `PassAverage`. It takes one reduction of the size of the model
+            per pass, and host memory for one copy. It ends with the first `deployed_model`.
         *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
 
     Raises:
@@ -113,9 +128,19 @@ class GossipAccelerator(Accelerator):
     """Whether the default process group existed before Accelerate. `end_training` then leaves it running."""
     _adopted_group: WorkerGroup | None = None
     """The group of the last accelerator that was adopted in this process."""
+    _warned_of_single_worker = False
 
-    def __init__(self, *args: Any, gossip: GossipConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        gossip: GossipConfig | None = None,
+        scheduler_ticks: TickSetting = "auto",
+        keep_average: bool = True,
+        **kwargs: Any,
+    ) -> None:
         config = _checked_config(gossip)
+        check_choice("scheduler_ticks", scheduler_ticks, TICK_SETTINGS)
+        check_flag("keep_average", keep_average)
         if not PartialState._shared_state:
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
         if len(args) < 5 and not torch.accelerator.is_available():
@@ -126,13 +151,17 @@ class GossipAccelerator(Accelerator):
             handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
         announce_waiting()
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
-        self._begin_gossip(config)
+        self._begin_gossip(config, scheduler_ticks=scheduler_ticks, keep_average=keep_average, watch_average=True)
+        if self.num_workers == 1 and not GossipAccelerator._warned_of_single_worker:
+            GossipAccelerator._warned_of_single_worker = True
+            warn_of_single_worker()
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, gossip: GossipConfig | None = None) -> GossipAccelerator:
         """Turn an existing accelerator into a gossiping one, in place. Collective.
 
-        For frameworks that build their own accelerator. Every reference to `accelerator` sees the gossiping one.
+        For frameworks that build their own accelerator. Every reference to `accelerator` sees the gossiping one. The
+        framework evaluates and saves inside `deployed_model`: no average is kept for it.
 
         Raises:
             ValueError, TypeError: as for the constructor, or something has been prepared already.
@@ -153,7 +182,15 @@ class GossipAccelerator(Accelerator):
         GossipAccelerator._adopted_group = adopted.group
         return adopted
 
-    def _begin_gossip(self, config: GossipConfig, group: WorkerGroup | None = None) -> None:
+    def _begin_gossip(
+        self,
+        config: GossipConfig,
+        group: WorkerGroup | None = None,
+        *,
+        scheduler_ticks: TickSetting = "auto",
+        keep_average: bool = False,
+        watch_average: bool = False,
+    ) -> None:
         refuse_unsupported_launch(self)
         self.gossip_config = config
         self.group = group or WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
@@ -161,7 +198,11 @@ class GossipAccelerator(Accelerator):
         self.group.policy.cover_collectives(self)
         self.training = GossipTraining(self.group, config, self._models)
         self.deployment = Deployment(self.training, self.gradient_state)
-        self.sharding = LoaderSharding(self.group, self.deployment.is_training)
+        self.pass_average = PassAverage(
+            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
+        )
+        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.size, config.total_steps)
+        self.sharding = LoaderSharding(self.group, self.deployment.is_training, self.pass_average.during_pass)
         self.checkpoints = AcceleratorCheckpoints(
             self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
@@ -198,14 +239,24 @@ class GossipAccelerator(Accelerator):
             if isinstance(obj, nn.Module):
                 refuse_unsupported_model(obj)
         first_model, first_optimizer = len(self._models), len(self._optimizers)
-        prepared = super().prepare(*args, device_placement=device_placement)
+        with self.tick_rules.preparing():
+            prepared = super().prepare(*args, device_placement=device_placement)
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self.training.new_step(optimizer.optimizer)
-        self.training.plan(prepared_scheduler.scheduler for prepared_scheduler in self._schedulers)
+                optimizer.pass_average = self.pass_average
+        self._settle_schedulers()
+        self.pass_average.watch(self._models[first_model:])
         return prepared
+
+    def _settle_schedulers(self) -> None:
+        """Decide how the schedulers tick, and let gamma look ahead along them."""
+        schedulers = [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
+        self.tick_rules.settle(schedulers, self.gradient_accumulation_steps, quiet=not self.is_main_process)
+        self.training.plan(schedulers)
+        self.pass_average.last_steps = self.tick_rules.last_steps(schedulers)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -246,16 +297,25 @@ class GossipAccelerator(Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler so that it ticks once per optimizer step, not once per process."""
+        """Wrap a scheduler so that it ticks in each optimizer step as `scheduler_ticks` says."""
         prepared = super().prepare_scheduler(scheduler)
-        prepared.split_batches = True
-        return prepared
+        if isinstance(prepared, GossipScheduler):
+            return prepared
+        with self.tick_rules.preparing():
+            own = self._schedulers[-1] = GossipScheduler(prepared, self.tick_rules.call)
+        self._settle_schedulers()
+        return own
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Shard a loader over the workers. If they get unequally many batches, training stops at the shortest."""
+        new = not getattr(data_loader, "_is_accelerate_prepared", False)
         self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        return self.sharding.complete(prepared, data_loader, self._dataloaders)
+        completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
+        if new:
+            with self.tick_rules.preparing():
+                self.tick_rules.loader_sharded(known_length(data_loader), known_length(completed))
+        return completed
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
         """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
@@ -332,9 +392,10 @@ class GossipAccelerator(Accelerator):
 
     # ---- the deployed model
 
+    @contextmanager
     def deployed_model(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
-    ) -> AbstractContextManager[nn.Module]:
+    ) -> Iterator[nn.Module]:
         """Inside the context, `model` is the average of the workers in eval mode. Collective.
 
         On exit training continues as if nothing had happened: every byte is restored. All prepared models are averaged;
@@ -350,7 +411,19 @@ class GossipAccelerator(Accelerator):
         Raises:
             ValueError: no optimizer was prepared, and the workers' parameters differ.
         """
-        return self.deployment.deployed(model, self._dataloaders, calibrate, calibration_forward)
+        self.pass_average.enabled = False  # the script looks after the average itself
+        with self._average_in(model, calibrate, calibration_forward) as deployed:
+            yield deployed
+
+    @contextmanager
+    def _average_in(
+        self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> Iterator[nn.Module]:
+        with (
+            self.pass_average.hidden(),
+            self.deployment.deployed(model, self._dataloaders, calibrate, calibration_forward) as deployed,
+        ):
+            yield deployed
 
     def not_training(self) -> AbstractContextManager[None]:
         """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
@@ -363,6 +436,7 @@ class GossipAccelerator(Accelerator):
 
         Arguments as for `deployed_model`. To train again, prepare model and optimizer again.
         """
+        self.pass_average.end()
         self.deployment.deploy(model, self._dataloaders, calibrate, calibration_forward)
 
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -373,30 +447,56 @@ class GossipAccelerator(Accelerator):
         save = super().save_model
 
         def save_average() -> None:
-            with self.deployed_model(model) as deployed:
+            with self._average_in(model) as deployed:
                 save(deployed, save_directory, *args, **kwargs)
             self.group.barrier("saving the model")
 
         self.group.retry_after_loss(save_average)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a state dictionary: the average's inside `with deployed_model(model)`, this worker's own outside.
+        """Return the state dictionary of the average of the workers, as `save_model` saves it. Collective.
 
-        Tensors are copies, because parameters are views of one buffer, which savers would take for tied weights.
+        Between the last step of a pass and the next step, the kept average is returned without communication. BatchNorm
+        statistics are pooled; inside `deployed_model(model, calibrate=...)` they are the calibrated ones. A model that
+        is not prepared gives its own state. Tensors are copies.
+
+        Raises:
+            WorkerLostError: not all workers called it within `timeout`.
         """
-        if not self.deployment.active and self.num_workers > 1:
-            warnings.warn(
-                "get_state_dict outside `with accelerator.deployed_model(model)` returns this worker's weights, not "
-                "the average of the workers. Call it inside.",
-                stacklevel=2,
-            )
-        if unwrap:
-            model = self.unwrap_model(model, keep_torch_compile=False)  # the keys of the eager model
-        return cloned(super().get_state_dict(model, unwrap=False))
+        differs = self.training.taken_steps > 0 and self.num_workers > 1 and self.training.has_prepared(model)
+        # The keys are those of the eager model.
+        keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        state_of = super().get_state_dict
+
+        def state() -> dict[str, Any]:
+            with self.pass_average.shown() as average:
+                if average or not differs:
+                    return cloned(state_of(keyed, unwrap=False))
+            with self._average_in(model):
+                return cloned(state_of(keyed, unwrap=False))
+
+        return self.group.retry_after_loss(state)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.unwrap_model`. For `VirtualWorkers`, return the model that was given to `prepare`."""
         return super().unwrap_model(first_replica(model), *args, **kwargs)
+
+    # ---- gathering
+
+    def gather(self, tensor: Any) -> Any:
+        """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode."""
+        self.pass_average.warn_of_gathered_evaluation()
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `Accelerator.gather_for_metrics`; warns as `gather`."""
+        self.pass_average.warn_of_gathered_evaluation()
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As `Accelerator.reduce`; warns as `gather`."""
+        self.pass_average.warn_of_gathered_evaluation()
+        return super().reduce(tensor, reduction, scale)
 
     # ---- checkpoints
 
@@ -430,7 +530,8 @@ class GossipAccelerator(Accelerator):
             CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
             RuntimeError: called inside `deployed_model`.
         """
-        return self.checkpoints.save(output_dir, wait=wait, facts=facts)
+        with self.pass_average.hidden():
+            return self.checkpoints.save(output_dir, wait=wait, facts=facts)
 
     def finish_saving(self) -> Path | None:
         """Wait until the checkpoint that is written in the background, if any, is complete. Collective.
@@ -469,6 +570,7 @@ class GossipAccelerator(Accelerator):
             CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
             RuntimeError: called inside `deployed_model`.
         """
+        self.pass_average.drop()
         self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
 
     # ---- stopping on a signal
@@ -508,7 +610,8 @@ class GossipAccelerator(Accelerator):
         Args:
             again: False skips a radius that was measured at this very step.
         """
-        return self.training.measure_consensus(again)
+        with self.pass_average.hidden():
+            return self.training.measure_consensus(again)
 
     def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """Return x_i - x_bar of each worker of this process by parameter name. Call it inside `deployed_model(model)`.
@@ -539,13 +642,15 @@ class GossipAccelerator(Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """As `Accelerator.free_memory`; also ends the gossip and frees its buffers."""
+        self.pass_average.end()
         self.training.end()
         for optimizer in self._optimizers:
-            optimizer.gossip = None  # the next `prepare` makes a new GossipStep
+            optimizer.gossip = optimizer.pass_average = None  # the next `prepare` makes a new GossipStep
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)
         self.training.restart(self._models)
+        self.pass_average.loaders = self._dataloaders
         return released
 
     def end_training(self) -> None:

@@ -41,6 +41,14 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
         )
 
 
+def warn_of_single_worker() -> None:
+    """Log a warning that nothing gossips, since Accelerate starts one process unless it is told otherwise."""
+    logger.warning(
+        "there is only 1 worker, so it trains as without gossip. Launch several with torchrun --nproc_per_node N, or "
+        "accelerate launch --multi_gpu --num_processes N (the flag works on CPU, too, where --cpu starts one process)."
+    )
+
+
 def refuse_unsupported_model(model: nn.Module) -> None:
     """Raise ValueError for a model with lazy parameters, or with layers that share gradients or statistics."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

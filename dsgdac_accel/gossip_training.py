@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -16,6 +15,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
+from dsgdac_accel.scheduler_ticks import GossipScheduler
 from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
 
 
@@ -33,6 +33,8 @@ class GossipTraining:
         self.config = config
         self.steps: list[GossipStep] = []
         """One per prepared optimizer."""
+        self._plans: dict[tuple[int, int], int] = {}
+        """The ticks with which each step has looked ahead along a scheduler."""
         self.restart(models)
 
     def restart(self, models: Sequence[nn.Module]) -> None:
@@ -105,13 +107,15 @@ class GossipTraining:
             quick_check(self.group, self.config)
         return step
 
-    def plan(self, schedulers: Iterable[Any]) -> None:
-        """Let gamma look ahead along each scheduler of a gossiping optimizer."""
-        for scheduler in schedulers:
+    def plan(self, prepared: Iterable[GossipScheduler]) -> None:
+        """Let gamma look ahead along each prepared scheduler of a gossiping optimizer, once for each way of ticking."""
+        for scheduler, ticks in ((one.scheduler, one.ticks) for one in prepared):
             optimizer = getattr(scheduler, "optimizer", None)
             for step in self.steps:
-                if step.optimizer in (optimizer, getattr(optimizer, "optimizer", None)):
-                    step.schedule.plan(scheduler)
+                ours = step.optimizer in (optimizer, getattr(optimizer, "optimizer", None))
+                if ours and self._plans.get((id(step), id(scheduler))) != ticks:
+                    self._plans[id(step), id(scheduler)] = ticks
+                    step.schedule.plan(scheduler, ticks)
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
@@ -123,6 +127,11 @@ class GossipTraining:
     def num_workers(self) -> int:
         """All workers of the run: processes times `workers_per_process`."""
         return self.group.size * self.config.workers_per_process
+
+    @property
+    def taken_steps(self) -> int:
+        """Optimizer steps so far; of several optimizers, the largest number."""
+        return max((step.mixer.step for step in self.steps), default=0)
 
     def metrics(self) -> dict[str, float]:
         """Return the latest consensus metrics, without communication."""
@@ -169,3 +178,4 @@ class GossipTraining:
         for step in self.steps:
             step.mixer.release()
         self.steps.clear()
+        self._plans.clear()

@@ -7,6 +7,7 @@ The step and the learning rate are the same on all workers, so gamma is the same
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR, ReduceLROnPlateau, SequentialLR
 
 from dsgdac_accel.checks import check_integer, check_number
 
@@ -164,16 +165,16 @@ class AdaptiveConsensus:
             self._largest_lr = max(self.planned_lrs[self._active_since :], default=0.0)
 
 
-def planned_lrs(scheduler: Any, total_steps: int | None = None) -> list[float] | None:
-    """Compute the learning rate of each future step of a torch scheduler that has not been stepped yet.
+def planned_lrs(scheduler: Any, total_steps: int | None = None, ticks: int = 1) -> list[float] | None:
+    """Compute the learning rate of each future optimizer step of a torch scheduler that has not been stepped yet.
 
     A copy of the scheduler runs on a stand-in for the optimizer, so the scheduler, the optimizer and the random states
     do not change. The learning rate is that of `current_lr`.
 
     Args:
         scheduler: a learning rate scheduler of torch or Transformers.
-        total_steps: number of steps. Optional if the scheduler declares it (OneCycleLR, the Transformers schedules
-            that end).
+        total_steps: number of optimizer steps. Optional if the scheduler declares its length (see `declared_length`).
+        ticks: how often the scheduler ticks in an optimizer step, as for `tick`.
 
     Returns:
         One learning rate per step. None if the future is unknown: no declared length, ReduceLROnPlateau, a scheduler
@@ -188,13 +189,14 @@ def planned_lrs(scheduler: Any, total_steps: int | None = None) -> list[float] |
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
     total_steps = _count_or_none("total_steps", total_steps)
-    if total_steps is None:
-        total_steps = _declared_total_steps(scheduler)
+    length = declared_length(scheduler)
+    if total_steps is None and length is not None:
+        total_steps = math.ceil(length / ticks)
     under_way = getattr(scheduler, "last_epoch", 0) > 0
     if total_steps is None or under_way or isinstance(scheduler, ReduceLROnPlateau):
         return None
     try:
-        return _lrs_of_a_copy(scheduler, total_steps)
+        return _lrs_of_a_copy(scheduler, total_steps, ticks)
     except Exception:  # a scheduler is user code and may fail in any way; the running maximum works without a plan
         return None
 
@@ -212,19 +214,49 @@ def current_lr(optimizer: Optimizer) -> float:
     return float(group["lr"])
 
 
-def _declared_total_steps(scheduler: Any) -> int | None:
-    """Return the number of steps that a scheduler was built for, if it declares it."""
+def declared_length(scheduler: Any) -> int | None:
+    """Return the number of ticks that a scheduler was built for, or None if it does not say.
+
+    Known are OneCycleLR, CosineAnnealingLR, PolynomialLR, a SequentialLR that ends with one of them, and the schedules
+    of Transformers that end.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> declared_length(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20))
+    20
+    """
     if isinstance(scheduler, OneCycleLR):
         return int(scheduler.total_steps)
-    if isinstance(scheduler, LambdaLR):
+    if isinstance(scheduler, CosineAnnealingLR):
+        return int(scheduler.T_max)
+    if isinstance(scheduler, PolynomialLR):
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, SequentialLR):
+        last = declared_length(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    for factor in getattr(scheduler, "lr_lambdas", ()):
         # Transformers builds its schedules as LambdaLR(optimizer, partial(..., num_training_steps=...)).
-        for factor in scheduler.lr_lambdas:
-            if isinstance(factor, functools.partial) and "num_training_steps" in factor.keywords:
-                return int(factor.keywords["num_training_steps"])
+        settings = factor.keywords if isinstance(factor, functools.partial) else {}
+        if settings.get("num_training_steps") is not None:
+            return int(settings["num_training_steps"])
+        if {"num_warmup_steps", "num_stable_steps", "num_decay_steps"} <= settings.keys():  # warm-up, stable, decay
+            return sum(int(settings[f"num_{part}_steps"]) for part in ("warmup", "stable", "decay"))
     return None
 
 
-def _lrs_of_a_copy(scheduler: Any, total_steps: int) -> list[float]:
+def tick(scheduler: Any, times: int, *args: Any, **kwargs: Any) -> None:
+    """Advance a scheduler by several ticks; OneCycleLR stops at its end, beyond which torch raises an error.
+
+    Args:
+        scheduler: a learning rate scheduler of torch or Transformers.
+        times: number of ticks. A single tick is `scheduler.step(...)`, without a stop.
+        *args, **kwargs: of `scheduler.step`.
+    """
+    for _ in range(times):
+        if times == 1 or not isinstance(scheduler, OneCycleLR) or scheduler.last_epoch < scheduler.total_steps:
+            scheduler.step(*args, **kwargs)
+
+
+def _lrs_of_a_copy(scheduler: Any, total_steps: int, ticks: int) -> list[float]:
     stand_in = _stand_in(scheduler.optimizer)
     ghost = copy.deepcopy(scheduler, memo={id(scheduler.optimizer): stand_in})
     lrs = []
@@ -233,7 +265,7 @@ def _lrs_of_a_copy(scheduler: Any, total_steps: int) -> list[float]:
         warnings.simplefilter("ignore")
         for _ in range(total_steps):
             lrs.append(current_lr(stand_in))
-            ghost.step()
+            tick(ghost, ticks)
     return lrs
 
 

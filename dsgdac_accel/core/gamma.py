@@ -43,13 +43,16 @@ class GammaSchedule:
         self._warn_of_rise(step, before)
         return self.gamma
 
-    def plan(self, scheduler: Any) -> None:
-        """Look ahead along a fresh scheduler, so that `max_lr` is the true maximum if it can be computed."""
-        self.plan_lrs(planned_lrs(scheduler, self.config.total_steps))
+    def plan(self, scheduler: Any, ticks: int = 1) -> None:
+        """Look ahead along a fresh scheduler that ticks `ticks` times in an optimizer step.
+
+        Then `max_lr` is the true maximum, if it can be computed.
+        """
+        self.plan_lrs(planned_lrs(scheduler, self.config.total_steps, ticks))
 
     def plan_lrs(self, lrs: list[float] | None) -> None:
         """Look ahead along the learning rate of every step of the run, if it is known; only before the first step."""
-        if lrs is not None and not self._planned and self._steps == 0:
+        if lrs is not None and self._steps == 0:
             self.rule = adaptive_consensus(self.config, lrs)
             self._planned = True
 

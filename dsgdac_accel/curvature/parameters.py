@@ -61,7 +61,7 @@ class ParameterLayout:
             shapes=tuple(parameter.shape for parameter in trainable.values()),
             dtype=torch.float64 if wide else torch.float32,
             device=next(iter(trainable.values())).device,
-            known=frozenset(map(eager_name, [*inner.state_dict(), *(name for name, _ in every)])),
+            known=frozenset(map(eager_name, [*inner.state_dict(keep_vars=True), *(name for name, _ in every)])),
         )
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ _COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")
 """Attributes from which samplers and loaders derive an order."""
 
 _NOTHING = object()
+
+AroundPass = Callable[[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,13 @@ class PassRecorder:
     Args:
         loader: a `RecordedShard` or `RecordedDispatcher`.
         active: whether a pass that begins now is one of training. Others, such as evaluation, are not recorded.
+        around: returns a context for a pass over the given loader, which is entered when the pass begins.
     """
 
-    def __init__(self, loader: Any, active: Callable[[], bool]) -> None:
+    def __init__(self, loader: Any, active: Callable[[], bool], around: AroundPass = nullcontext) -> None:
         self.loader = loader
         self.active = active
+        self.around = around
         self.passes_begun = 0
         """Training passes begun, including those left by `break`."""
         self._advancing: _Pass | None = None  # the pass whose next batch is being fetched
@@ -147,6 +151,10 @@ class PassRecorder:
 
     def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield from `batches`, the loader's own iteration, and record the pass."""
+        with self.around(self.loader):
+            yield from self._recorded(batches)
+
+    def _recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
         if not self.active():
             yield from self._advance(batches, None)
             return
@@ -338,17 +346,19 @@ class RecordedDispatcher(DataLoaderDispatcher):
 _RECORDED: dict[type, type] = {DataLoaderShard: RecordedShard, DataLoaderDispatcher: RecordedDispatcher}
 
 
-def record_passes(prepared: Any, loaders: list[Any], active: Callable[[], bool]) -> Any:
+def record_passes(
+    prepared: Any, loaders: list[Any], active: Callable[[], bool], around: AroundPass = nullcontext
+) -> Any:
     """Return a prepared loader that records its passes while `active`, and put it in place of `prepared` in `loaders`.
 
-    Returns loaders of other classes as they are.
+    Each pass runs inside the context `around(loader)`. Returns loaders of other classes as they are.
     """
     kind = _RECORDED.get(type(prepared))
     if kind is None:
         return prepared
     # A new object, because Accelerate's loaders do not allow assigning `__class__`.
     own: Any = object.__new__(kind)
-    vars(own).update(vars(prepared), recorder=PassRecorder(own, active))
+    vars(own).update(vars(prepared), recorder=PassRecorder(own, active, around))
     loaders[:] = [own if loader is prepared else loader for loader in loaders]
     return own
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DataLoaderConfiguration
 
-from dsgdac_accel.data.dataloader_state import record_passes
+from dsgdac_accel.data.dataloader_state import AroundPass, record_passes
 from dsgdac_accel.data.equal_steps import EqualSteps, known_length
 from dsgdac_accel.data.loaders import (
     differ_per_worker,
@@ -27,11 +28,13 @@ class LoaderSharding:
     Args:
         group: the workers.
         is_training: returns whether a pass counts as training. Other passes are neither cut nor counted.
+        around: returns a context for each pass over a prepared loader.
     """
 
-    def __init__(self, group: WorkerGroup, is_training: Callable[[], bool]) -> None:
+    def __init__(self, group: WorkerGroup, is_training: Callable[[], bool], around: AroundPass = nullcontext) -> None:
         self.group = group
         self.is_training = is_training
+        self.around = around
 
     def share_order(self, loader: Any, config: DataLoaderConfiguration) -> None:
         """Seed the samplers alike on all workers, before Accelerate prepares the loader. Collective."""
@@ -51,7 +54,7 @@ class LoaderSharding:
         Raises:
             ValueError: some worker would get no batch, or the batches cannot be shared out.
         """
-        prepared = record_passes(prepared, loaders, self.is_training)
+        prepared = record_passes(prepared, loaders, self.is_training, self.around)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         survive_losses(prepared, self.group)

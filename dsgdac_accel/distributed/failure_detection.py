@@ -115,7 +115,7 @@ class FailureDetector:
 def _advice(failure: Failure, silent: bool) -> str:
     advice = "Look at that worker's own output for its error"
     if failure.what.startswith("averaging the workers"):
-        advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers"
+        advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers, `get_state_dict` included"
     if silent:
         advice += (
             "; if it was slow, raise `timeout`, if it ran out of data, pass its loader through `prepare` or "

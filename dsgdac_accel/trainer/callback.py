@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.compatibility import refuse_unsupported_trainer, warn_of_equal_gradients
+from dsgdac_accel.compatibility import refuse_unsupported_trainer, warn_of_equal_gradients, warn_of_single_worker
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.deployed_model import separate_state
@@ -142,10 +142,7 @@ class GossipCallback(TrainerCallback):
         trainer.accelerator.free_memory()  # an earlier `evaluate` may have prepared the model
         self._adopt_accelerator()
         if self._accelerator.num_workers == 1:
-            logger.warning(
-                "there is only 1 worker, so the Trainer trains as without gossip. Launch several with torchrun "
-                "--nproc_per_node N, or accelerate launch --multi_gpu --num_processes N (the flag works on CPU, too)."
-            )
+            warn_of_single_worker()
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
         self._wrap("_get_num_items_in_batch", self._count_items)

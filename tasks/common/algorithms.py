@@ -74,7 +74,9 @@ def make_accelerator(
         gossip = replace(gossip, power=0.0, constant=None, floor=0.0, start_step=None, start_epoch=None)
     elif gossip.start_epoch is not None and steps_per_epoch is not None:
         gossip = replace(gossip, start_epoch=None, start_step=gossip.start_epoch * steps_per_epoch)
-    return GossipAccelerator(gossip=replace(gossip, total_steps=total_steps), **kwargs)
+    gossip = replace(gossip, total_steps=total_steps)
+    # The tasks build their schedules for the steps of one worker, and evaluate and save the deployed model.
+    return GossipAccelerator(gossip=gossip, scheduler_ticks="once", keep_average=False, **kwargs)
 
 
 def _require_trackers(names: Iterable[str]) -> None:

@@ -364,7 +364,8 @@ def test_samplers_are_left_alone_in_one_process():
 
 
 def broken_off_epochs(rank: int) -> list[float]:
-    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, start_epoch=2, power=1))
+    gossip = GossipConfig(timeout=20, start_epoch=2, power=1)
+    accelerator = GossipAccelerator(gossip=gossip, scheduler_ticks="once")
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
