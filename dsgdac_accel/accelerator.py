@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,7 +40,7 @@ from dsgdac_accel.data.dataloader_state import (
     recorder_of,
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader
-from dsgdac_accel.data.sharding import LoaderSharding
+from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
@@ -82,10 +83,6 @@ class GossipOptimizer(AcceleratedOptimizer):
                 "Pass the loader through `prepare`, or set start_step instead."
             )
         return epoch
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the GossipStep: process groups cannot be pickled."""
-        return {key: value for key, value in super().__getstate__().items() if key != "gossip"}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -145,7 +142,7 @@ class GossipAccelerator(Accelerator):
         refuse_unsupported_launch(accelerator)
         earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
-        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
+        accelerator.__class__ = _gossiping(cls, kind)
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
         reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
@@ -157,17 +154,36 @@ class GossipAccelerator(Accelerator):
         refuse_unsupported_launch(self)
         self.gossip_config = config
         self.group = group or WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
+        self.training = GossipTraining(self.group, config, self._models)
+        phase = TrainingPhase()
+        self.deployment = Deployment(self.training, self.gradient_state, phase)
+        self.sharding = LoaderSharding(self.group, phase)
+        self.consensus_logger = ConsensusLogger(self.training.metrics)
+        self._make_own_parts()
+
+    def _make_own_parts(self) -> None:
+        """Make the parts that no copy of this accelerator takes over."""
         self.group.when_workers_change(self._follow_survivors)
         self.group.policy.cover_collectives(self)
-        self.training = GossipTraining(self.group, config, self._models)
-        self.deployment = Deployment(self.training, self.gradient_state)
-        self.sharding = LoaderSharding(self.group, self.deployment.is_training)
         self.checkpoints = AcceleratorCheckpoints(
-            self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
+            self, self.group, self.gossip_steps, self.gossip_config, workers_per_process=self.workers_per_process
         )
         self.stopping = StopOnSignals(self.group)
-        self.consensus_logger = ConsensusLogger(self.training.metrics, [self._log_to_trackers])
-        self._log_kwargs: dict | None = None
+
+    def __reduce__(self) -> tuple:
+        """Pickle everything but the connections. A copy gossips with the copies of the other workers in this process.
+
+        It joins them at its first step or evaluation, so unpickle it on all workers. In another process only a copy of
+        a single worker can train.
+        """
+        covered = [name for name, value in vars(self).items() if isfunction(value) and hasattr(type(self), name)]
+        left_out = {"checkpoints", "stopping", *covered}
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return _blank, getattr(type(self), "_made_of", (type(self),)), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_own_parts()
 
     def _follow_survivors(self) -> None:
         """Give Accelerate's state the number and ranks of the survivors, and with them the main process."""
@@ -192,6 +208,7 @@ class GossipAccelerator(Accelerator):
 
     # ---- preparing
 
+    @torch.inference_mode(False)  # what is made here is trained on, also if it is first prepared to evaluate
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, as `Accelerator.prepare`. Collective."""
         for obj in args:
@@ -354,7 +371,7 @@ class GossipAccelerator(Accelerator):
 
     def not_training(self) -> AbstractContextManager[None]:
         """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
-        return self.deployment.evaluating()
+        return self.sharding.phase.evaluating()
 
     def deploy(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
@@ -528,12 +545,8 @@ class GossipAccelerator(Accelerator):
         """
         if self.is_main_process:
             if step is None and self.gossip_steps:
-                step = self.gossip_steps[0].mixer.step
-            self._log_kwargs = log_kwargs
-            self.consensus_logger.log(values, step)
-
-    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
-        super().log(values, step=step, log_kwargs=self._log_kwargs)
+                step = self.gossip_steps[0].steps_taken
+            super().log(self.consensus_logger.log(values, step), step=step, log_kwargs=log_kwargs)
 
     # ---- ending
 
@@ -559,6 +572,20 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
+
+
+_CLASSES: dict[tuple[Any, Any], Any] = {}
+
+
+def _gossiping(cls: Any, kind: Any) -> Any:
+    """Return the class of an accelerator of class `kind` that gossips; the same one for its copies."""
+    if kind is not Accelerator and (cls, kind) not in _CLASSES:
+        _CLASSES[cls, kind] = type(f"Gossip{kind.__name__}", (cls, kind), {"_made_of": (cls, kind)})
+    return cls if kind is Accelerator else _CLASSES[cls, kind]
+
+
+def _blank(cls: Any, kind: Any = Accelerator) -> GossipAccelerator:
+    return object.__new__(_gossiping(cls, kind))
 
 
 def _checked_config(gossip: GossipConfig | None) -> GossipConfig:

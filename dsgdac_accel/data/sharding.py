@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DataLoaderConfiguration
 
@@ -21,17 +23,46 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import shared_seed
 
 
+class TrainingPhase:
+    """Whether passes over the loaders of an accelerator count as training. Others are neither cut short nor counted.
+
+    All its loaders share it, and copies of them do. It refers to nothing, so that a loader keeps no model alive.
+    """
+
+    def __init__(self) -> None:
+        self._evaluations = 0
+
+    def is_training(self) -> bool:
+        """Return whether a pass that begins now counts as training."""
+        return self._evaluations == 0 and torch.is_grad_enabled()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, passes do not count as training."""
+        self._evaluations += 1
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
+
+    def __deepcopy__(self, memo: dict) -> TrainingPhase:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return TrainingPhase, ()  # the contexts that are open here end here
+
+
 class LoaderSharding:
     """Adds to Accelerate's sharding what workers with different random streams need.
 
     Args:
         group: the workers.
-        is_training: returns whether a pass counts as training. Other passes are neither cut nor counted.
+        phase: tells whether a pass counts as training.
     """
 
-    def __init__(self, group: WorkerGroup, is_training: Callable[[], bool]) -> None:
+    def __init__(self, group: WorkerGroup, phase: TrainingPhase) -> None:
         self.group = group
-        self.is_training = is_training
+        self.phase = phase
 
     def share_order(self, loader: Any, config: DataLoaderConfiguration) -> None:
         """Seed the samplers alike on all workers, before Accelerate prepares the loader. Collective."""
@@ -51,7 +82,7 @@ class LoaderSharding:
         Raises:
             ValueError: some worker would get no batch, or the batches cannot be shared out.
         """
-        prepared = record_passes(prepared, loaders, self.is_training)
+        prepared = record_passes(prepared, loaders, self.phase.is_training)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         survive_losses(prepared, self.group)
@@ -69,4 +100,4 @@ class LoaderSharding:
 
     def equal_steps(self, batches: Any) -> EqualSteps:
         """Cut an iterable of this worker's batches to as many as the shortest worker has. Collective."""
-        return EqualSteps(batches, self.group, active=self.is_training)
+        return EqualSteps(batches, self.group, active=self.phase.is_training)
