@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
     from dsgdac_accel.distributed.stopping import StoppedBySignal
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
+    from dsgdac_accel.pytorch import Gossip
     from dsgdac_accel.schedule import AdaptiveConsensus
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
@@ -30,6 +31,7 @@ __all__ = [
     "AdaptiveConsensus",
     "CheckpointError",
     "ConsensusLogger",
+    "Gossip",
     "GossipAccelerator",
     "GossipCallback",
     "GossipConfig",
@@ -52,6 +54,7 @@ _MODULES = {
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
     "EXIT_STOPPED": "distributed.launcher_protocol",
+    "Gossip": "pytorch",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
     "GossipConfig": "config",

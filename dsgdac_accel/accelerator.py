@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,7 +40,7 @@ from dsgdac_accel.data.dataloader_state import (
     recorder_of,
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
-from dsgdac_accel.data.sharding import LoaderSharding
+from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
@@ -92,8 +93,8 @@ class GossipOptimizer(AcceleratedOptimizer):
         return epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the GossipStep and the average: process groups cannot be pickled."""
-        return {key: value for key, value in super().__getstate__().items() if key not in ("gossip", "pass_average")}
+        """Leave out the kept average, which belongs to this process."""
+        return {key: value for key, value in super().__getstate__().items() if key != "pass_average"}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -174,7 +175,7 @@ class GossipAccelerator(Accelerator):
         refuse_unsupported_launch(accelerator)
         earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
-        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
+        accelerator.__class__ = _gossiping(cls, kind)
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
         reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
@@ -194,21 +195,46 @@ class GossipAccelerator(Accelerator):
         refuse_unsupported_launch(self)
         self.gossip_config = config
         self.group = group or WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
+        self.training = GossipTraining(self.group, config, self._models)
+        phase = TrainingPhase()
+        self.deployment = Deployment(self.training, self.gradient_state, phase)
+        self.sharding = LoaderSharding(self.group, phase)
+        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.size, config.total_steps)
+        self._keep_and_watch_average = keep_average, watch_average
+        self.consensus_logger = ConsensusLogger(self.training.metrics)
+        self._make_own_parts()
+
+    def _make_own_parts(self) -> None:
+        """Make the parts that no copy of this accelerator takes over."""
         self.group.when_workers_change(self._follow_survivors)
         self.group.policy.cover_collectives(self)
-        self.training = GossipTraining(self.group, config, self._models)
-        self.deployment = Deployment(self.training, self.gradient_state)
         self.pass_average = PassAverage(
-            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
+            self.training, self.deployment, self._dataloaders, self.gradient_state, *self._keep_and_watch_average
         )
-        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.size, config.total_steps)
-        self.sharding = LoaderSharding(self.group, self.deployment.is_training, self.pass_average.during_pass)
+        self.deployment.phase.enter_for_passes(self.pass_average.during_pass)
+        self.pass_average.watch(self._models)
+        self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
+        for optimizer in self._optimizers:
+            optimizer.pass_average = self.pass_average
         self.checkpoints = AcceleratorCheckpoints(
-            self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
+            self, self.group, self.gossip_steps, self.gossip_config, workers_per_process=self.workers_per_process
         )
         self.stopping = StopOnSignals(self.group)
-        self.consensus_logger = ConsensusLogger(self.training.metrics, [self._log_to_trackers])
-        self._log_kwargs: dict | None = None
+
+    def __reduce__(self) -> tuple:
+        """Pickle everything but the connections. A copy gossips with the copies of the other workers in this process.
+
+        It joins them at its first step or evaluation, so unpickle it on all workers. In another process only a copy of
+        a single worker can train.
+        """
+        covered = [name for name, value in vars(self).items() if isfunction(value) and hasattr(type(self), name)]
+        left_out = {"checkpoints", "stopping", "pass_average", *covered}
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return _blank, getattr(type(self), "_made_of", (type(self),)), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_own_parts()
 
     def _follow_survivors(self) -> None:
         """Give Accelerate's state the number and ranks of the survivors, and with them the main process."""
@@ -233,6 +259,7 @@ class GossipAccelerator(Accelerator):
 
     # ---- preparing
 
+    @torch.inference_mode(False)  # what is made here is trained on, also if it is first prepared to evaluate
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, as `Accelerator.prepare`. Collective."""
         for obj in args:
@@ -253,10 +280,14 @@ class GossipAccelerator(Accelerator):
 
     def _settle_schedulers(self) -> None:
         """Decide how the schedulers tick, and let gamma look ahead along them."""
-        schedulers = [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
+        schedulers = self._gossip_schedulers
         self.tick_rules.settle(schedulers, self.gradient_accumulation_steps, quiet=not self.is_main_process)
-        self.training.plan(schedulers)
+        self.training.plan((prepared.scheduler, prepared.ticks) for prepared in schedulers)
         self.pass_average.last_steps = self.tick_rules.last_steps(schedulers)
+
+    @property
+    def _gossip_schedulers(self) -> list[GossipScheduler]:
+        return [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -427,7 +458,7 @@ class GossipAccelerator(Accelerator):
 
     def not_training(self) -> AbstractContextManager[None]:
         """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
-        return self.deployment.evaluating()
+        return self.sharding.phase.evaluating()
 
     def deploy(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
@@ -631,12 +662,8 @@ class GossipAccelerator(Accelerator):
         """
         if self.is_main_process:
             if step is None and self.gossip_steps:
-                step = self.gossip_steps[0].mixer.step
-            self._log_kwargs = log_kwargs
-            self.consensus_logger.log(values, step)
-
-    def _log_to_trackers(self, values: dict[str, Any], step: int | None) -> None:
-        super().log(values, step=step, log_kwargs=self._log_kwargs)
+                step = self.gossip_steps[0].steps_taken
+            super().log(self.consensus_logger.log(values, step), step=step, log_kwargs=log_kwargs)
 
     # ---- ending
 
@@ -664,6 +691,20 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
+
+
+_CLASSES: dict[tuple[Any, Any], Any] = {}
+
+
+def _gossiping(cls: Any, kind: Any) -> Any:
+    """Return the class of an accelerator of class `kind` that gossips; the same one for its copies."""
+    if kind is not Accelerator and (cls, kind) not in _CLASSES:
+        _CLASSES[cls, kind] = type(f"Gossip{kind.__name__}", (cls, kind), {"_made_of": (cls, kind)})
+    return cls if kind is Accelerator else _CLASSES[cls, kind]
+
+
+def _blank(cls: Any, kind: Any = Accelerator) -> GossipAccelerator:
+    return object.__new__(_gossiping(cls, kind))
 
 
 def _checked_config(gossip: GossipConfig | None) -> GossipConfig:

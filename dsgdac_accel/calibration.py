@@ -26,7 +26,7 @@ from torch.utils.data import (
 from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.core.parameter_guard import batch_norm_layers
 from dsgdac_accel.data.equal_steps import EqualSteps
-from dsgdac_accel.data.loaders import preserved_loaders
+from dsgdac_accel.data.loaders import batch_sampler_of, preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 
@@ -271,7 +271,7 @@ def sharded_batches(
 
 def _rows(loader: Any) -> list[int]:
     """Return the dataset's row numbers that the loader draws from, ascending, without disturbing its sampler."""
-    batch_sampler = loader.batch_sampler
+    batch_sampler = batch_sampler_of(loader)
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, SequentialSampler | RandomSampler):
@@ -285,7 +285,7 @@ def _rows(loader: Any) -> list[int]:
 
 def _batch_size(loader: Any) -> int | None:
     """Return the samples per batch of one process, also where Accelerate wraps the batch sampler; None if unknown."""
-    sampler: Any = loader.batch_sampler
+    sampler = batch_sampler_of(loader)
     size = getattr(sampler, "batch_size", None)
     if isinstance(size, int) and getattr(sampler, "split_batches", False):
         return max(1, size // sampler.num_processes)
@@ -305,9 +305,11 @@ def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, local_w
     processes: dict[str, Any] = {"num_workers": loader.num_workers, "worker_init_fn": loader.worker_init_fn}
     if loader.num_workers:
         processes |= {name: getattr(loader, name) for name in ("multiprocessing_context", "timeout", "prefetch_factor")}
+    mine: Any = batches[share::shares]
+    order = {"batch_size": None, "sampler": mine} if loader.batch_sampler is None else {"batch_sampler": mine}
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches[share::shares],
+        **order,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         generator=torch.Generator().manual_seed(_ORDER_SEED + share),

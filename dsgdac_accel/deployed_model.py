@@ -31,6 +31,7 @@ from dsgdac_accel.calibration import (
 )
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.data.loaders import preserved_loaders
+from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
@@ -96,36 +97,24 @@ def deployed_model(
 
 
 class Deployment:
-    """Deploys the average of an accelerator's workers, and knows whether the accelerator trains at the moment.
+    """Deploys the average of an accelerator's workers.
 
     Args:
         training: the models and GossipSteps of the accelerator.
         gradient_state: Accelerate's record of the loaders that are being read.
+        phase: is told that passes over loaders inside do not count as training.
     """
 
-    def __init__(self, training: GossipTraining, gradient_state: GradientState) -> None:
+    def __init__(self, training: GossipTraining, gradient_state: GradientState, phase: TrainingPhase) -> None:
         self.training = training
         self.gradient_state = gradient_state
-        self._evaluations = 0
+        self.phase = phase
         self._deployments = 0
 
     @property
     def active(self) -> bool:
         """Whether a `deployed` context is open, so that the models hold the average."""
         return self._deployments > 0
-
-    def is_training(self) -> bool:
-        """Return whether a pass over a prepared loader counts as training."""
-        return self._evaluations == 0 and torch.is_grad_enabled()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""
-        self._evaluations += 1
-        try:
-            yield
-        finally:
-            self._evaluations -= 1
 
     @contextmanager
     def deployed(
@@ -157,7 +146,7 @@ class Deployment:
         )
         self._deployments += 1
         try:
-            with self.evaluating(), preserved_loaders(loaders), average as deployed:
+            with self.phase.evaluating(), preserved_loaders(loaders), average as deployed:
                 yield deployed
         finally:
             self._deployments -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -15,7 +16,6 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
-from dsgdac_accel.scheduler_ticks import GossipScheduler
 from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
 
 
@@ -107,9 +107,13 @@ class GossipTraining:
             quick_check(self.group, self.config)
         return step
 
-    def plan(self, prepared: Iterable[GossipScheduler]) -> None:
-        """Let gamma look ahead along each prepared scheduler of a gossiping optimizer, once for each way of ticking."""
-        for scheduler, ticks in ((one.scheduler, one.ticks) for one in prepared):
+    def plan(self, schedulers: Iterable[tuple[Any, int]]) -> None:
+        """Let gamma look ahead along each scheduler of a gossiping optimizer, once for each way of ticking.
+
+        Args:
+            schedulers: each with its ticks in an optimizer step.
+        """
+        for scheduler, ticks in schedulers:
             optimizer = getattr(scheduler, "optimizer", None)
             for step in self.steps:
                 ours = step.optimizer in (optimizer, getattr(optimizer, "optimizer", None))

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -220,7 +219,7 @@ class PassAverage:
     def during_pass(self, loader: Any) -> Iterator[None]:
         """Enter this for a pass over a prepared loader: an evaluation pass shows the average."""
         if not self._evaluates(loader):
-            if self.deployment.is_training():
+            if self.deployment.phase.is_training():
                 self._hide()  # an evaluation pass that was left without an end
             yield
             return
@@ -257,7 +256,7 @@ class PassAverage:
             self._hooks.append(inner.register_state_dict_pre_hook(_WarnOfOwnState(self, inner)))
             if hasattr(type(inner), "save_pretrained"):
                 _AVERAGES[inner] = weakref.ref(self)
-                inner.save_pretrained = MethodType(save_pretrained, inner)
+                inner.save_pretrained = _SavePretrained(inner)
 
     def end(self) -> None:
         """Drop the average, and no longer watch the models."""
@@ -331,19 +330,31 @@ _AVERAGES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PassAverage]] = weak
 """The average of each prepared model with a `save_pretrained`. Copies of a model are not in it."""
 
 
-def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the model's own `save_pretrained`, with the weights of the kept average."""
-    own = functools.partial(type(self).save_pretrained, self, *args, **kwargs)
-    reference = _AVERAGES.get(self)
-    average = None if reference is None else reference()
-    if average is None:
-        return own()
-    with average.shown() as shown:
-        if shown:
-            average.say_shown("save_pretrained()")
-        elif kwargs.get("state_dict") is None:
-            average.warn_of_own_state("save_pretrained()")
-        return own()
+class _SavePretrained:
+    """The model's own `save_pretrained`, with the weights of the kept average.
+
+    It does not keep the model alive. A copied or pickled model has one of its own, which saves the copy as it is.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model()
+        own = functools.partial(type(model).save_pretrained, model, *args, **kwargs)
+        reference = _AVERAGES.get(model)
+        average = None if reference is None else reference()
+        if average is None:
+            return own()
+        with average.shown() as shown:
+            if shown:
+                average.say_shown("save_pretrained()")
+            elif kwargs.get("state_dict") is None:
+                average.warn_of_own_state("save_pretrained()")
+            return own()
+
+    def __reduce__(self) -> tuple:
+        return _SavePretrained, (self.model(),)
 
 
 def _may_differ(replica: nn.Module) -> list[Tensor]:

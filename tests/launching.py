@@ -21,6 +21,9 @@ import torch
 from tests.workers import fork
 
 ROOT = Path(__file__).resolve().parents[1]
+_BESIDE = [folder / "shared" / "clients" for folder in ROOT.parents]
+CLIENTS = next((folder for folder in _BESIDE if folder.exists()), _BESIDE[0])
+"""Programs of other people to run the product on; tests that need them skip where they are absent."""
 LAUNCH_FILE = str(ROOT / "configs" / "accelerate" / "cpu_4_workers.yaml")
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILE]
 PLAIN = [sys.executable]

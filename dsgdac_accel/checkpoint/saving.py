@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,17 @@ class AcceleratorCheckpoints:
         gossip: GossipConfig | None = None,
         workers_per_process: int = 1,
     ) -> None:
-        self.accelerator = accelerator
+        self._accelerator = weakref.ref(accelerator)
         self.group = group
         self.gossip_steps = gossip_steps
         self.gossip = gossip
         self.workers_per_process = workers_per_process
         self._writer = CheckpointWriter(group)
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator, which owns this object. Held weakly: it must end with its last reference."""
+        return self._accelerator()
 
     # ---- saving
 
@@ -165,6 +171,7 @@ class AcceleratorCheckpoints:
 
     # ---- loading
 
+    @torch.inference_mode(False)  # what is loaded, such as the state of an optimizer, is trained on afterwards
     def load(
         self, input_dir: str | os.PathLike[str] | None = None, *, on_other_worker_count: str | None = None
     ) -> None:

@@ -73,11 +73,13 @@ class Buckets:
         """[local worker] its own parameters between `back_up` and `restore`, a tensor for each bucket."""
         self._like_buckets = True
 
+    @torch.inference_mode(False)  # what is made in an evaluation is trained on afterwards
     def lay_out(self, parameters: Sequence[Sequence[Parameter]]) -> None:
         """Move the parameters of each local worker into buckets. `reserve` must follow."""
         assert self.use is Use.FREE, f"the receive buffers are {self.use.value}"
         self.flats = [FlatParameters(mine) for mine in parameters]
 
+    @torch.inference_mode(False)
     def reserve(self, counts: Sequence[int], empty_message: Callable[[Tensor], Tensor] | None = None) -> None:
         """Make new receive buffers. A backup or an update in the old ones stays valid, and so does their use.
 
@@ -130,6 +132,7 @@ class Buckets:
             if self.use is Use.SCRATCH:  # after a lost worker, there are new buffers with a use of their own
                 self.claim(Use.FREE)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def back_up(self) -> None:
         """Keep the workers' own parameters in `backup`: the receive buffers, or new memory where these are smaller."""

@@ -206,6 +206,7 @@ class Compressor:
         self._saved: Mapping[str, Any] | None = None
         """Loaded references that do not fit the present layout: the run that saved them had thawed other parameters."""
 
+    @torch.inference_mode(False)
     def reserve(self) -> None:
         """Make messages and references for the present buckets and topology; references start from 0.
 

@@ -91,6 +91,7 @@ class FlatParameters:
             if mine is parameter
         )
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def release(self) -> None:
         """Give every parameter memory of its own again, with its values and strides; tied memory stays tied."""

@@ -74,6 +74,7 @@ class GossipStep:
         )
         self.average = Average(self.mixer)
         self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
+        self._worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
 
@@ -133,6 +134,34 @@ class GossipStep:
         """gamma of the latest step; 1 before the first."""
         return self.schedule.gamma
 
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        unjoined = vars(self).get("_unjoined")
+        return self.mixer.step if unjoined is None else unjoined[-1]["mixer"]["step"]
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what communicates: a copy joins those of the other workers when all of them first use it."""
+        if "_unjoined" in vars(self):
+            return vars(self)
+        kept = {name: getattr(self, name) for name in ("optimizer", "group", "config", "schedule")}
+        return kept | {"_unjoined": (self.watch.models, self._worker_of, self.state_dict())}
+
+    def __getattr__(self, name: str) -> Any:  # what a copy lacks that has not joined yet
+        if "_unjoined" not in vars(self) or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        models, worker_of, state = vars(self)["_unjoined"]
+        schedule = self.schedule  # with the future that it has planned for
+        GossipStep.__init__(self, self.optimizer, self.group, self.config, ModelWatch(models), worker_of)
+        self.load_state_dict(state)
+        self.schedule = schedule
+        del self._unjoined
+        return getattr(self, name)
+
+    # ---- for logs and checkpoints
+
     def metrics(self) -> dict[str, float]:
         """Return the latest figures of this worker; no communication.
 
@@ -140,6 +169,8 @@ class GossipStep:
         is there on process 0 only, and is mostly one step old.
         """
         figures = {"lr": self.lr, "gamma": self.gamma}
+        if "_unjoined" in vars(self):
+            return figures
         if self.average.latest is not None:
             figures |= self.average.latest.figures()
         if self.estimate is not None and self.estimate.latest is not None:

@@ -18,7 +18,13 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import IterableDataset
 
-from dsgdac_accel.data.loaders import generator_state, is_generator, parts_of, set_generator_state
+from dsgdac_accel.data.loaders import (
+    batch_sampler_of,
+    generator_state,
+    is_generator,
+    parts_of,
+    set_generator_state,
+)
 from dsgdac_accel.randomness import random_state, set_random_state
 
 _COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")
@@ -147,6 +153,22 @@ class PassRecorder:
         self._resumes = False
         self._replay: bool | None = None
 
+    @property
+    def loader(self) -> Any:
+        """The loader that owns this recorder. Held weakly: it must end with its last reference."""
+        return self._loader()
+
+    @loader.setter
+    def loader(self, loader: Any) -> None:
+        self._loader = weakref.ref(loader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the loader, which sets itself, and the running pass: a copy begins a pass of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_loader"} | {
+            "_advancing": None,
+            "_latest": None,
+        }
+
     # ---- iteration
 
     def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -208,7 +230,7 @@ class PassRecorder:
 
     def _can_skip_in_order(self) -> bool:
         base = self.loader.base_dataloader
-        if self._replay or base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
+        if self._replay or batch_sampler_of(base) is None or isinstance(base.dataset, IterableDataset):
             return False
         # Loader processes have random streams of their own, which only replaying brings to the same state.
         return base.num_workers == 0 or self._replay is False
@@ -272,7 +294,7 @@ class PassRecorder:
 
     def _splits_batches(self) -> bool:
         """Return whether one batch is split over all workers, so that their number does not change batches per pass."""
-        sampler = getattr(self.loader.base_dataloader, "batch_sampler", None)
+        sampler = batch_sampler_of(self.loader.base_dataloader)
         return bool(getattr(self.loader, "split_batches", False) or getattr(sampler, "split_batches", False))
 
     def load_state_dict(self, state: Mapping[str, Any], random: dict[str, Any] | None) -> None:
@@ -309,10 +331,25 @@ class PassRecorder:
         return self.loaded_batches if self._resumes else 0
 
 
+def _blank(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+def _reduce(loader: Any) -> tuple:
+    return _blank, (type(loader),), vars(loader)  # `__class__` claims to be that of the loader inside
+
+
+def _set_state(loader: Any, state: dict[str, Any]) -> None:
+    vars(loader).update(state)
+    loader.recorder.loader = loader
+
+
 class RecordedShard(DataLoaderShard):
     """A `DataLoaderShard` with a `recorder` of its passes."""
 
     recorder: PassRecorder
+    __reduce__ = _reduce
+    __setstate__ = _set_state
     batches_per_fetch = 1
     unreported_fetches = 1  # Accelerate reports a fetch by `_update_state_dict`, except the first of a pass
 
@@ -328,6 +365,8 @@ class RecordedDispatcher(DataLoaderDispatcher):
     """A `DataLoaderDispatcher` with a `recorder` of its passes."""
 
     recorder: PassRecorder
+    __reduce__ = _reduce
+    __setstate__ = _set_state
     unreported_fetches = 0
 
     @property
@@ -372,13 +411,14 @@ def recorder_of(loader: Any) -> PassRecorder | None:
 @contextmanager
 def _first_batches_skipped(base: Any, count: int, random: dict[str, Any] | None) -> Iterator[None]:
     """Make a pass that begins inside skip the first `count` batches in the sampler, then set the random streams."""
-    original = base.batch_sampler
+    original = batch_sampler_of(base)
+    place = "sampler" if base.batch_sampler is None else "batch_sampler"
     # A DataLoader forbids changing its sampler, since a running pass would not follow; this pass has not begun.
-    object.__setattr__(base, "batch_sampler", _SkippingSampler(original, count, random))
+    object.__setattr__(base, place, _SkippingSampler(original, count, random))
     try:
         yield
     finally:
-        object.__setattr__(base, "batch_sampler", original)
+        object.__setattr__(base, place, original)
 
 
 class _SkippingSampler:

@@ -23,6 +23,10 @@ def inner_loader(loader: Any) -> Any:
     return loader.loader if isinstance(loader, EqualSteps) else loader
 
 
+def _always() -> bool:
+    return True
+
+
 class EqualSteps:
     """An iterable of this worker's batches that ends each pass after the same number of steps on all workers.
 
@@ -36,7 +40,7 @@ class EqualSteps:
         active: whether to cut passes now. Evaluation must see all its data. Default: always.
     """
 
-    def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[], bool] = _always) -> None:
         self.loader = loader
         self.group = group
         self.active = active

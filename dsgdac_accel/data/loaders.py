@@ -40,7 +40,7 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
     if group.size == 1:
         return
     sampler = getattr(loader, "sampler", None)
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    inner = getattr(batch_sampler_of(loader), "sampler", None)
     for candidate in (s for s in (sampler, inner) if s is not None):
         if not isinstance(candidate, RandomSampler) and getattr(candidate, "generator", False) is None:
             candidate.shared_seed = shared_seed(group)
@@ -98,7 +98,7 @@ class SharedStream:
 
 def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
     """Wrap the batch sampler under the shard of a prepared loader in `SharedStream`, unless it is torch's."""
-    shard: Any = getattr(prepared, "batch_sampler", None)
+    shard: Any = batch_sampler_of(prepared)
     inner = getattr(shard, "batch_sampler", None)
     if group.size == 1 or inner is None or hasattr(inner, "rank"):  # distributed samplers know the order
         return
@@ -154,11 +154,12 @@ def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
     """
     if group.size == 1:
         return
-    if loader.batch_size is None and loader.batch_sampler is None:
+    if loader.batch_size is None and batch_sampler_of(loader) is None:
         raise ValueError(
             f"batch_size=None leaves batches to the dataset, and Accelerate cannot distribute them over {group.size} "
-            f"workers. Set dispatch_batches=True in DataLoaderConfiguration, so that worker 0 reads for all, or let "
-            f"every worker read its own part through `accelerator.equal_steps(loader)`, without `prepare`."
+            f"workers. Give a BatchSampler as `sampler`, set dispatch_batches=True in DataLoaderConfiguration, so that "
+            f"worker 0 reads for all, or let every worker read its own part through `accelerator.equal_steps(loader)`, "
+            f"without `prepare`."
         )
     distributed = next((part for part in parts_of(loader) if _is_distributed(part)), None)
     if distributed is not None:
@@ -209,6 +210,18 @@ class _SeedLoaderWorker:
         torch.manual_seed(int(words[2]))
         if self.then is not None:
             self.then(worker_id)
+
+
+# ---- samplers
+
+
+def batch_sampler_of(loader: Any) -> Any:
+    """Return the sampler that makes the batches of a loader; None if the dataset makes them.
+
+    With batch_size=None it is a `BatchSampler` in the place of the sampler: the dataset then gets whole lists of rows.
+    """
+    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    return sampler if batch_sampler is None and isinstance(sampler, BatchSampler) else batch_sampler
 
 
 # ---- leaving no trace

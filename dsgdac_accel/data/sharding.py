@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DataLoaderConfiguration
 
-from dsgdac_accel.data.dataloader_state import AroundPass, record_passes
+from dsgdac_accel.data.dataloader_state import record_passes
 from dsgdac_accel.data.equal_steps import EqualSteps, known_length
 from dsgdac_accel.data.loaders import (
     differ_per_worker,
@@ -22,19 +24,56 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import shared_seed
 
 
+class TrainingPhase:
+    """Whether passes over the loaders of an accelerator count as training. Others are neither cut short nor counted.
+
+    All its loaders share it, and copies of them do. It keeps nothing alive, so that a loader keeps no model alive.
+    """
+
+    def __init__(self) -> None:
+        self._evaluations = 0
+        self._around: weakref.WeakMethod[Callable[[Any], AbstractContextManager[Any]]] | None = None
+
+    def enter_for_passes(self, around: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        """From now on, run each pass over a loader inside the context `around(loader)`, a method."""
+        self._around = weakref.WeakMethod(around)
+
+    def around(self, loader: Any) -> AbstractContextManager[Any]:
+        """Return the context for a pass over a loader."""
+        around = None if self._around is None else self._around()
+        return nullcontext() if around is None else around(loader)
+
+    def is_training(self) -> bool:
+        """Return whether a pass that begins now counts as training."""
+        return self._evaluations == 0 and torch.is_grad_enabled()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, passes do not count as training."""
+        self._evaluations += 1
+        try:
+            yield
+        finally:
+            self._evaluations -= 1
+
+    def __deepcopy__(self, memo: dict) -> TrainingPhase:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return TrainingPhase, ()  # the contexts that are open here end here
+
+
 class LoaderSharding:
     """Adds to Accelerate's sharding what workers with different random streams need.
 
     Args:
         group: the workers.
-        is_training: returns whether a pass counts as training. Other passes are neither cut nor counted.
-        around: returns a context for each pass over a prepared loader.
+        phase: tells whether a pass counts as training.
     """
 
-    def __init__(self, group: WorkerGroup, is_training: Callable[[], bool], around: AroundPass = nullcontext) -> None:
+    def __init__(self, group: WorkerGroup, phase: TrainingPhase) -> None:
         self.group = group
-        self.is_training = is_training
-        self.around = around
+        self.phase = phase
 
     def share_order(self, loader: Any, config: DataLoaderConfiguration) -> None:
         """Seed the samplers alike on all workers, before Accelerate prepares the loader. Collective."""
@@ -54,7 +93,7 @@ class LoaderSharding:
         Raises:
             ValueError: some worker would get no batch, or the batches cannot be shared out.
         """
-        prepared = record_passes(prepared, loaders, self.is_training, self.around)
+        prepared = record_passes(prepared, loaders, self.phase.is_training, self.phase.around)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         survive_losses(prepared, self.group)
@@ -72,4 +111,4 @@ class LoaderSharding:
 
     def equal_steps(self, batches: Any) -> EqualSteps:
         """Cut an iterable of this worker's batches to as many as the shortest worker has. Collective."""
-        return EqualSteps(batches, self.group, active=self.is_training)
+        return EqualSteps(batches, self.group, active=self.phase.is_training)

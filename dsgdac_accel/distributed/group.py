@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,9 @@ from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 
 T = TypeVar("T")
+
+_LIVE: weakref.WeakValueDictionary[str, WorkerGroup] = weakref.WeakValueDictionary()
+"""The groups of this process, for their copies."""
 
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 
@@ -46,11 +50,20 @@ class WorkerGroup:
         WorkerLostError: a worker did not connect.
     """
 
+    policy: StopOnLoss
+
     def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
         launched = dist.is_available() and dist.is_initialized()
+        self._begin(device, timeout, Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1))
+        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
+        if self.size > 1:
+            self._connect()
+        self.policy = policy  # until now, a lost worker ends the run in any case
+
+    def _begin(self, device: torch.device, timeout: float, members: Members) -> None:
         self.device = device
         self.timeout = timeout
-        self.members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
+        self.members = members
         self.process_groups = ProcessGroups(device, timeout)
         self.detector = FailureDetector(self.members, timeout)
         self.policy = StopOnLoss(self.detector)
@@ -60,11 +73,15 @@ class WorkerGroup:
         self.poster = Poster(threaded=self.process_groups.backend == "gloo")
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
-        self._callbacks: list[Callable[[], None]] = []
-        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
-        if self.size > 1:
-            self._connect()
-        self.policy = policy  # until now, a lost worker ends the run in any case
+        self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._moved = False
+        """Whether it was pickled in another process, whose connections this one does not have."""
+        self._key = uuid.uuid4().hex
+        _LIVE[self._key] = self
+
+    def __reduce__(self) -> tuple:
+        """Copies in this process are this group itself: its connections can be neither copied nor moved."""
+        return _copy_of, (self._key, self.device, self.timeout, self.rank, self.size)
 
     def _connect(self) -> None:
         if self.device.type not in ("cpu", "cuda"):
@@ -130,6 +147,11 @@ class WorkerGroup:
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
+        if self._moved and self.size > 1:
+            raise RuntimeError(
+                f"this accelerator was pickled in another process, and its connections to the {self.size} workers do "
+                f"not come along. Make a new one here, on all workers."
+            )
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
@@ -137,7 +159,7 @@ class WorkerGroup:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
-            not self.closed
+            not (self.closed or self._moved)
             and self.process_groups.world is world
             and (self.device, self.timeout, self.policy.name) == (device, timeout, on_loss)
         )
@@ -171,13 +193,19 @@ class WorkerGroup:
         return self.policy.retry_after_loss(work)
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every loss, once `rank` and `size` are those of the survivors."""
-        self._callbacks.append(callback)
+        """Call `callback`, a method, after every loss, once `rank` and `size` are those of the survivors.
+
+        Its object is held weakly: a group serves one accelerator after another.
+        """
+        self._callbacks = [known for known in self._callbacks if known() is not None]
+        self._callbacks.append(weakref.WeakMethod(callback))
 
     def workers_changed(self) -> None:
         """Call the callbacks of `when_workers_change`. The loss policy does it after a loss."""
-        for callback in self._callbacks:
-            callback()
+        for known in self._callbacks:
+            callback = known()
+            if callback is not None:
+                callback()
 
     def report(self, message: str) -> str:
         """Tell the other workers why this run ends. Returns the first message that any worker wrote."""
@@ -292,6 +320,17 @@ class WorkerGroup:
                     f"all workers must have the same {what}; worker {names[0]} has {_short(values[0])} and worker "
                     f"{names[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
+
+
+def _copy_of(key: str, device: torch.device, timeout: float, rank: int, size: int) -> WorkerGroup:
+    """Return the group of this process with this key; in another process a group that only knows who it was."""
+    live = _LIVE.get(key)
+    if live is not None:
+        return live
+    group = object.__new__(WorkerGroup)
+    group._begin(device, timeout, Members(rank, size))
+    group._moved = True
+    return group
 
 
 def _short(value: object, limit: int = 300) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -27,32 +29,35 @@ def repeat_collectives(accelerator: Any, group: WorkerGroup) -> None:
         group: its workers.
     """
     running = False  # a collective that runs inside another is repeated with it
+    owner = weakref.ref(accelerator)  # which must end with its last reference
 
-    def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
+    def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def collective(*args: Any, **kwargs: Any) -> Any:
             nonlocal running
+            method = MethodType(function, owner())
             if group.size == 1 or group.closed or running:
                 return method(*args, **kwargs)
             running = True
             try:
-                return group.collective(lambda: method(*args, **kwargs), f"`{method.__name__}`", strict=True)
+                return group.collective(lambda: method(*args, **kwargs), f"`{function.__name__}`", strict=True)
             finally:
                 running = False
 
         return collective
 
     for name in _REPEATED:
-        setattr(accelerator, name, repeated(getattr(accelerator, name)))
-    accelerator.main_process_first = _goes_first(accelerator, "is_main_process")
-    accelerator.local_main_process_first = _goes_first(accelerator, "is_local_main_process")
+        setattr(accelerator, name, repeated(getattr(type(accelerator), name)))
+    accelerator.main_process_first = _goes_first(owner, "is_main_process")
+    accelerator.local_main_process_first = _goes_first(owner, "is_local_main_process")
 
 
-def _goes_first(accelerator: Any, is_first: str) -> Callable[[], AbstractContextManager[None]]:
+def _goes_first(owner: Callable[[], Any], is_first: str) -> Callable[[], AbstractContextManager[None]]:
     """One process runs the context before the others do; if it is lost in it, the others continue at once."""
 
     @contextmanager
     def goes_first() -> Iterator[None]:
+        accelerator = owner()
         first = getattr(accelerator, is_first)  # on entry: another process may become the main one meanwhile
         if not first:
             accelerator.wait_for_everyone()

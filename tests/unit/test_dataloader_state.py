@@ -154,7 +154,8 @@ def test_passes_left_by_break_count_and_evaluation_does_not():
 
 
 def test_a_loader_of_other_samplers_is_refused():
-    state = recorder_of(make_loader("map")).state_dict()
+    saved = make_loader("map")
+    state = recorder_of(saved).state_dict()
     with pytest.raises(ValueError, match=r"of a loader made of RecordedShard.*RandomSampler.* Prepare the loader as"):
         recorder_of(make_loader("stream")).load_state_dict(state, random_state())
     recorder_of(make_loader("stream")).load_state_dict(state, None)  # rescaled: as far as samplers are alike
