@@ -109,8 +109,8 @@ class EditGuard:
         self._raise(worker, changed.nonzero().flatten().tolist(), step=unread[2])
 
     def forget(self) -> None:
-        """Drop what was not read: the run continues from a checkpoint."""
-        self._unread = None
+        """Drop what was posted and what was not read: the exchange is given up, or the run continues elsewhere."""
+        self.sent, self._unread = {}, None
 
     def _sends(self, round_: int, local: int) -> bool:
         plan = self.rounds.plan(round_, local)

@@ -238,6 +238,7 @@ class Mixer:
     def abandon(self) -> None:
         """Give up what is in flight, before connections end."""
         self.exchange.abandon()
+        self.edits.forget()
         if self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
             self.buckets.claim(Use.FREE)
 
