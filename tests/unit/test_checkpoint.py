@@ -436,7 +436,7 @@ def damaged(folder, how):
     elif how == "a nested manifest":
         (folder / "gossip.json").write_text("[" * 100_000)
     elif how == "another format of the file":
-        content = file.read_bytes().replace(b'"dsgdac_accel.format":"1"', b'"dsgdac_accel.format":"2"')
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"2"', b'"dsgdac_accel.format":"3"')
         file.write_bytes(content)
         manifest = (folder / "gossip.json").read_text()
         digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
@@ -474,7 +474,7 @@ def damaged(folder, how):
         ("lead out", "is damaged", False),
         ("lead out of the workers", "is damaged", False),
         ("a nested manifest", "is damaged", False),
-        ("another format of the file", "has format 2; this version reads 1", True),
+        ("another format of the file", "has format 3; this version reads 2", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
@@ -774,7 +774,7 @@ def state_of(rank):
 def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
     rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_worker", lambda folder, rank: decode(encode(states[rank])))
+    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
     monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
     average = average_of_workers(tmp_path, launched=2)
