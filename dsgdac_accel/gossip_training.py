@@ -70,14 +70,18 @@ class GossipTraining:
         Raises:
             ValueError: names, shapes or dtypes differ between the workers, or quantized weights do.
         """
+        if not (models or optimizers):
+            return
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
             (f"optimizer parameter {number}", parameter)
             for optimizer in optimizers
             for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
         ]
-        new = {id(tensor): (name, tensor) for name, tensor in reversed(named)}  # the model's names win
-        make_equal_(list(new.values()), self.group)
+        distinct: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:  # the model's names come first, and win
+            distinct.setdefault(id(tensor), (name, tensor))
+        make_equal_(list(distinct.values()), self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
         """Return a new `GossipStep` for an optimizer. Collective.

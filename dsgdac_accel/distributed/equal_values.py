@@ -23,7 +23,7 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
     Raises:
         ValueError: on all workers, if names, shapes or dtypes differ, or a tensor cannot be compared or sent.
     """
-    if group.size == 1 or not named:
+    if group.size == 1:
         return
     layouts, digests, problem = [], [], None
     for name, tensor in named:
@@ -35,24 +35,23 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
             break
     everyone = group.all_gather_object((layouts, digests, problem), "comparing the models of all workers")
     workers = group.members.original_ranks
-    first_layouts, first_digests, _ = everyone[0]
+    first_layouts = everyone[0][0]
     for worker, (_, _, found) in zip(workers, everyone, strict=True):
         if found:
             raise ValueError(f"worker {worker}: {found}")
     for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
         if other_layouts != first_layouts:
             raise ValueError(_other_layout(first_layouts, other_layouts, workers[0], worker))
-    for number, (name, tensor) in enumerate(named):
-        differing = [
-            worker for worker, other in zip(workers, everyone, strict=True) if other[1][number] != first_digests[number]
-        ]
-        if not differing:
-            continue
-        if not all(other[1][number][1] for other in everyone):
+    found_by_tensor = list(zip(*(found for _, found, _ in everyone), strict=True))
+    differing = [number for number, found in enumerate(found_by_tensor) if len(set(found)) > 1]
+    for number in differing:
+        if not all(plain for _, plain in found_by_tensor[number]):
             raise ValueError(
-                f"{name} is quantized, and worker {differing[0]} has another one than worker {workers[0]}; its "
-                f"quantization state cannot be sent. Load the same base with the same quantization on all workers."
+                f"{named[number][0]} is quantized and differs between the workers, and its quantization state cannot "
+                f"be sent. Load the same base with the same quantization on all workers."
             )
+    for number in differing:
+        name, tensor = named[number]
         group.broadcast_(tensor, f"starting from equal values of {name}")
 
 
