@@ -88,7 +88,9 @@ def add_common(state: Any, folder: Path | str, own: Mapping[Place, Tensor] | Non
 
     try:
         put_common(state["models"], manifest.common, read, own)
-    except (LookupError, TypeError, AttributeError) as error:  # a forged manifest
+    except CheckpointError:
+        raise
+    except Exception as error:  # a forged manifest can lead to any error
         raise CheckpointError(
             f"{folder} is damaged: its common tensors are not those of its models ({error!r}). {LOAD_ANOTHER}"
         ) from error
