@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_COLUMNS = 2048
-"""Words of 32 bits in a row."""
+_COLUMNS = 1024
+"""Words of 64 bits in a row."""
 _CPU_ROWS, _OTHER_ROWS = 64, 8192
 """Rows hashed at a time: what fits into the cache of a CPU core, and 64 MiB elsewhere."""
 _ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
@@ -55,10 +55,10 @@ def digest(tensor: Tensor) -> str:
 
     The inner tensors of a subclass (torchao) and those in a parameter's attributes (bitsandbytes) count, too.
 
-    The tensor stays on its device: two multilinear functions of its 32-bit words, with fixed random keys, hash each row
-    of 8 KiB, and SHA-256 joins the hashes of the rows. Over the choice of the keys, two different tensors have the same
-    digest with a probability of 2^-66 at most. That guards against accidents, not against forgery. Source: Lemire and
-    Kaser 2014, Strongly universal string hashing is fast, section 2.
+    The tensor stays on its device: sums of its words, weighted by fixed random keys, hash each row of 8 KiB, and
+    SHA-256 joins the hashes of the rows. Over the choice of the keys, two different tensors have the same digest with a
+    probability of 2^-33 at most (Lemire and Kaser 2014, Strongly universal string hashing is fast). That guards against
+    accidents, not against forgery.
 
     Raises:
         ValueError: the tensor is sparse, quantized by torch, nested or without values (meta).
@@ -100,33 +100,39 @@ def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
     if type(tensor.data) is not Tensor:
         raise ValueError(f"a tensor is a {_type_name(tensor)}, whose bytes cannot be compared.")
     octets = as_bytes(tensor)
-    if octets.data_ptr() % 4:
+    if octets.data_ptr() % 8:
         octets = octets.clone()
-    whole = octets.numel() // 4 * 4
-    yield from _row_hashes(octets[:whole].view(torch.int32))
+    whole = octets.numel() // 8 * 8
+    yield from _row_hashes(octets[:whole].view(torch.int64))
     yield octets[whole:].cpu().numpy().tobytes()
     yield from _parts(_attached(tensor), depth) if _attached(tensor) else ()
 
 
 def _row_hashes(words: Tensor) -> Iterator[bytes]:
-    """Yield h_rk = sum_c w_kc x_rc mod 2^64 for the rows r of `words` and the two keys k, some rows at a time."""
-    keys = _keys().to(words.device)
-    rows = _CPU_ROWS if words.device.type == "cpu" else _OTHER_ROWS
+    """Yield sum_c k_c x_rc and sum_c l_c floor(x_rc / 2^32), mod 2^64, for the rows r of `words`, some rows at a time.
+
+    Where two rows differ in the upper half of a word, the second sums are equal with
+    a probability of 2^-33 at most; otherwise the first sums are. In the first one alone, the sign bits of two words
+    could cancel.
+    """
+    first, second = _keys().to(words.device)
     whole = len(words) // _COLUMNS * _COLUMNS
-    blocks = list(words[:whole].view(-1, _COLUMNS).split(rows)) if whole else []
-    if len(words) > whole:
-        blocks.append(words[whole:].view(1, -1))
-    scratch = torch.empty((2, *blocks[0].shape), dtype=torch.int64, device=words.device) if blocks else keys
-    for block in blocks:
-        wide, products = (memory.view(-1)[: block.numel()].view_as(block) for memory in scratch)
-        wide.copy_(block)
-        sums = [torch.mul(wide, key[: block.shape[1]], out=products).sum(1) for key in keys]
+    rows = _CPU_ROWS if words.device.type == "cpu" else _OTHER_ROWS
+    blocks = [*(words[:whole].view(-1, _COLUMNS).split(rows) if whole else ()), words[whole:].view(1, -1)]
+    for block in blocks if len(words) > whole else blocks[:-1]:
+        columns = block.shape[1]
+        sums = _times(block, first[:columns]), _times(block >> 32, second[:columns])
         yield torch.stack(sums).cpu().numpy().tobytes()
+
+
+def _times(rows: Tensor, key: Tensor) -> Tensor:
+    """Return the products of rows with a vector, mod 2^64. CUDA has no matrix products of integers."""
+    return torch.mv(rows, key) if rows.device.type == "cpu" else (rows * key).sum(1)
 
 
 @functools.cache
 def _keys() -> Tensor:
-    """Return the keys, shape (2, columns): fixed bits, because torch's generators may change between versions."""
+    """Return two keys, shape (2, columns): fixed bits, because torch's generators may change between versions."""
     bits = hashlib.shake_256(b"dsgdac_accel.digest").digest(2 * _COLUMNS * 8)
     return torch.from_numpy(numpy.frombuffer(bits, dtype="<i8").astype(numpy.int64)).view(2, _COLUMNS)
 
