@@ -15,7 +15,7 @@ from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, read_manifest
 from dsgdac_accel.tensor_bytes import as_bytes
 from tests.multiprocess.test_start_and_data import Scaled
-from tests.multiprocess.trainer_model import arguments
+from tests.multiprocess.trainer_model import Model, Rows, arguments
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -163,6 +163,42 @@ def load_average(rank: int, folder: Path) -> tuple[bool, bool]:
 
 
 # ---- the Trainer
+
+
+def start_a_trainer(rank: int, folder: Path) -> dict[str, Any]:
+    send, sent = torch.distributed.broadcast, []
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return send(tensor, *args, **kwargs)
+
+    torch.distributed.broadcast = counting
+    found = {}
+    for name, seed in {"equal": 0, "unequal": rank, "evaluated before": rank}.items():
+        sent.clear()
+        trainer = Trainer(
+            Model(seed=seed),
+            arguments(str(folder), max_steps=1),
+            train_dataset=Rows(12),
+            eval_dataset=Rows(8),
+            callbacks=[GossipCallback(GossipConfig(timeout=20))],
+        )
+        loss = trainer.evaluate()["eval_loss"] if name == "evaluated before" else None
+        trainer.train()
+        found[name] = sum(sent), loss
+    return found
+
+
+def test_the_model_of_a_trainer_is_sent_once_and_only_if_workers_differ(tmp_path):
+    results = run_workers(start_a_trainer, 2, tmp_path)
+    first, data = Model(), Rows(8)
+    with torch.no_grad():
+        loss = first(data.x, data.y)["loss"].item()
+    size = 8 * sum(parameter.numel() for parameter in first.parameters())
+    for found in results:
+        assert found["equal"] == (0, None)
+        assert found["unequal"] == (size, None)
+        assert found["evaluated before"] == (size, pytest.approx(loss, rel=1e-6)), "worker 0's model is evaluated"
 
 
 class Inputs(torch.utils.data.Dataset):
