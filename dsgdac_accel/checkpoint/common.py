@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.tensor_bytes import digest, is_plain
 
@@ -101,9 +102,14 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
     for worker, (_, found) in zip(group.members.original_ranks, everyone, strict=True):
         if found is not None:
             raise CheckpointError(f"worker {worker} cannot be saved: {found}")
+    first = everyone[0][0]
+
+    def unchanged(place: Place) -> bool:
+        return place in first and elsewhere.get(place) == first[place][0]
+
     listed = []
     stored: dict[str, Tensor] = {}
-    for place, (found, plain) in everyone[0][0].items():
+    for place, (found, plain) in first.items():
         equal = all(others.get(place) == (found, plain) for others, _ in everyone)
         if not (equal or plain):
             raise CheckpointError(
@@ -113,7 +119,9 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
         if not equal:
             continue
         tensor = models[place.model][place.part].pop(place.name)
-        keep = plain and elsewhere.get(place) != found
+        # Whoever loads a model loads its first replica, of which the others become copies.
+        source = place._replace(name=in_first_replica(place.name))
+        keep = plain and not (unchanged(place) and unchanged(source))
         listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
         if keep:
             stored.setdefault(found, tensor)

@@ -108,6 +108,16 @@ def by_replica(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [found[number] for number in sorted(found)]
 
 
+def in_first_replica(name: str) -> str:
+    """Return the name of the same value in the first replica of `VirtualWorkers`.
+
+    >>> in_first_replica("replicas.3.weight"), in_first_replica("weight")
+    ('replicas.0.weight', 'weight')
+    """
+    match = _OF_REPLICA.fullmatch(name)
+    return name if match is None else f"replicas.0.{match[2]}"
+
+
 def _by_eager_name(values: dict[str, Any]) -> dict[str, Any]:
     return {eager_name(name): value for name, value in values.items()}
 

@@ -48,8 +48,8 @@ class TrainerCheckpoints:
         """Optimizer step at which the current pass began."""
         self._loaded: dict[str, Any] | None = None
         """The checkpoint's data position, until the pass that it describes begins."""
-        self._base: dict[Place, str] = {}
-        """Digests of the frozen tensors, at the beginning of the run, that are there again when the run resumes."""
+        self._base: dict[Place, str] | None = None
+        """Digests of the frozen tensors that are there again when a run resumes; None before the first `train()`."""
 
     @property
     def _accelerator(self) -> GossipAccelerator:
@@ -199,7 +199,9 @@ class TrainerCheckpoints:
         Raises:
             CheckpointError: the checkpoint is damaged, or from another model or number of workers.
         """
-        self._base = self._loaded_by_the_trainer()  # before a checkpoint changes it
+        found, known = self._loaded_by_the_trainer(), self._base  # before a checkpoint changes the model
+        # What an earlier `train()` has changed, nobody else can load.
+        self._base = found if known is None else {place: d for place, d in found.items() if known.get(place) == d}
         if self._resuming is None:
             return None
         accelerator = self._accelerator

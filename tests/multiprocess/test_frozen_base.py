@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, read_manifest
@@ -218,17 +218,30 @@ class AdapterOnly(Trainer):
         super()._save(output_dir, adapter)
 
 
+KINDS = {"trainer": Trainer, "virtual workers": Trainer, "own way": AdapterOnly, "like PEFT": AdapterOnly}
+
+
+class Counting(TrainerCallback):
+    """Changes a frozen weight alike in all processes, of virtual workers that of the first."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        kwargs["model"].target.weight.data.fill_(state.global_step)
+
+
 def resumed_trainer(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
-    for kind, of in {"trainer": Trainer, "own way": AdapterOnly}.items():
+    for kind, of in KINDS.items():
         ends = []
-        for seed, resume in ((0, None), (1, str(folder / kind / "checkpoint-3"))):
+        for seed, resume in ((0, None), (int(kind != "like PEFT"), str(folder / kind / "checkpoint-3"))):
             model = Adapted(seed)
+            gossip = GossipConfig(timeout=20, power=1.0, workers_per_process=1 + (kind == "virtual workers"))
+            if kind == "like PEFT":
+                model.peft_config = {}
             trainer = of(
                 model,
-                arguments(str(folder / kind), max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=2),
+                arguments(str(folder / kind), max_steps=6, save_strategy="steps", save_steps=3, per_device_train_batch_size=4),
                 train_dataset=Inputs(),
-                callbacks=[GossipCallback(GossipConfig(timeout=20, power=1.0), calibrate=False)],
+                callbacks=[GossipCallback(gossip, calibrate=False), Counting()],
             )
             trainer.train(resume_from_checkpoint=resume)
             ends.append(values_of(model))
@@ -238,8 +251,10 @@ def resumed_trainer(rank: int, folder: Path) -> dict[str, Any]:
 
 def test_a_trainer_checkpoint_leaves_the_base_to_the_trainers_own_file(tmp_path):
     for found in run_workers(resumed_trainer, 2, tmp_path):
-        assert found == {"trainer": True, "own way": True}
-    workers = {kind: stored(tmp_path / kind / "checkpoint-3" / "workers") for kind in ("trainer", "own way")}
-    private = 2 * ADAPTER
-    assert workers["trainer"] < private + 4 * 1024, "the table only"
-    assert BASE < workers["own way"] < BASE + private
+        assert found == dict.fromkeys(KINDS, True)
+    # The target, stored once, and what is in nobody else's file or differs: the table and BatchNorm statistics.
+    changed = 4 * (256 * 64 + 1024)
+    expected = {"trainer": changed, "like PEFT": changed, "own way": BASE, "virtual workers": changed + 4 * 256 * 64}
+    for kind, size in expected.items():
+        workers = 4 if kind == "virtual workers" else 2
+        assert size < stored(tmp_path / kind / "checkpoint-3" / "workers") < size + workers * ADAPTER, kind
