@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, load_worker, read_manifest
 from dsgdac_accel.tensor_bytes import as_bytes
-from tests.multiprocess.test_start_and_data import Scaled
+from tests.multiprocess.small_model import Scaled
 from tests.multiprocess.trainer_model import Model, Rows, arguments
 from tests.workers import run_workers
 
@@ -222,10 +222,13 @@ KINDS = {"trainer": Trainer, "virtual workers": Trainer, "own way": AdapterOnly,
 
 
 class Counting(TrainerCallback):
-    """Changes a frozen weight alike in all processes, of virtual workers that of the first."""
+    """Changes frozen weights alike in all processes, of virtual workers those of the first."""
 
     def on_step_end(self, args, state, control, **kwargs):
         kwargs["model"].target.weight.data.fill_(state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        kwargs["model"].norm.weight.data.fill_(2.0)
 
 
 def resumed_trainer(rank: int, folder: Path) -> dict[str, Any]:
@@ -239,10 +242,14 @@ def resumed_trainer(rank: int, folder: Path) -> dict[str, Any]:
                 model.peft_config = {}
             trainer = of(
                 model,
-                arguments(str(folder / kind), max_steps=6, save_strategy="steps", save_steps=3, per_device_train_batch_size=4),
+                arguments(
+                    str(folder / kind), max_steps=6, save_strategy="steps", save_steps=3, per_device_train_batch_size=4
+                ),
                 train_dataset=Inputs(),
                 callbacks=[GossipCallback(gossip, calibrate=False), Counting()],
             )
+            if kind == "like PEFT" and resume is None:
+                trainer.train()  # what it changes is in no base model when the next one begins
             trainer.train(resume_from_checkpoint=resume)
             ends.append(values_of(model))
         found[kind] = all(map(torch.equal, *ends))

@@ -25,6 +25,7 @@ from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.tensor_bytes import as_bytes
+from tests.multiprocess.small_model import Scaled
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
@@ -96,15 +97,6 @@ def test_all_workers_start_from_worker_0_to_the_bit(how):
         assert all(torch.equal(mine, first) for mine, first in zip(tensors, results[0][1:], strict=True))
     torch.manual_seed(0)
     assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "equal to worker 0's model"
-
-
-class Scaled(nn.Parameter):
-    """A parameter with scales in an attribute, as those of bitsandbytes."""
-
-    def __new__(cls, scale: float) -> Scaled:
-        parameter = torch.Tensor._make_subclass(cls, torch.arange(8, dtype=torch.uint8), False)
-        parameter.absmax = torch.tensor([scale])
-        return parameter
 
 
 def frozen_base(rank: int, differ: str = "nothing") -> nn.Module:

@@ -45,6 +45,7 @@ from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers
 from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, safetensors_parts, write_whole
+from tests.multiprocess.small_model import Scaled
 
 
 @pytest.fixture
@@ -631,6 +632,17 @@ def test_checkpoints_of_format_1_are_read(tmp_path, alone, monkeypatch):
     monkeypatch.undo()
     loaded = load_checkpoint(tmp_path / "c", alone)
     same(loaded["models"][0]["parameters"]["weight"], state["models"][0]["parameters"]["weight"].data)
+
+
+def test_a_quantized_weight_takes_no_other_values(alone):
+    """Format 1 holds its bytes without their scales."""
+    model = nn.Linear(2, 2)
+    model.packed = Scaled(1.0)
+    state = decode(encode(model_state(model), copy=True))
+    load_model_state(model, state)
+    state["parameters"]["packed"][3] = 77
+    with pytest.raises(CheckpointError, match="'packed' is quantized in the model, and has other values"):
+        load_model_state(model, state)
 
 
 # ---- in the background
