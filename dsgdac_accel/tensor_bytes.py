@@ -96,9 +96,12 @@ def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
         return
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "on the meta device" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}"
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} is {kind}: its bytes cannot be compared.")
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is {kind}, and cannot be compared bit by bit. Load its values, or "
+            f"make it dense."
+        )
     if type(tensor.data) is not Tensor:
-        raise ValueError(f"a tensor is a {_type_name(tensor)}, whose bytes cannot be compared.")
+        raise ValueError(f"a {_type_name(tensor)} cannot be compared bit by bit. Convert it to an ordinary tensor.")
     octets = as_bytes(tensor)
     if octets.data_ptr() % 8:
         octets = octets.clone()

@@ -73,11 +73,15 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
     They are read anew each time. A version counter does not show writes through `.data`, which is how target networks
     are updated.
     """
-    return {
-        place: digest(tensor)
-        for place, tensor in tensors_by_place(models).items()
-        if not tensor.requires_grad and (tensor.numel() * tensor.element_size() >= MIN_BYTES or not is_plain(tensor))
-    }
+    found = {}
+    for place, tensor in tensors_by_place(models).items():
+        large = tensor.numel() * tensor.element_size() >= MIN_BYTES
+        if not tensor.requires_grad and (large or not is_plain(tensor)):
+            try:
+                found[place] = digest(tensor)
+            except ValueError as error:
+                raise ValueError(f"{place.name}: {error}") from error
+    return found
 
 
 def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[Place, str]) -> Common:
