@@ -178,7 +178,7 @@ def start_a_trainer(rank: int, folder: Path) -> dict[str, Any]:
         sent.clear()
         trainer = Trainer(
             Model(seed=seed),
-            arguments(str(folder), max_steps=1),
+            arguments(str(folder), max_steps=1, per_device_eval_batch_size=2),
             train_dataset=Rows(12),
             eval_dataset=Rows(8),
             callbacks=[GossipCallback(GossipConfig(timeout=20))],
