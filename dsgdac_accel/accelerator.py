@@ -398,7 +398,7 @@ class GossipAccelerator(Accelerator):
         yield
 
     def make_equal(self, models: list[nn.Module]) -> None:
-        """Broadcast worker 0's parameters, frozen ones included, and buffers. `prepare` does this. Collective."""
+        """Give all workers worker 0's parameters, frozen ones included, and buffers, as `prepare` does. Collective."""
         self.training.make_equal(models)
 
     # ---- gradients

@@ -11,7 +11,6 @@ Calibration of BatchNorm is in `calibration`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,6 +34,7 @@ from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
+from dsgdac_accel.tensor_bytes import digest
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
 
@@ -176,12 +176,9 @@ class Deployment:
 
 def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
     """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     group.require_equal(
-        digest.hexdigest(),
-        "parameters (SHA-256)",
+        [digest(parameter) for parameter in model.parameters()],
+        "parameters (digests)",
         "There is no average to deploy, because no optimizer was prepared and nothing has mixed the workers. Train "
         "with an optimizer that went through `prepare(model, optimizer)`.",
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.parameter_guard import ModelWatch, as_parameter_list
 from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
@@ -62,12 +63,14 @@ class GossipTraining:
                 virtual.streams.seed(seed + number, range(self.group.rank * local, (self.group.rank + 1) * local))
 
     def make_equal(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """Broadcast worker 0's parameters, frozen ones included, and buffers. Collective.
+        """Give all workers worker 0's parameters, frozen ones included, and buffers. Collective.
+
+        Only tensors whose digests differ are sent.
 
         Raises:
-            ValueError: names, shapes or dtypes differ between the workers.
+            ValueError: names, shapes or dtypes differ between the workers, or quantized weights do.
         """
-        if self.group.size == 1 or not (models or optimizers):
+        if not (models or optimizers):
             return
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
@@ -75,11 +78,10 @@ class GossipTraining:
             for optimizer in optimizers
             for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
         ]
-        new = {id(tensor): (name, tensor) for name, tensor in reversed(named)}  # the model's names win
-        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in new.values()]
-        self.group.require_equal(layout, "model (names, shapes, dtypes)")
-        for name, tensor in new.values():
-            self.group.broadcast_(tensor, f"starting from equal values of {name}")
+        distinct: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:  # the model's names come first, and win
+            distinct.setdefault(id(tensor), (name, tensor))
+        make_equal_(list(distinct.values()), self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
         """Return a new `GossipStep` for an optimizer. Collective.

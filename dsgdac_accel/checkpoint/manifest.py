@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.serialization import FORMAT, LOAD_ANOTHER, PARTIAL, CheckpointError, SavedFile
+from dsgdac_accel.checkpoint.common import CommonTensor
+from dsgdac_accel.checkpoint.serialization import (
+    FORMAT,
+    LOAD_ANOTHER,
+    PARTIAL,
+    READABLE_FORMATS,
+    CheckpointError,
+    SavedFile,
+)
 from dsgdac_accel.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -23,8 +31,9 @@ RECEIPT = ".receipt"
 """Suffix of the file that reports a worker's file as written; it exists only while a checkpoint is being saved."""
 
 # Names are matched as a whole, so that a manifest from elsewhere cannot point outside its folder.
-WORKER_FILE = re.compile(r"workers/(\d{5,})(?:-(\d+))?\.safetensors")
-OURS = re.compile(rf"\d{{5,}}(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
+WORKER_FILE = re.compile(r"workers/(\d{5,})(?:-(?P<generation>\d+))?\.safetensors")
+COMMON_FILE = re.compile(r"workers/common(?:-(?P<generation>\d+))?\.safetensors")
+OURS = re.compile(rf"(\d{{5,}}|common)(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
 """Names of the files that saving writes into the folder of the workers."""
 
 
@@ -54,6 +63,10 @@ class Manifest:
     """Plain values from the caller: topology, configuration, ..."""
     files: tuple[SavedFile, ...]
     """State of worker 0, 1, ..."""
+    common: tuple[CommonTensor, ...] = ()
+    """Tensors that were equal on all workers, which are not in `files`."""
+    common_file: SavedFile | None = None
+    """The common tensors that are stored, by digest."""
     library: str = __version__
     format: int = FORMAT
 
@@ -76,23 +89,36 @@ def read_manifest(folder: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    if found not in READABLE_FORMATS:
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
         raise CheckpointError(
             f"{path} has format {found}{wrote}; this is {__version__}, which reads format {FORMAT}. Load it with the "
             f"version that wrote it."
         )
     try:
-        manifest = Manifest(**{**content, "files": tuple(SavedFile(**file) for file in content["files"])})
+        manifest = _parsed(content)
         names = [WORKER_FILE.fullmatch(file.name) for file in manifest.files]
         ranks = [int(name[1]) for name in names if name]
         if type(manifest.workers) is not int or manifest.workers != len(names) or ranks != list(range(len(names))):
             raise ValueError("its files are not those of its workers")
         if not names or type(manifest.step) is not int or not isinstance(manifest.facts, dict):
             raise ValueError("workers, step and facts are not as this library writes them")
+        shared = manifest.common_file
+        if (shared is None) == any(tensor.stored for tensor in manifest.common) or (
+            shared is not None and not COMMON_FILE.fullmatch(shared.name)
+        ):
+            raise ValueError("its common file is not that of its common tensors")
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     return manifest
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    files = tuple(SavedFile(**file) for file in content["files"])
+    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content.get("common", ()))
+    common_file = content.get("common_file")
+    common_file = None if common_file is None else SavedFile(**common_file)
+    return Manifest(**{**content, "files": files, "common": common, "common_file": common_file})
 
 
 def complete_manifest(folder: Path | str) -> Manifest:
@@ -102,7 +128,7 @@ def complete_manifest(folder: Path | str) -> Manifest:
         CheckpointError: the checkpoint is incomplete, with the reason.
     """
     manifest = read_manifest(folder)
-    for file in manifest.files:
+    for file in (*manifest.files, *filter(None, [manifest.common_file])):
         path = Path(folder) / file.name
         try:
             size = path.stat().st_size

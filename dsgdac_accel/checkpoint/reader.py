@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.common import Place, put_common
 from dsgdac_accel.checkpoint.manifest import WorkerCountError, read_manifest
-from dsgdac_accel.checkpoint.serialization import CheckpointError, read_state
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, read_state
 from dsgdac_accel.checkpoint.worker_state import by_replica
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
-def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
+def load_checkpoint(folder: Path | str, group: WorkerGroup, own: Mapping[Place, Tensor] | None = None) -> Any:
     """Return this worker's state, as it was passed to `save_checkpoint`. Collective: all workers load it, or none.
+
+    Args:
+        folder: the checkpoint.
+        group: the workers.
+        own: the tensors of the models to load into, as of `common.tensors_by_place`. Common tensors of the same value
+            are put into the state, and not read. With None, tensors that the checkpoint does not hold are left out.
 
     Raises:
         WorkerCountError: it was saved by another number of workers.
-        CheckpointError: there is no complete checkpoint, or a file is damaged, altered, or of another format.
+        CheckpointError: there is no complete checkpoint, a file is damaged, altered, or of another format, or a
+            tensor that the checkpoint does not hold has another value in `own`.
     """
     state = error = manifest = None
     try:
         manifest = read_manifest(folder)
         if manifest.workers == group.size:
-            state = read_state(Path(folder), manifest.files[group.rank])
+            state = load_private(folder, group.rank)
+            add_common(state, folder, own)
     except CheckpointError as problem:
         error = str(problem)
     seen = group.all_gather_object((error, manifest), "loading a checkpoint")
@@ -46,9 +56,18 @@ def load_checkpoint(folder: Path | str, group: WorkerGroup) -> Any:
 def load_worker(folder: Path | str, rank: int) -> Any:
     """Return the state of worker `rank` of a checkpoint. No communication.
 
+    Tensors that the checkpoint does not hold, because they are in the Trainer's own file, are left out.
+
     Raises:
         CheckpointError: there is no such worker, or as in `load_checkpoint`.
     """
+    state = load_private(folder, rank)
+    add_common(state, folder)
+    return state
+
+
+def load_private(folder: Path | str, rank: int) -> Any:
+    """Return the state of worker `rank` without the common tensors. No communication. Raises as `load_worker`."""
     manifest = read_manifest(folder)
     if not 0 <= rank < manifest.workers:
         raise CheckpointError(
@@ -57,11 +76,32 @@ def load_worker(folder: Path | str, rank: int) -> Any:
     return read_state(Path(folder), manifest.files[rank])
 
 
+def add_common(state: Any, folder: Path | str, own: Mapping[Place, Tensor] | None = None) -> None:
+    """Put the common tensors into a state of `load_private`, in place. `own` and errors as in `load_checkpoint`."""
+    manifest = read_manifest(folder)
+    if not manifest.common:
+        return
+
+    def read() -> Mapping[str, Tensor]:
+        assert manifest.common_file is not None
+        return read_state(Path(folder), manifest.common_file)
+
+    try:
+        put_common(state["models"], manifest.common, read, own)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a forged manifest can lead to any error
+        raise CheckpointError(
+            f"{folder} is damaged: its common tensors are not those of its models ({error!r}). {LOAD_ANOTHER}"
+        ) from error
+
+
 def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:
     """Return the parameters of every worker by name, from a checkpoint of `save_state`. No communication.
 
     Args:
-        folder: the checkpoint. With several workers per process, each of them gets its own entry.
+        folder: the checkpoint. With several workers per process, each of them gets its own entry. Frozen parameters
+            that only the Trainer's own file holds are left out.
         model: index of the prepared model.
 
     Raises:

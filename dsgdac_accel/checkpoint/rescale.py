@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.manifest import read_manifest
-from dsgdac_accel.checkpoint.reader import load_worker
+from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 
 
@@ -17,7 +17,7 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
 
     Parameters and floating-point optimizer states are averaged in float64. BatchNorm statistics are pooled by the law
     of total variance. Everything else is worker 0's. Consumed batches are rescaled to the new number of workers,
-    rounded down.
+    rounded down. The common tensors are left out.
 
     Args:
         folder: a checkpoint of `save_state`, of any number of workers.
@@ -27,7 +27,7 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
         CheckpointError: the checkpoint was saved inside an accumulation window.
     """
     manifest = read_manifest(folder)
-    state = load_worker(folder, 0)
+    state = load_private(folder, 0)
     if state["window"] is not None:
         raise CheckpointError(
             "it was saved between two micro-batches, and gradients of each worker cannot be shared among others. "
@@ -36,7 +36,7 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
     means = _Means()
     means.add(state)
     for rank in range(1, manifest.workers):
-        other = load_worker(folder, rank)
+        other = load_private(folder, rank)
         means.add(other)
         for optimizer, others in zip(state["optimizers"], other["optimizers"], strict=True):
             for parameter, values in others["state"].items():

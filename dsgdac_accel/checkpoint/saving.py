@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
 from dsgdac_accel.checkpoint.manifest import (
     MANIFEST,
     WorkerCountError,
@@ -22,7 +23,7 @@ from dsgdac_accel.checkpoint.manifest import (
     newest_complete,
     read_manifest,
 )
-from dsgdac_accel.checkpoint.reader import load_checkpoint
+from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
 from dsgdac_accel.checkpoint.rescale import average_of_workers
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import (
@@ -88,24 +89,39 @@ class AcceleratorCheckpoints:
         *,
         wait: bool = True,
         facts: Mapping[str, Any] | None = None,
+        elsewhere: Mapping[Place, str] | None = None,
     ) -> Path:
-        """Save the state of every worker and return the folder. Collective. See `GossipAccelerator.save_state`."""
+        """Save the state of every worker and return the folder. Collective. See `GossipAccelerator.save_state`.
+
+        Args:
+            output_dir, wait, facts: as for `save_state`.
+            elsewhere: digests of frozen tensors that are loaded from somewhere else before `load` is called, as of
+                `frozen_digests`. The checkpoint does not hold those that still have this digest on all workers.
+        """
         self._refuse_while_deployed("save_state")
         self.finish()
         folder = self._folder_to_save(output_dir)
-        self.group.retry_after_loss(lambda: self._save(folder, wait, facts))
+        self.group.retry_after_loss(lambda: self._save(folder, wait, facts, elsewhere or {}))
         self.accelerator.project_configuration.iteration += 1
         return folder
 
-    def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None) -> None:
+    def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None, elsewhere: Mapping[Place, str]) -> None:
         state = self._training_state(self._weights_to_save(folder))
+        common = take_common(state["models"], self.group, elsewhere)
         step = max((gossip.mixer.step for gossip in self.gossip_steps), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:
-            save_checkpoint(folder, state, self.group, step=step, facts=noted)
+            save_checkpoint(folder, state, self.group, step=step, facts=noted, common=common)
             self._delete_old(folder)
         else:
-            self._writer.save(folder, state, step=step, facts=noted)
+            self._writer.save(folder, state, step=step, facts=noted, common=common)
+
+    def frozen_digests(self) -> dict[Place, str]:
+        """Return the digests of the frozen tensors of the prepared models as they are now."""
+        return untrained_digests(self._models_by_index())
+
+    def _models_by_index(self) -> dict[int, Any]:
+        return {index: model_state(model) for index, model in enumerate(self.accelerator._models)}
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written. Collective. See `GossipAccelerator.finish_saving`."""
@@ -197,8 +213,9 @@ class AcceleratorCheckpoints:
 
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
         """Return the state for this worker, and whether it is the average of all saved workers."""
+        own = tensors_by_place(self._models_by_index())
         try:
-            state = load_checkpoint(folder, self.group)
+            state = load_checkpoint(folder, self.group, own)
             lost = read_manifest(folder).facts.get("lost", [])
             if lost == self.group.lost:
                 return state, False
@@ -211,7 +228,13 @@ class AcceleratorCheckpoints:
         except WorkerCountError:
             if on_other_worker_count == "refuse":
                 raise
-        return self._on_all(lambda: average_of_workers(folder, self.group.size)), True
+
+        def average() -> dict[str, Any]:
+            state = average_of_workers(folder, self.group.size)
+            add_common(state, folder, own)
+            return state
+
+        return self._on_all(average), True
 
     def _require_same_split(self, folder: Path) -> None:
         """Refuse another split of workers over processes: one file holds the state of all workers of a process."""

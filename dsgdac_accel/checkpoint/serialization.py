@@ -23,8 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
+
+READABLE_FORMATS = (1, 2)
+"""Format 1 has no common tensors: every worker's file holds all of its model."""
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
@@ -330,7 +333,7 @@ def read_state(folder: Path, file: SavedFile) -> Any:
         found = metadata[_FORMAT]
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path} is not a state file of this library ({error}). {LOAD_ANOTHER}") from error
-    if found != str(FORMAT):
+    if found not in map(str, READABLE_FORMATS):
         raise CheckpointError(
             f"{path} has format {found}; this version reads {FORMAT}. Load it with the "
             f"version of dsgdac_accel that wrote it."

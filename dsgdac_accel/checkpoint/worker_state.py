@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.core.parameter_guard import as_parameter_list
+from dsgdac_accel.tensor_bytes import as_bytes, is_plain, narrowed
 from dsgdac_accel.wrappers import eager_name, unwrapped
 
 _SHOWN = 3  # differences named in an error
@@ -49,14 +50,15 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     own = model_state(inner)
     for part in ("parameters", "buffers"):
         for name, tensor in own[part].items():
-            _once(tensor, tensor).copy_(_once(state[part][name], tensor))
+            if state[part][name] is not tensor:  # a common tensor that the model has already
+                narrowed(tensor, tensor).copy_(narrowed(state[part][name], tensor))
     modules = {eager_name(name): module for name, module in inner.named_modules()}
     for name, saved in state["caches"].items():
         buffer = own["caches"].get(name)
-        if buffer is None:
+        if buffer is None or buffer is saved:
             continue
         if _layout(buffer) == _layout(saved):
-            _once(buffer, buffer).copy_(_once(saved, buffer))
+            narrowed(buffer, buffer).copy_(narrowed(saved, buffer))
         else:
             owner, _, short = name.rpartition(".")
             modules[owner]._buffers[short] = saved.to(buffer.device)
@@ -77,6 +79,11 @@ def require_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
                 f"{kind} {name!r} is {_layout(saved[name])} in the checkpoint and {_layout(tensor)} in the model"
                 for name, tensor in mine.items()
                 if name in saved and _layout(saved[name]) != _layout(tensor)
+            ]
+            differences += [
+                f"{kind} {name!r} is quantized in the model, and has other values in the checkpoint"
+                for name, tensor in mine.items()
+                if name in saved and not (is_plain(tensor) or _is_same(saved[name], tensor))
             ]
     if differences:
         more = len(differences) - _SHOWN
@@ -101,6 +108,16 @@ def by_replica(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [found[number] for number in sorted(found)]
 
 
+def in_first_replica(name: str) -> str:
+    """Return the name of the same value in the first replica of `VirtualWorkers`.
+
+    >>> in_first_replica("replicas.3.weight"), in_first_replica("weight")
+    ('replicas.0.weight', 'weight')
+    """
+    match = _OF_REPLICA.fullmatch(name)
+    return name if match is None else f"replicas.0.{match[2]}"
+
+
 def _by_eager_name(values: dict[str, Any]) -> dict[str, Any]:
     return {eager_name(name): value for name, value in values.items()}
 
@@ -121,12 +138,12 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _once(tensor: Tensor, like: Tensor) -> Tensor:
-    """Narrow `tensor` to one entry along dimensions that `like` expands: torch writes to no memory twice."""
-    for dimension, stride in enumerate(like.stride()):
-        if stride == 0 and like.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
+def _is_same(saved: Tensor, quantized: Tensor) -> bool:
+    """Return whether a quantized weight need not be loaded: its quantization state could not be."""
+    if saved is quantized:
+        return True
+    whole = type(quantized.data) is Tensor and _layout(saved) == _layout(quantized)
+    return whole and torch.equal(as_bytes(saved).cpu(), as_bytes(quantized).cpu())
 
 
 def _layout(tensor: Tensor) -> str:

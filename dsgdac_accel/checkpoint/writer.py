@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.manifest import MANIFEST, OURS, RECEIPT, WORKER_FILE, WORKERS, Manifest
+from dsgdac_accel.checkpoint.common import Common
+from dsgdac_accel.checkpoint.manifest import COMMON_FILE, MANIFEST, OURS, RECEIPT, WORKER_FILE, WORKERS, Manifest
 from dsgdac_accel.checkpoint.serialization import (
     CheckpointError,
     Encoded,
@@ -34,7 +35,13 @@ _POLL_SECONDS = 0.05
 
 
 def save_checkpoint(
-    folder: Path | str, state: Any, group: WorkerGroup, *, step: int, facts: Mapping[str, Any] | None = None
+    folder: Path | str,
+    state: Any,
+    group: WorkerGroup,
+    *,
+    step: int,
+    facts: Mapping[str, Any] | None = None,
+    common: Common | None = None,
 ) -> None:
     """Write this worker's `state`, and the manifest once all workers have written theirs. Collective.
 
@@ -46,11 +53,13 @@ def save_checkpoint(
         group: the workers.
         step: optimizer steps done.
         facts: plain values for the manifest, taken from worker 0.
+        common: tensors taken out of `state` because they are equal on all workers; see `common.take_common`. Worker 0
+            writes those to store.
 
     Raises:
         CheckpointError: on all workers, if any of them could not write. The failed checkpoint is removed.
     """
-    pending = PendingCheckpoint(folder, group, step, facts)
+    pending = PendingCheckpoint(folder, group, step, facts, common)
     outcome = pending.write(pending.encoded(state))
     pending.conclude(pending.gather(outcome))
 
@@ -77,14 +86,22 @@ class CheckpointWriter:
         """Folder of the checkpoint that `finish` has to wait for; None if there is none."""
         return None if self._pending is None else self._pending.folder
 
-    def save(self, folder: Path | str, state: Any, *, step: int, facts: Mapping[str, Any] | None = None) -> Path | None:
+    def save(
+        self,
+        folder: Path | str,
+        state: Any,
+        *,
+        step: int,
+        facts: Mapping[str, Any] | None = None,
+        common: Common | None = None,
+    ) -> Path | None:
         """Finish the previous checkpoint and start this one. Arguments as in `save_checkpoint`. Collective.
 
         Returns:
             The folder of the previous checkpoint, which is complete now; None if there was none.
         """
         finished = self.finish()
-        pending = PendingCheckpoint(folder, self.group, step, facts)
+        pending = PendingCheckpoint(folder, self.group, step, facts, common)
         encoded = pending.encoded(state, copy=True)
         self._pending, self._outcome = pending, None
 
@@ -151,19 +168,29 @@ class PendingCheckpoint:
     because the other workers would wait forever: errors travel in `Outcome`.
 
     Args:
-        folder, group, step, facts: as in `save_checkpoint`.
+        folder, group, step, facts, common: as in `save_checkpoint`.
 
     Raises:
         CheckpointError: on all workers, if they save different steps or folders, or worker 0 cannot use the folder.
     """
 
-    def __init__(self, folder: Path | str, group: WorkerGroup, step: int, facts: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        group: WorkerGroup,
+        step: int,
+        facts: Mapping[str, Any] | None,
+        common: Common | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.group = group
         # As they are now: workers may be lost before the checkpoint is complete.
         self.rank, self.workers, self.numbers = group.rank, group.size, list(group.members.original_ranks)
         self.step = step
         self.facts = dict(facts or {})
+        self.common = common or Common()
+        self.common_file: SavedFile | None = None
+        """The file of the common tensors, once worker 0 has written it."""
         self.written = threading.Event()
         self.abandon = threading.Event()
         self.commit_error: str | None = None
@@ -194,33 +221,48 @@ class PendingCheckpoint:
                 file.unlink(missing_ok=True)
         if not (self.folder / MANIFEST).exists():
             return 0
-        numbers = [WORKER_FILE.fullmatch(f"{WORKERS}/{file.name}") for file in files]
-        return 1 + max((int(match[2] or 0) for match in numbers if match), default=0)
+        names = [f"{WORKERS}/{file.name}" for file in files]
+        matches = [WORKER_FILE.fullmatch(name) or COMMON_FILE.fullmatch(name) for name in names]
+        return 1 + max((int(match["generation"] or 0) for match in matches if match), default=0)
 
     def path(self, rank: int, suffix: str = ".safetensors") -> Path:
         """Return the path of a worker's file."""
         return self.folder / WORKERS / f"{rank:05d}{self.suffix}{suffix}"
 
+    @property
+    def common_path(self) -> Path:
+        """The path of the file of the common tensors."""
+        return self.folder / WORKERS / f"common{self.suffix}.safetensors"
+
     # ---- the part of every worker
 
-    def encoded(self, state: Any, copy: bool = False) -> Encoded | str:
-        """Return the encoded state, or the error."""
+    def encoded(self, state: Any, copy: bool = False) -> dict[Path, Encoded] | str:
+        """Return what this worker writes by path, encoded: its state, and on worker 0 the common tensors. Or the error.
+
+        The state comes last: its file is the one that `write` returns.
+        """
         try:
-            return encode(state, copy)
+            files = {self.path(self.rank): encode(state, copy)}
+            if self.rank == 0 and self.common.tensors:
+                files = {self.common_path: encode(dict(self.common.tensors), copy), **files}
+            return files
         except Exception as error:
             return str(error)
 
-    def write(self, encoded: Encoded | str) -> Outcome:
-        """Write this worker's file, unless there is an error already."""
+    def write(self, encoded: dict[Path, Encoded] | str) -> Outcome:
+        """Write this worker's files, unless there is an error already."""
         if isinstance(encoded, str):
             return Outcome(error=encoded)
-        path = self.path(self.rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            size, digest = write_whole(path, safetensors_parts(encoded))
-        except Exception as error:
-            return Outcome(error=_described(error, path))
-        return Outcome(SavedFile(path.relative_to(self.folder).as_posix(), size, digest))
+        written = {}
+        for path, content in encoded.items():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                size, digest = write_whole(path, safetensors_parts(content))
+            except Exception as error:
+                return Outcome(error=_described(error, path))
+            written[path] = SavedFile(path.relative_to(self.folder).as_posix(), size, digest)
+        self.common_file = written.get(self.common_path)
+        return Outcome(written[self.path(self.rank)])
 
     def leave_receipt(self, outcome: Outcome) -> None:
         """Report this worker's file to worker 0's thread."""
@@ -250,7 +292,7 @@ class PendingCheckpoint:
         if self.commit_error is not None:
             return
         assert len(files) == self.workers, "a checkpoint holds all its workers"
-        manifest = Manifest(self.workers, self.step, self.facts, tuple(files))
+        manifest = Manifest(self.workers, self.step, self.facts, tuple(files), self.common.listed, self.common_file)
         path = self.folder / MANIFEST
         try:
             self._require_shared(files)
@@ -262,7 +304,7 @@ class PendingCheckpoint:
             self.commit_error = _described(error, path)
             return
         self.commit_error = ""
-        named = {self.folder / file.name for file in files}
+        named = {self.folder / file.name for file in (*files, *filter(None, [self.common_file]))}
         for file in (self.folder / WORKERS).glob("*"):
             if file not in named and OURS.fullmatch(file.name):
                 with contextlib.suppress(OSError):  # the checkpoint is complete without it
@@ -318,7 +360,8 @@ class PendingCheckpoint:
         )
 
     def _discard(self) -> None:
-        for file in (self.path(self.rank), self.path(self.rank, RECEIPT)):
+        mine = [self.path(self.rank), self.path(self.rank, RECEIPT)]
+        for file in (*mine, self.common_path) if self.rank == 0 else mine:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
         self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")

@@ -21,6 +21,7 @@ from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
+from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
 
@@ -278,13 +279,13 @@ class WorkerGroup:
 
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
-                values = tensor.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(values.reshape(-1).view(torch.uint8), 0, group=self.process_groups.reduction)
-                return values
+                octets = as_bytes(tensor).clone()
+                dist.broadcast(octets, 0, group=self.process_groups.reduction)
+                return octets.view(tensor.dtype).view(tensor.shape)
 
             values = self.collective(first, what)
             if self.rank != 0:
-                tensor.detach().copy_(values)
+                narrowed(tensor.detach(), tensor).copy_(narrowed(values, tensor))
         return tensor
 
     def all_gather_object(self, value: T, what: str) -> list[T]:

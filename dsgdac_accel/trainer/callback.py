@@ -95,6 +95,7 @@ class GossipCallback(TrainerCallback):
         self._stop: SignalStop
         self._trainer: Trainer | None = None
         self._training = False
+        self._has_trained = False
         self._planned_lrs: list[float] | None = None
         self._gradients_checked = False
         self._random_state: dict[str, Any] | None = None
@@ -130,7 +131,7 @@ class GossipCallback(TrainerCallback):
                 "stop_on_signals=True needs complete checkpoints to resume from, but save_only_model=True saves only "
                 "the model. Set save_only_model=False, or stop_on_signals=False."
             )
-        self._trainer = trainer
+        self._trainer, self._has_trained = trainer, False
         self.checkpoints = TrainerCheckpoints(trainer)
         self._begin_run()
         # First of all callbacks: at the end of training, reporting integrations must find the deployed model.
@@ -156,8 +157,6 @@ class GossipCallback(TrainerCallback):
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
-        if next(self._model.parameters()).device.type == self._group.device.type:
-            self._accelerator.make_equal([self._model])  # for an `evaluate` before training; `prepare` does it again
 
     def _begin_run(self) -> None:
         """Reset the state of one `train()`."""
@@ -232,7 +231,7 @@ class GossipCallback(TrainerCallback):
             )
         self._begin_run()
         resume_from_checkpoint = self.checkpoints.choose(resume_from_checkpoint)
-        self._training = True
+        self._training = self._has_trained = True
         if self._accelerator.training.has_prepared(self._model):
             vars(self._model)["_is_accelerate_prepared"] = True  # so that its forward is not wrapped a second time
         try:
@@ -346,6 +345,8 @@ class GossipCallback(TrainerCallback):
     # ---- evaluating and saving
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._has_trained and next(self._model.parameters()).device.type == self._group.device.type:
+            self._accelerator.make_equal([self._model])  # later, `prepare` has made the workers equal
         with self.deployment.deployed():
             return self._group.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
 

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
+from dsgdac_accel.checkpoint.common import Place
 from dsgdac_accel.checkpoint.manifest import MANIFEST
 from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.equal_steps import inner_loader, known_length
@@ -24,6 +25,8 @@ from dsgdac_accel.data.loaders import set_shared_epoch
 from dsgdac_accel.randomness import random_state
 
 logger = logging.getLogger(__name__)
+
+_SAVING_METHODS = ("save_model", "_save", "_load_from_checkpoint")
 
 
 class TrainerCheckpoints:
@@ -45,6 +48,8 @@ class TrainerCheckpoints:
         """Optimizer step at which the current pass began."""
         self._loaded: dict[str, Any] | None = None
         """The checkpoint's data position, until the pass that it describes begins."""
+        self._base: dict[Place, str] | None = None
+        """Digests of the frozen tensors that are there again when a run resumes; None before the first `train()`."""
 
     @property
     def _accelerator(self) -> GossipAccelerator:
@@ -57,7 +62,7 @@ class TrainerCheckpoints:
         trainer, accelerator = self.trainer, self._accelerator
         folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         with self._as_prepared():
-            accelerator.save_state(folder)
+            accelerator.checkpoints.save(folder, elsewhere=self._base)
         if accelerator.is_main_process:
             # An earlier run may have left this file. The checkpoint is complete once the Trainer has written it anew.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -186,7 +191,7 @@ class TrainerCheckpoints:
         return self._resuming is not None and (self._resuming / MANIFEST).exists()
 
     def restore(self, state: TrainerState) -> dict[str, Any] | None:
-        """Restore this worker's own state if the Trainer resumes. Collective.
+        """Restore this worker's own state if the Trainer resumes, and note which base the run has. Collective.
 
         Returns:
             The restored random streams; None if there are none.
@@ -194,6 +199,9 @@ class TrainerCheckpoints:
         Raises:
             CheckpointError: the checkpoint is damaged, or from another model or number of workers.
         """
+        found, known = self._loaded_by_the_trainer(), self._base  # before a checkpoint changes the model
+        # What an earlier `train()` has changed, nobody else can load.
+        self._base = found if known is None else {place: d for place, d in found.items() if known.get(place) == d}
         if self._resuming is None:
             return None
         accelerator = self._accelerator
@@ -203,6 +211,23 @@ class TrainerCheckpoints:
         with self._as_prepared():
             accelerator.load_state(self._resuming)
         return random_state()
+
+    def _loaded_by_the_trainer(self) -> dict[Place, str]:
+        """Return the digests of the frozen tensors that workers' states need not hold.
+
+        The Trainer's own file holds them, or PEFT leaves them to the base model. A Trainer that saves its model in
+        another way may lose some.
+        """
+        trainer, kind = self.trainer, type(self.trainer)
+        own_way = any(getattr(kind, name) is not getattr(Trainer, name) for name in _SAVING_METHODS)
+        if trainer.args.save_only_model or (own_way and not hasattr(trainer.model, "peft_config")):
+            return {}
+        dropped = tuple(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
+        return {
+            place: digest
+            for place, digest in self._accelerator.checkpoints.frozen_digests().items()
+            if place.part != "caches" and not place.name.endswith(dropped)
+        }
 
     def _start_from_one_model(self, state: TrainerState) -> None:
         """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already."""

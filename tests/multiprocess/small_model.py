@@ -20,3 +20,12 @@ def make_model() -> nn.Module:
 def inputs(rank: int, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + number)
     return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+class Scaled(nn.Parameter):
+    """A parameter with scales in an attribute, as those of bitsandbytes."""
+
+    def __new__(cls, scale: float) -> Scaled:
+        parameter = torch.Tensor._make_subclass(cls, torch.arange(8, dtype=torch.uint8), False)
+        parameter.absmax = torch.tensor([scale])
+        return parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 
 import numpy
@@ -23,6 +24,8 @@ from torch.utils.data import (
 from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
+from dsgdac_accel.tensor_bytes import as_bytes
+from tests.multiprocess.small_model import Scaled
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
@@ -94,6 +97,80 @@ def test_all_workers_start_from_worker_0_to_the_bit(how):
         assert all(torch.equal(mine, first) for mine, first in zip(tensors, results[0][1:], strict=True))
     torch.manual_seed(0)
     assert torch.equal(results[0][1], nn.Linear(3, 4).weight), "equal to worker 0's model"
+
+
+def frozen_base(rank: int, differ: str = "nothing") -> nn.Module:
+    base = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).requires_grad_(False)
+    with torch.no_grad():
+        for number, tensor in enumerate((*base.parameters(), *base.buffers())):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + number)
+        base[0].bias.zero_()
+    base.register_buffer("repeated", torch.zeros(4).expand(3, 4))
+    base.head = nn.Linear(4, 2)
+    with torch.no_grad():
+        base.head.weight.fill_(1.0), base.head.bias.fill_(2.0)
+    if differ == "quantized":
+        base.packed = Scaled(1.0 + rank)
+    elif differ == "no values" and rank == 1:
+        base.offloaded = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+    elif differ == "no values":
+        base.offloaded = nn.Parameter(torch.empty(2), requires_grad=False)
+    elif differ == "dtype" and rank == 1:
+        base[2].double()
+    elif differ == "one more" and rank == 1:
+        base.more = nn.Linear(1, 1)
+    elif differ == "bits" and rank == 1:
+        with torch.no_grad():
+            base[0].bias.neg_()  # -0.0
+            base[2].weight.view(torch.int32)[1, 1] = 0x7FC00003  # NaN with a payload
+            base[1].running_var[2] = 7.0
+        base.repeated = torch.ones(4).expand(3, 4)
+    return base
+
+
+def count_what_is_sent(rank: int) -> dict[str, tuple]:
+    found: dict[str, tuple] = {}
+    send = torch.distributed.broadcast
+    sent: list[int] = []
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(tensor, *args, **kwargs)
+
+    torch.distributed.broadcast = counting
+    for differ in ("nothing", "bits", "quantized", "no values", "dtype", "one more"):
+        sent.clear()
+        base, error = frozen_base(rank, differ), ""
+        accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
+        try:
+            accelerator.make_equal([base])  # as GossipCallback does before the Trainer prepares
+            accelerator.prepare(base, torch.optim.SGD(base.head.parameters(), lr=0.1))
+        except ValueError as caught:
+            error = str(caught)
+        finally:
+            accelerator.free_memory()
+        values = [] if error else [as_bytes(tensor).clone() for tensor in (*base.parameters(), *base.buffers())]
+        found[differ] = list(sent), error, values
+    return found
+
+
+def test_only_what_differs_is_sent_and_only_once():
+    mine, others = run_workers(count_what_is_sent, 2)
+    first = frozen_base(0)
+    expected = [as_bytes(tensor) for tensor in (*first.parameters(), *first.buffers())]
+    for found in (mine, others):
+        assert found["nothing"][:2] == ([], "")
+        assert sorted(found["bits"][0]) == [16, 16, 48, 64], "a bias, running_var, the repeated buffer and a weight"
+        assert all(map(torch.equal, found["bits"][2], expected)), "worker 0's, signs of zeros included"
+        for differ, message in {
+            "quantized": "packed is quantized and differs between the workers.* Load the same base",
+            "no values": "worker 1: offloaded cannot be compared .* on the meta device",
+            "dtype": "worker 0 has .'2.weight', .4, 4., 'torch.float32'. and worker 1 has .* 'torch.float64'",
+            "one more": "worker 0 has .* and worker 1 has .'more.weight', .1, 1.,",
+        }.items():
+            sent, error, _ = found[differ]
+            assert sent == [], "refused before anything is changed"
+            assert re.search(message, error), error
 
 
 # ---- order and randomness

@@ -41,9 +41,11 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     worker_parameters,
 )
+from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers
 from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, safetensors_parts, write_whole
+from tests.multiprocess.small_model import Scaled
 
 
 @pytest.fixture
@@ -436,7 +438,7 @@ def damaged(folder, how):
     elif how == "a nested manifest":
         (folder / "gossip.json").write_text("[" * 100_000)
     elif how == "another format of the file":
-        content = file.read_bytes().replace(b'"dsgdac_accel.format":"1"', b'"dsgdac_accel.format":"2"')
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"2"', b'"dsgdac_accel.format":"3"')
         file.write_bytes(content)
         manifest = (folder / "gossip.json").read_text()
         digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
@@ -474,7 +476,7 @@ def damaged(folder, how):
         ("lead out", "is damaged", False),
         ("lead out of the workers", "is damaged", False),
         ("a nested manifest", "is damaged", False),
-        ("another format of the file", "has format 2; this version reads 1", True),
+        ("another format of the file", "has format 3; this version reads 2", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
@@ -523,6 +525,124 @@ def test_one_worker_of_a_checkpoint_is_read_by_its_number(tmp_path, alone):
             load_worker(tmp_path / "c", rank)
     with pytest.raises(CheckpointError, match=r"holds the models \[0\]; there is no model 1 in it"):
         worker_parameters(tmp_path / "c", model=1)
+
+
+# ---- tensors that all workers share
+
+
+def saved_with_base(folder, group, value=1.0, elsewhere=None):
+    """Save a frozen layer of 16 KiB, and return the state as it was."""
+    model = nn.Linear(64, 64).requires_grad_(False)
+    nn.init.constant_(model.weight, value)
+    whole, state = ({"models": {0: model_state(model)}, "step": 1} for _ in range(2))
+    common = take_common(state["models"], group, elsewhere or {})
+    save_checkpoint(folder, state, group, step=2, common=common)
+    return whole
+
+
+def test_common_tensors_are_in_a_file_of_their_own(tmp_path, alone):
+    whole = saved_with_base(tmp_path / "c", alone)
+    files = {file.name: load_file(file).keys() for file in (tmp_path / "c" / "workers").iterdir()}
+    (digest_of_weight,) = files.pop("common.safetensors")
+    assert files == {"00000.safetensors": {"models/0/parameters/bias"}}, "256 bytes are not worth a line"
+    for loaded in (load_checkpoint(tmp_path / "c", alone), load_worker(tmp_path / "c", 0)):
+        assert loaded["models"][0]["parameters"].keys() == {"weight", "bias"}
+        same(loaded["models"][0]["parameters"]["weight"], whole["models"][0]["parameters"]["weight"].data)
+    (listed,) = read_manifest(tmp_path / "c").common
+    assert (listed.digest, listed.stored, listed.shape) == (digest_of_weight, True, (64, 64))
+    saved_with_base(tmp_path / "c", alone, value=2.0)
+    assert load_worker(tmp_path / "c", 0)["models"][0]["parameters"]["weight"][3, 5] == 2.0
+    names = {"00000-1.safetensors", "common-1.safetensors"}
+    assert {file.name for file in (tmp_path / "c" / "workers").iterdir()} == names, "the older files are gone"
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "complete"),
+    [
+        ("missing", "cannot be read", False),
+        ("truncated", "has .* bytes, and .* were written", False),
+        ("altered", "sha256 differs", True),
+        ("no common file", "is damaged", False),
+        ("lead out", "is damaged", False),
+        ("another model", "its common tensors are not those of its models", True),
+        ("another digest", "its common tensors are not those of its models", True),
+    ],
+)
+def test_damaged_common_tensors_are_a_clear_error(tmp_path, alone, how, message, complete):
+    saved_with_base(tmp_path / "c", alone)
+    file = tmp_path / "c" / "workers" / "common.safetensors"
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+    elif how in ("truncated", "altered"):
+        content[-1] ^= 1
+        file.write_bytes(content[:-1] if how == "truncated" else content)
+    else:
+        manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
+        if how == "no common file":
+            manifest["common_file"] = None
+        elif how == "lead out":
+            manifest["common_file"]["name"] = "workers/../../common.safetensors"
+        else:
+            manifest["common"][0].update({"model": 1} if how == "another model" else {"digest": "0" * 64})
+        (tmp_path / "c" / "gossip.json").write_text(json.dumps(manifest))
+    assert is_complete(tmp_path / "c") is complete
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "c", alone)
+
+
+def test_common_tensors_that_the_model_has_are_not_read(tmp_path, alone):
+    whole = saved_with_base(tmp_path / "c", alone)
+    file = tmp_path / "c" / "workers" / "common.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    own = tensors_by_place(whole["models"])
+    loaded = load_checkpoint(tmp_path / "c", alone, own)
+    assert loaded["models"][0]["parameters"]["weight"] is whole["models"][0]["parameters"]["weight"]
+
+
+def test_a_save_that_fails_leaves_no_common_file(tmp_path, alone, monkeypatch):
+    def full(path, parts):
+        if path.name.startswith("00000"):
+            raise OSError(28, "No space left on device")
+        return write_whole(path, parts)
+
+    monkeypatch.setattr("dsgdac_accel.checkpoint.writer.write_whole", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        saved_with_base(tmp_path / "c", alone)
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_interrupted_common_file_is_a_leftover(tmp_path, alone):
+    saved_with_base(tmp_path / "a" / "step-2", alone)
+    left = tmp_path / "a" / "step-1" / "workers"
+    left.mkdir(parents=True)
+    (left / "common.safetensors.partial").touch()
+    os.utime(left.parent, (1, 1))
+    assert prune_checkpoints(tmp_path / "a", keep=1) == [left.parent]
+
+
+def test_checkpoints_of_format_1_are_read(tmp_path, alone, monkeypatch):
+    """They have no common tensors, and their manifest has no lines for them."""
+    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization, "FORMAT", 1)
+    state = {"models": {0: model_state(nn.Linear(64, 64).requires_grad_(False))}}
+    save_checkpoint(tmp_path / "c", state, alone, step=2)
+    manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
+    old = {key: value for key, value in manifest.items() if not key.startswith("common")} | {"format": 1}
+    (tmp_path / "c" / "gossip.json").write_text(json.dumps(old))
+    monkeypatch.undo()
+    loaded = load_checkpoint(tmp_path / "c", alone)
+    same(loaded["models"][0]["parameters"]["weight"], state["models"][0]["parameters"]["weight"].data)
+
+
+def test_a_quantized_weight_takes_no_other_values(alone):
+    """Format 1 holds its bytes without their scales."""
+    model = nn.Linear(2, 2)
+    model.packed = Scaled(1.0)
+    state = decode(encode(model_state(model), copy=True))
+    load_model_state(model, state)
+    state["parameters"]["packed"][3] = 77
+    with pytest.raises(CheckpointError, match="'packed' is quantized in the model, and has other values"):
+        load_model_state(model, state)
 
 
 # ---- in the background
@@ -774,7 +894,7 @@ def state_of(rank):
 def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
     rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_worker", lambda folder, rank: decode(encode(states[rank])))
+    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
     monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
     average = average_of_workers(tmp_path, launched=2)

@@ -1,0 +1,181 @@
+"""Tensors that are equal on all workers, such as a frozen base: recognized by their digests, stored once at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.checkpoint.worker_state import in_first_replica
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.tensor_bytes import digest, is_plain
+
+MIN_BYTES = 1024
+"""Smaller tensors stay with each worker: their line in the manifest would take as much."""
+
+PARTS = ("parameters", "buffers", "caches")
+"""Parts of `worker_state.model_state` that hold tensors."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is in the state of a worker: `state["models"][model][part][name]`."""
+
+    model: int
+    part: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CommonTensor:
+    """A tensor of a checkpoint that was equal on all workers, as the manifest describes it."""
+
+    model: int
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    """As of `tensor_bytes.digest`."""
+    stored: bool
+    """Whether the checkpoint holds it, under its digest. Otherwise the model to load into must have it already."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.model, self.part, self.name)
+
+
+@dataclass(frozen=True)
+class Common:
+    """The common tensors of a checkpoint that is being saved."""
+
+    listed: tuple[CommonTensor, ...] = ()
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those to store, by digest."""
+
+
+def tensors_by_place(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, Tensor]:
+    """Return all tensors in the states of models, parameters, buffers and caches."""
+    return {
+        Place(index, part, name): tensor
+        for index, model in models.items()
+        for part in PARTS
+        for name, tensor in model[part].items()
+    }
+
+
+def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, str]:
+    """Return the digests of the tensors in the states of models that may be common: those without a gradient.
+
+    They are read anew each time. A version counter does not show writes through `.data`, which is how target networks
+    are updated.
+    """
+    found = {}
+    for place, tensor in tensors_by_place(models).items():
+        large = tensor.numel() * tensor.element_size() >= MIN_BYTES
+        if not tensor.requires_grad and (large or not is_plain(tensor)):
+            try:
+                found[place] = digest(tensor)
+            except ValueError as error:
+                raise ValueError(f"{place.name}: {error}") from error
+    return found
+
+
+def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[Place, str]) -> Common:
+    """Take the tensors that are equal on all workers out of the states of models. Collective.
+
+    Args:
+        models: the states by the models' index. Changed in place.
+        group: the workers.
+        elsewhere: digests of tensors that whoever loads the checkpoint gets from somewhere else. They are not stored
+            as long as they have this digest. Quantized weights, whose state cannot be saved, are never stored.
+
+    Raises:
+        CheckpointError: on all workers, if tensors cannot be compared, or quantized weights differ.
+    """
+    mine, problem = {}, None
+    tensors = tensors_by_place(models)
+    try:
+        mine = {place: (found, is_plain(tensors[place])) for place, found in untrained_digests(models).items()}
+    except Exception as error:  # the other workers wait below
+        problem = str(error)
+    everyone = group.all_gather_object((mine, problem), "comparing the frozen tensors of all workers")
+    for worker, (_, found) in zip(group.members.original_ranks, everyone, strict=True):
+        if found is not None:
+            raise CheckpointError(f"worker {worker} cannot be saved: {found}")
+    first = everyone[0][0]
+
+    def unchanged(place: Place) -> bool:
+        return place in first and elsewhere.get(place) == first[place][0]
+
+    listed = []
+    stored: dict[str, Tensor] = {}
+    for place, (found, plain) in first.items():
+        equal = all(others.get(place) == (found, plain) for others, _ in everyone)
+        if not (equal or plain):
+            raise CheckpointError(
+                f"{place.name} is quantized and differs between the workers, and its quantization state cannot be "
+                f"saved. Load the same base with the same quantization on all workers."
+            )
+        if not equal:
+            continue
+        tensor = models[place.model][place.part].pop(place.name)
+        # Whoever loads a model loads its first replica, of which the others become copies.
+        source = place._replace(name=in_first_replica(place.name))
+        keep = plain and not (unchanged(place) and unchanged(source))
+        listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
+        if keep:
+            stored.setdefault(found, tensor)
+    return Common(tuple(listed), stored)
+
+
+def put_common(
+    models: dict[int, Any],
+    listed: Iterable[CommonTensor],
+    read: Callable[[], Mapping[str, Tensor]],
+    own: Mapping[Place, Tensor] | None = None,
+) -> None:
+    """Put the common tensors of a checkpoint back into the states of models, which are changed in place.
+
+    Args:
+        models: the states by the models' index.
+        listed: the common tensors of the checkpoint.
+        read: returns the stored ones by digest. Not called if `own` has them all.
+        own: the tensors of the models to load into, which are put where they have the same value. With None, tensors
+            that the checkpoint does not hold are left out.
+
+    Raises:
+        CheckpointError: a tensor that the checkpoint does not hold has another value in `own`.
+    """
+    stored: Mapping[str, Tensor] | None = None
+    changed = []
+    for common in listed:
+        mine = None if own is None else own.get(common.place)
+        alike = mine is not None and _layout(mine) == (common.dtype, common.shape)
+        if mine is not None and alike and digest(mine) == common.digest:
+            value = mine
+        elif common.stored:
+            stored = read() if stored is None else stored
+            value = stored[common.digest]
+        elif own is None:
+            continue
+        elif alike:
+            changed.append(common.name)
+            continue
+        else:  # `require_same_model` names it
+            value = torch.empty(common.shape, dtype=getattr(torch, common.dtype), device="meta")
+        models[common.model][common.part][common.name] = value
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise CheckpointError(
+            f"{changed[0]}{more} of the model differ from those of the saved run, and the checkpoint does not hold "
+            f"them: it leaves frozen weights to the base model and the Trainer's own file. Build the model from the "
+            f"same base (files, revision, dtype, quantization)."
+        )
+
+
+def _layout(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

@@ -1,0 +1,65 @@
+"""Giving all workers the same tensors: what is equal already is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from torch import Tensor
+
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.tensor_bytes import digest, is_plain
+
+
+def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None:
+    """Overwrite tensors on every worker by worker 0's, bit by bit. Only those that differ are sent. Collective.
+
+    Quantized weights whose state is outside of their elements cannot be sent. They must be equal.
+
+    Args:
+        named: each tensor with its name, the same on all workers.
+        group: the workers.
+
+    Raises:
+        ValueError: on all workers, if names, shapes or dtypes differ, or a tensor cannot be compared or sent.
+    """
+    if group.size == 1:
+        return
+    layouts, digests, problem = [], [], None
+    for name, tensor in named:
+        try:
+            layouts.append((name, tuple(tensor.shape), str(tensor.dtype)))
+            digests.append((digest(tensor), is_plain(tensor)))
+        except Exception as error:  # the other workers wait below
+            problem = f"{name} cannot be compared with that of the other workers: {error}"
+            break
+    everyone = group.all_gather_object((layouts, digests, problem), "comparing the models of all workers")
+    workers = group.members.original_ranks
+    first_layouts = everyone[0][0]
+    for worker, (_, _, found) in zip(workers, everyone, strict=True):
+        if found:
+            raise ValueError(f"worker {worker}: {found}")
+    for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
+        if other_layouts != first_layouts:
+            raise ValueError(_other_layout(first_layouts, other_layouts, workers[0], worker))
+    found_by_tensor = list(zip(*(found for _, found, _ in everyone), strict=True))
+    differing = [number for number, found in enumerate(found_by_tensor) if len(set(found)) > 1]
+    for number in differing:
+        if not all(plain for _, plain in found_by_tensor[number]):
+            raise ValueError(
+                f"{named[number][0]} is quantized and differs between the workers, and its quantization state cannot "
+                f"be sent. Load the same base with the same quantization on all workers."
+            )
+    for number in differing:
+        name, tensor = named[number]
+        group.broadcast_(tensor, f"starting from equal values of {name}")
+
+
+def _other_layout(first: list[tuple], other: list[tuple], first_worker: int, worker: int) -> str:
+    """Return the message that names the first tensor in which two models differ."""
+    pairs = zip_longest(first, other, fillvalue="no more tensors")
+    one, another = next((mine, its) for mine, its in pairs if mine != its)
+    return (
+        f"all workers must have the same model (names, shapes, dtypes); worker {first_worker} has {one} and worker "
+        f"{worker} has {another}. Build the same model on all workers."
+    )
