@@ -51,6 +51,7 @@ from dsgdac_accel.metrics import ConsensusLogger
 from dsgdac_accel.pass_average import PassAverage
 from dsgdac_accel.scheduler_ticks import TICK_SETTINGS, GossipScheduler, SchedulerTicks, TickSetting
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
+from dsgdac_accel.wrappers import eager_name
 
 
 class GossipOptimizer(AcceleratedOptimizer):
@@ -495,7 +496,6 @@ class GossipAccelerator(Accelerator):
             WorkerLostError: not all workers called it within `timeout`.
         """
         differs = self.training.taken_steps > 0 and self.num_workers > 1 and self.training.has_prepared(model)
-        # The keys are those of the eager model.
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         state_of = super().get_state_dict
 
@@ -506,7 +506,9 @@ class GossipAccelerator(Accelerator):
             with self._average_in(model):
                 return cloned(state_of(keyed, unwrap=False))
 
-        return self.group.retry_after_loss(state)
+        found = self.group.retry_after_loss(state)
+        # The keys of the eager model, also where a submodule is compiled.
+        return {eager_name(name): value for name, value in found.items()} if unwrap else found
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As `Accelerator.unwrap_model`. For `VirtualWorkers`, return the model that was given to `prepare`."""

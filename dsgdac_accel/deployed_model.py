@@ -35,6 +35,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.tensor_bytes import digest
+from dsgdac_accel.unmixed import averaged, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
 
@@ -47,6 +48,7 @@ def deployed_model(
     calibrate: Iterable[Any] | None = None,
     calibration_forward: Forward | None = None,
     frozen: Collection[nn.Module] = (),
+    unmixed: Sequence[Sequence[Tensor]] = (),
 ) -> Iterator[nn.Module]:
     """Inside the context, `model` is the average of the workers in eval mode; on exit, this worker's own model again.
 
@@ -64,6 +66,7 @@ def deployed_model(
         calibration_forward: called as `calibration_forward(model, batch)`. Default: `calibration.run_model`.
         frozen: BatchNorm layers whose statistics stay as they are, in addition to those in eval mode while `model` is
             in train mode.
+        unmixed: parameters that no optimizer mixes and that differ between the workers, see `unmixed_parameters`.
 
     Raises:
         ValueError: calibration is not possible, or the workers' buffers have different shapes.
@@ -77,7 +80,7 @@ def deployed_model(
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with group.policy.section(), preserved_state(holder), first_replica_only:
+    with group.policy.section(), preserved_state(holder), averaged(unmixed, group), first_replica_only:
         try:
             for average in averages:
                 average.swap_in()
@@ -109,6 +112,8 @@ class Deployment:
         self.training = training
         self.gradient_state = gradient_state
         self.phase = phase
+        self.unmixed: list[list[Tensor]] = []
+        """The parameters without an optimizer that the newest context has averaged, see `unmixed_parameters`."""
         self._deployments = 0
 
     @property
@@ -141,8 +146,15 @@ class Deployment:
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)
+        self.unmixed = unmixed_parameters(model, self.training.mixed, group) if steps else []
         average = deployed_model(
-            model, averages, group, calibrate=calibrate, calibration_forward=calibration_forward, frozen=frozen
+            model,
+            averages,
+            group,
+            calibrate=calibrate,
+            calibration_forward=calibration_forward,
+            frozen=frozen,
+            unmixed=self.unmixed,
         )
         self._deployments += 1
         try:

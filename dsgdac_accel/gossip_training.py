@@ -72,6 +72,8 @@ class GossipTraining:
         """
         if not (models or optimizers):
             return
+        for step in self.steps:
+            step.mixer.discard_exchange()
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
             (f"optimizer parameter {number}", parameter)
@@ -122,6 +124,12 @@ class GossipTraining:
                 if ours and self._plans.get((id(step), id(scheduler))) != ticks:
                     self._plans[id(step), id(scheduler)] = ticks
                     step.schedule.plan(scheduler, ticks)
+
+    @property
+    def mixed(self) -> set[int]:
+        """`id` of every parameter that an optimizer mixes."""
+        flats = (flat for step in self.steps for flat in step.mixer.flats)
+        return {id(parameter) for flat in flats for parameter in flat.parameters}
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""

@@ -121,20 +121,18 @@ class PassAverage:
             self._steps = self._position
 
     def _take(self) -> list[_Kept]:
-        own: dict[int, int] = {}
-        for model in self._models:
-            for replica in replicas_of(model):
-                own |= {id(tensor): _checksum(tensor) for tensor in _may_differ(replica)}
-        kept: dict[int, _Kept] = {}
+        averages: dict[int, tuple[Tensor, Tensor]] = {}
         with ExitStack() as contexts:
             for model in self._models:
                 contexts.enter_context(self.deployment.deployed(model, self.loaders, None, None))
-                averages = [_on_host(tensor) for tensor in _may_differ(first_replica(model))]
-                checksums = [_checksum(average) for average in averages]
-                for replica in replicas_of(model):
-                    for tensor, average, checksum in zip(_may_differ(replica), averages, checksums, strict=True):
-                        kept[id(tensor)] = _Kept(tensor, average, own[id(tensor)], checksum)
-        return list(kept.values())
+                by_replica = [_may_differ(replica) for replica in replicas_of(model)]
+                for tensors in [*zip(*by_replica, strict=True), *self.deployment.unmixed]:
+                    average = _on_host(tensors[0])
+                    averages |= {id(tensor): (tensor, average) for tensor in tensors}
+        checksums = {id(average): _checksum(average) for _, average in averages.values()}
+        return [
+            _Kept(tensor, average, _checksum(tensor), checksums[id(average)]) for tensor, average in averages.values()
+        ]
 
     def drop(self) -> None:
         """Forget the average, because the parameters change or the script evaluates by itself."""
@@ -144,13 +142,8 @@ class PassAverage:
     @property
     def _models(self) -> list[nn.Module]:
         """The prepared models that are trained."""
-        mixed = self._parameters
+        mixed = self.training.mixed
         return [model for model in self.training.models if any(id(p) in mixed for p in model.parameters())]
-
-    @property
-    def _parameters(self) -> set[int]:
-        groups = (group for step in self.training.steps for group in step.optimizer.param_groups)
-        return {id(parameter) for group in groups for parameter in group["params"]}
 
     @property
     def _position(self) -> list[int]:

@@ -293,11 +293,15 @@ class Mixer:
 
     def start_at(self, step: int) -> None:
         """Count steps from `step`; the next `consensus_update` posts the exchange of the parameters as they are."""
+        self.discard_exchange()
+        self._mixes_from = 0
+        self.step = step
+
+    def discard_exchange(self) -> None:
+        """Drop what neighbors sent, because the parameters are about to change on all workers."""
         self.drain()
         self.buckets.drop()
         self.arrivals.forget()
-        self._mixes_from = 0
-        self.step = step
 
     @property
     def topology(self) -> Topology:

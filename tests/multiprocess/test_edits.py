@@ -79,3 +79,26 @@ def test_without_overlap_weights_may_be_changed_between_steps():
 
 def test_weights_that_nobody_changes_are_no_edit():
     assert run_workers(train, 2, "none", {}, False) == [0.0, 0.0]
+
+
+def make_equal_again(rank: int) -> tuple[float, float]:
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(timeout=20, topology="one_peer_ring", constant=0.0))
+    model, optimizer = (found := nn.Linear(2, 2)), torch.optim.SGD(found.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> float:
+        model.weight.grad = torch.full_like(model.weight, float(rank))
+        before = float(model.weight.detach()[0, 0])
+        optimizer.step()
+        return float(model.weight.detach()[0, 0]) - before
+
+    step()
+    accelerator.make_equal([model])
+    equal = float(model.weight.detach()[0, 0])
+    return equal, step()
+
+
+def test_workers_can_be_made_equal_in_the_middle_of_training():
+    (first, change), (second, other_change) = run_workers(make_equal_again, 2)
+    assert first == second
+    assert (change, other_change) == pytest.approx((0.0, -1.0))

@@ -50,6 +50,18 @@ def test_a_saved_file_holds_every_tensor_once(save, deployed, tmp_path):
     accelerator.end_training()
 
 
+def test_a_compiled_part_is_saved_under_the_names_of_the_eager_model(tmp_path):
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    names = model.state_dict().keys()
+    model[1] = torch.compile(model[1], backend="eager")
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_model(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == names
+    assert accelerator.get_state_dict(model).keys() == names
+    accelerator.end_training()
+
+
 def test_a_single_parameter_is_saved_and_copied_without_the_others():
     accelerator, model = prepared(1)
     buffer = io.BytesIO()

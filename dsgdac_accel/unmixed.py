@@ -1,0 +1,83 @@
+"""Parameters that no optimizer mixes but that differ between the workers, averaged for a while.
+
+Such are the target networks of BYOL, MoCo and mean teachers, which a script updates by itself, and averaged copies of a
+model that were not prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.tensor_bytes import as_bytes
+from dsgdac_accel.virtual_workers import replicas_of
+
+
+def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGroup) -> list[list[Tensor]]:
+    """Return the parameters of a model that differ between the workers and are not mixed. Collective.
+
+    Args:
+        model: the model, or the `VirtualWorkers` around it.
+        mixed: `id` of every parameter that some optimizer mixes.
+        group: the workers.
+
+    Returns:
+        [parameter][replica of this process].
+
+    Raises:
+        ValueError: one of them is not a dense floating-point tensor and has no average.
+    """
+    by_replica = [[p for p in replica.parameters() if id(p) not in mixed] for replica in replicas_of(model)]
+    places = [list(tensors) for tensors in zip(*by_replica, strict=True)]
+    if not places or group.size * len(by_replica) == 1:
+        return []
+    sums = [[_sum_of_words(tensor) for tensor in tensors] for tensors in places]
+    everyone = group.all_gather_object(sums, "comparing the parameters that are not mixed")
+    found = []
+    for number, tensors in enumerate(places):
+        if len({value for worker in everyone for value in worker[number]}) > 1:
+            tensor = tensors[0]
+            if type(tensor.data) is not Tensor or not tensor.is_floating_point():
+                name = next(name for name, parameter in model.named_parameters() if parameter is tensor)
+                raise ValueError(
+                    f"{name} ({tensor.dtype}) is not mixed, differs between the workers, and has no average. Give it "
+                    f"equal values on all workers, or take it out of the model."
+                )
+            found.append(tensors)
+    return found
+
+
+def _sum_of_words(tensor: Tensor) -> int:
+    data = as_bytes(tensor)
+    whole = len(data) // 8 * 8
+    words = data[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    rest = bytes(data[whole:].tolist())
+    return (int(words.view(torch.int64).sum()) + int.from_bytes(rest, "little")) % 2**64
+
+
+@contextmanager
+def averaged(unmixed: Sequence[Sequence[Tensor]], group: WorkerGroup) -> Iterator[None]:
+    """Inside, the tensors that `unmixed_parameters` returned are their mean over the workers. Collective.
+
+    On exit every byte is restored.
+    """
+    kept = [[tensor.detach().clone() for tensor in tensors] for tensors in unmixed]
+    try:
+        with torch.no_grad():
+            for tensors in unmixed:
+                mean, *others = [tensor.detach().flatten().clone() for tensor in tensors]
+                group.all_reduce_mean_(mean, "averaging parameters that are not mixed", others=others)
+                for tensor in tensors:
+                    tensor.copy_(mean.view(tensor.shape))
+        yield
+    finally:
+        with torch.no_grad():
+            for tensors, values in zip(unmixed, kept, strict=True):
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
