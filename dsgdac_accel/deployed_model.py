@@ -228,20 +228,6 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-@contextmanager
-def separate_state(model: nn.Module) -> Iterator[None]:
-    """Inside, `model.state_dict()` returns copies: savers take views of one flat buffer for tied weights."""
-
-    def copy_values(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        state.update(cloned(state))
-
-    hook = model.register_state_dict_post_hook(copy_values)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 # ---- restoring a model
 
 

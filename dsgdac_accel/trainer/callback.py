@@ -25,7 +25,6 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.compatibility import refuse_unsupported_trainer, warn_of_equal_gradients, warn_of_single_worker
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.deployed_model import separate_state
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
@@ -357,7 +356,7 @@ class GossipCallback(TrainerCallback):
         return output._replace(metrics=self._group.all_gather_object(output.metrics, "agreeing on metrics")[0])
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.deployment.deployed(), separate_state(self._model):
+        with self.deployment.deployed():
             return original(*args, **kwargs)
 
     def _save_checkpoint(
