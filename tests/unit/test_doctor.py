@@ -254,8 +254,8 @@ def test_one_process_is_told_how_to_launch(capsys):
     [
         (["--topology", "ringg"], "Did you mean 'ring'?"),
         (["--parameters", "many"], "must be a number such as 25M"),
-        (["--parameters", "0"], "--parameters must be a finite number >= 1"),
-        (["--parameters", "1e999"], "--parameters must be a finite number >= 1"),
+        (["--parameters", "0"], "--parameters must be a number in [1, 1e+12]"),
+        (["--parameters", "1e999"], "--parameters must be a number in [1, 1e+12]"),
         (["--timeout", "0"], "--timeout must be"),
         (["--rate", "3"], "unrecognized arguments: --rate 3"),
         (["--topologie", "ring"], "Did you mean --topology?"),
