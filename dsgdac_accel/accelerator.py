@@ -6,8 +6,9 @@ The accelerator translates Accelerate's calls for its parts and computes nothing
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from inspect import isfunction
@@ -27,7 +28,13 @@ from torch.utils.data import IterableDataset
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.checks import check_choice, check_flag
-from dsgdac_accel.compatibility import refuse_unsupported_launch, refuse_unsupported_model, warn_of_single_worker
+from dsgdac_accel.compatibility import (
+    known_loss,
+    refuse_unsupported_launch,
+    refuse_unsupported_model,
+    refuse_unsupported_optimizer,
+    warn_of_single_worker,
+)
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
 from dsgdac_accel.core.parameter_guard import as_parameter_list
@@ -53,6 +60,8 @@ from dsgdac_accel.scheduler_ticks import TICK_SETTINGS, GossipScheduler, Schedul
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name
 
+logger = logging.getLogger(__name__)
+
 
 class GossipOptimizer(AcceleratedOptimizer):
     """A prepared optimizer: `step()` takes the local step and one mix."""
@@ -60,29 +69,33 @@ class GossipOptimizer(AcceleratedOptimizer):
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
 
+        Args:
+            closure: computes the loss and its gradient; called once, before the step.
+
+        Returns:
+            What the closure returned.
+
         Raises:
-            ValueError: a closure is given, or `start_epoch` is set and no prepared loader is being read.
+            ValueError: `start_epoch` is set and no prepared loader is being read.
             RuntimeError: the step lies in an evaluation pass.
         """
-        if closure is not None:
-            raise ValueError(
-                "optimizer.step(closure) evaluates the loss at several points, which does not fit one mix per step. "
-                "Call accelerator.backward(loss) and then optimizer.step() without a closure."
-            )
         if self.gossip is None or not self.gradient_state.sync_gradients:
-            super().step()
-            return
+            super().step(closure)
+            return None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self.pass_average is not None:
             self.pass_average.before_step()
         local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
         if local_step or self.scaler is not None:  # after an overflow the scaler skips the update and lowers its scale
-            super().step()
+            super().step(None if closure is None else known_loss(loss))
         self.gossip.after_local_step()
         if self.pass_average is not None:
             self.pass_average.after_step()
+        return loss
 
     def _epoch(self) -> int | None:
         epoch = epoch_of(self.gradient_state.active_dataloader)
@@ -266,6 +279,8 @@ class GossipAccelerator(Accelerator):
         for obj in args:
             if isinstance(obj, nn.Module):
                 refuse_unsupported_model(obj)
+            if isinstance(obj, torch.optim.Optimizer):
+                refuse_unsupported_optimizer(obj, self.gossip_config)
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
@@ -275,9 +290,17 @@ class GossipAccelerator(Accelerator):
             if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
                 optimizer.gossip = self.training.new_step(optimizer.optimizer)
                 optimizer.pass_average = self.pass_average
+                self._warn_of_unscaled_gradients(optimizer.gossip)
         self._settle_schedulers()
         self.pass_average.watch(self._models[first_model:])
         return prepared
+
+    def _warn_of_unscaled_gradients(self, step: GossipStep) -> None:
+        if torch.float16 in step.masters.dtypes and self.scaler is None and self.is_main_process:
+            logger.warning(
+                "trained parameters are float16, and without loss scaling gradients below 6e-8 become 0. Set "
+                "mixed_precision='fp16' (fp16=True in a Trainer), or load the model in bfloat16 or float32."
+            )
 
     def _settle_schedulers(self) -> None:
         """Decide how the schedulers tick, and let gamma look ahead along them."""
@@ -413,14 +436,21 @@ class GossipAccelerator(Accelerator):
             The norm before clipping, shape (); with several workers per process, the mean of their norms.
         """
         self.unscale_gradients()
-        return clip_worker_grad_norms_(
-            self.training.owners.by_worker(as_parameter_list(parameters)), max_norm, norm_type
-        )
+        return clip_worker_grad_norms_(self._by_worker(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Parameter], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`, for all workers of this process."""
-        by_worker = self.training.owners.by_worker(as_parameter_list(parameters))
-        super().clip_grad_value_([parameter for mine in by_worker for parameter in mine], clip_value)
+        super().clip_grad_value_([p for mine in self._by_worker(parameters) for p in mine], clip_value)
+
+    def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+        listed = map(self.training.parameter_of, as_parameter_list(parameters))
+        return self.training.owners.by_worker(list(listed))
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As `Accelerator.unscale_gradients`, also of bf16 and fp16 parameters."""
+        for step in self.training.steps:
+            step.masters.take_gradients()
+        super().unscale_gradients(optimizer)
 
     # ---- the deployed model
 
@@ -605,6 +635,8 @@ class GossipAccelerator(Accelerator):
         """
         self.pass_average.drop()
         self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
+        for step in self.training.steps:
+            step.masters.write_back()
 
     # ---- stopping on a signal
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 import logging
 import math
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dsgdac_accel.core.master_parameters import refuse_untrainable
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer
 
+    from dsgdac_accel.config import GossipConfig
     from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+_SEVERAL_POINTS = (
+    "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
+    "optimizer that evaluates it once, such as AdamW."
+)
 _SUPPORTED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
@@ -70,8 +79,36 @@ def refuse_unsupported_model(model: nn.Module) -> None:
             )
 
 
-def refuse_unsupported_trainer(trainer: Trainer) -> None:
-    """Raise ValueError for a Trainer whose arguments, launch or optimizer do not allow gossip."""
+def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: GossipConfig) -> None:
+    """Raise ValueError for an optimizer that evaluates the loss several times a step, or has no lr for gamma."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{name}: {_SEVERAL_POINTS}")
+    own_rule = any(group.get("lr", 0) is None or group.get("relative_step") for group in optimizer.param_groups)
+    if own_rule and config.constant is None and config.power > 0:
+        raise ValueError(
+            f"{name} chooses its step sizes by a rule of its own (lr=None or relative_step=True), so there is no "
+            f"learning rate that gamma = (lr / max_lr)^power could follow. Give it an lr (Adafactor: lr=1e-3, "
+            f"relative_step=False, scale_parameter=False), or set GossipConfig(constant=0.5), or power=0."
+        )
+
+
+def known_loss(loss: Any) -> Callable[[], Any]:
+    """Return a closure for an optimizer that gives the loss once; it refuses to evaluate it at another point."""
+    calls = 0
+
+    def closure() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError(_SEVERAL_POINTS)
+        return loss
+
+    return closure
+
+
+def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
+    """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip."""
     args = trainer.args
     if args.deepspeed or args.fsdp:
         raise ValueError(
@@ -106,6 +143,11 @@ def refuse_unsupported_trainer(trainer: Trainer) -> None:
             f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
             f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
+    if trainer.optimizer is not None:
+        refuse_unsupported_optimizer(trainer.optimizer, config)
+    assert trainer.model is not None
+    named = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
 
 
 def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:

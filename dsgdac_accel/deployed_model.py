@@ -28,7 +28,7 @@ from dsgdac_accel.calibration import (
     pool_batch_norm,
     sharded_batches,
 )
-from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.master_parameters import SwapsAverage
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -42,7 +42,7 @@ from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas
 @contextmanager
 def deployed_model(
     model: nn.Module,
-    averages: Sequence[Average],
+    averages: Sequence[SwapsAverage],
     group: WorkerGroup,
     *,
     calibrate: Iterable[Any] | None = None,
@@ -142,7 +142,7 @@ class Deployment:
         """
         model, steps, group = self.training.owners.wrapper_of(model), self.training.steps, self.training.group
         references = list(self.gradient_state.dataloader_references)
-        averages = [] if self.active else [step.average for step in steps]
+        averages = [] if self.active else self.training.averages()
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)

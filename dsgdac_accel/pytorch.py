@@ -15,7 +15,7 @@ from accelerate.state import GradientState
 from torch import nn
 
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.compatibility import refuse_unsupported_model
+from dsgdac_accel.compatibility import known_loss, refuse_unsupported_model, refuse_unsupported_optimizer
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.sharding import TrainingPhase
@@ -109,7 +109,7 @@ class Gossip:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-            arguments = (_once(result),)
+            arguments = (known_loss(result),)
         if step.before_local_step(self._epoch):
             result = original(*arguments, **kwargs)
         step.after_local_step()
@@ -161,11 +161,12 @@ class Gossip:
         return self.training.measure_consensus()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in topology and gamma schedule, as plain values and tensors.
+        """Return the position in topology and gamma schedule, and the float32 masters of bf16 and fp16 parameters.
 
         Every worker saves its own, with its own model, optimizer and scheduler.
         """
-        return {"steps": [step.state_dict() for step in self.steps]}
+        masters = [[master.detach().clone() for master in step.masters.values()] for step in self.steps]
+        return {"steps": [step.state_dict() for step in self.steps], "masters": masters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Load it before the model and the optimizer, on all workers.
@@ -178,28 +179,9 @@ class Gossip:
                 f"the state is of {len(state['steps'])} optimizers, but this Gossip has {len(self.steps)}. Give the "
                 f"same optimizers in the same order."
             )
-        for step, saved in zip(self.steps, state["steps"], strict=True):
+        for step, saved, masters in zip(self.steps, state["steps"], state["masters"], strict=True):
             step.load_state_dict(saved)
-
-
-def _once(loss: Any) -> Callable[[], Any]:
-    """Return a closure that gives the loss that is known, and refuses to evaluate it at another point."""
-    calls = 0
-
-    def closure() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise ValueError(_SEVERAL_POINTS)
-        return loss
-
-    return closure
-
-
-_SEVERAL_POINTS = (
-    "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
-    "optimizer that evaluates it once."
-)
+            step.masters.load(masters)
 
 
 def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -> None:
@@ -208,8 +190,7 @@ def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizers must be torch optimizers; got {type(optimizer).__name__}.")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(f"LBFGS: {_SEVERAL_POINTS}")
+        refuse_unsupported_optimizer(optimizer, config)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
         raise ValueError(

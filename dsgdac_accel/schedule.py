@@ -204,14 +204,15 @@ def planned_lrs(scheduler: Any, total_steps: int | None = None, ticks: int = 1) 
 def current_lr(optimizer: Optimizer) -> float:
     """Return the learning rate that gamma uses.
 
-    It is the one of the parameter group with the largest base learning rate (the first such group).
+    It is the one of the parameter group with the largest base learning rate (the first such group); 0 for an optimizer
+    that chooses its step sizes by a rule of its own, such as Adafactor with relative_step=True.
 
     >>> slow, fast = {"params": [torch.zeros(1)], "lr": 0.1}, {"params": [torch.zeros(1)], "lr": 0.3}
     >>> current_lr(torch.optim.SGD([slow, fast]))
     0.3
     """
-    group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"])))
-    return float(group["lr"])
+    group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"]) or 0))
+    return 0.0 if group["lr"] is None or group.get("relative_step") else float(group["lr"])
 
 
 def declared_length(scheduler: Any) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +11,29 @@ from torch import Tensor
 
 from dsgdac_accel.checkpoint.manifest import read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
-from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
+
+logger = logging.getLogger(__name__)
 
 
-def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
+def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[str, Any]:
     """Return the state of the deployed model of a checkpoint, for each of `launched` workers.
 
-    Parameters and floating-point optimizer states are averaged in float64. BatchNorm statistics are pooled by the law
-    of total variance. Everything else is worker 0's. Consumed batches are rescaled to the new number of workers,
-    rounded down. The common tensors are left out.
+    Parameters and floating-point optimizer states are averaged in float64; quantized states of torchao by their values.
+    States stored as integer codes, as those of bitsandbytes, start anew. BatchNorm statistics are pooled by the law of
+    total variance. Everything else is worker 0's. Consumed batches are rescaled to the new number of workers, rounded
+    down. The common tensors are left out.
 
     Args:
         folder: a checkpoint of `save_state`, of any number of workers.
         launched: number of workers that resume.
+        warn: whether to log that optimizer states start anew; on one worker is enough.
 
     Raises:
         CheckpointError: the checkpoint was saved inside an accumulation window.
     """
     manifest = read_manifest(folder)
-    state = load_private(folder, 0)
+    state = _state_of_worker(folder, 0, warn)
     if state["window"] is not None:
         raise CheckpointError(
             "it was saved between two micro-batches, and gradients of each worker cannot be shared among others. "
@@ -36,7 +42,7 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
     means = _Means()
     means.add(state)
     for rank in range(1, manifest.workers):
-        other = load_private(folder, rank)
+        other = _state_of_worker(folder, rank, warn=False)
         means.add(other)
         for optimizer, others in zip(state["optimizers"], other["optimizers"], strict=True):
             for parameter, values in others["state"].items():
@@ -52,6 +58,40 @@ def average_of_workers(folder: Path, launched: int) -> dict[str, Any]:
         if position and position["running"]:
             _rescale_position(position, sharing, launched)
     return state
+
+
+def _state_of_worker(folder: Path, rank: int, warn: bool) -> Any:
+    """Return the state of a worker, without the optimizer states that cannot be averaged."""
+    state = revived(load_private(folder, rank))
+    for number, optimizer in enumerate(state["optimizers"]):
+        coded = [parameter for parameter, values in optimizer["state"].items() if _holds_codes(values)]
+        for parameter in coded:
+            del optimizer["state"][parameter]
+        if coded and warn:
+            logger.warning(
+                "the %s states of %d parameters are integer codes, whose average means nothing: they start anew",
+                state["kinds_of_optimizers"][number],
+                len(coded),
+            )
+    return state
+
+
+def _holds_codes(values: dict[str, Any]) -> bool:
+    """Return whether the state of a parameter has elements that are not values; a single integer is a count."""
+    tensors = [holder[name] for holder, name in _leaves(values) if isinstance(holder[name], Tensor)]
+    if any(not tensor.is_floating_point() and tensor.numel() > 1 for tensor in tensors):
+        return True
+    subclasses = {type(tensor) for tensor in tensors if hasattr(tensor, "__tensor_flatten__")}
+    return any(kind.dequantize is Tensor.dequantize for kind in subclasses)
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the dictionary and the name of every value; bitsandbytes keeps most of them one level deeper."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield values, name
 
 
 def _rescale_position(position: dict[str, Any], saved: int, launched: int) -> None:
@@ -74,7 +114,7 @@ class _Means:
     def add(self, state: dict[str, Any]) -> None:
         """Add the state of one more worker."""
         for path, holder in _averaged(state).items():
-            value = holder[path[-1]].double()
+            value = _values(holder[path[-1]]).double()
             self.sums[path] = self.sums[path] + value if path in self.sums else value
             self.counts[path] = self.counts.get(path, 0) + 1
             if path[0] == "buffers" and path[-1].endswith("running_mean"):
@@ -90,7 +130,10 @@ class _Means:
                 if of_means in self.squares:  # total variance = mean of the variances + variance of the means
                     mean_of_squares = self.squares[of_means] / self.counts[of_means]
                     mean += (mean_of_squares - self._mean(of_means).square()).clamp_(min=0)
-            holder[name] = mean.to(holder[name].dtype)
+            if hasattr(holder[name], "__tensor_flatten__"):
+                holder[name].copy_(mean.to(holder[name].dtype))  # quantizes
+            else:
+                holder[name] = mean.to(holder[name].dtype)
 
     def _mean(self, path: tuple) -> Tensor:
         return self.sums[path] / self.counts[path]
@@ -107,10 +150,15 @@ def _averaged(state: dict[str, Any]) -> dict[tuple, Any]:
         holders |= {("loose", number, place): parameters for place in range(len(parameters))}
     for number, optimizer in enumerate(state["optimizers"]):
         for parameter, values in optimizer["state"].items():
-            moments = [name for name in values if name != "step"]  # a count, though stored as a float
-            holders |= {("optimizers", number, parameter, name): values for name in moments}
+            moments = [(holder, name) for holder, name in _leaves(values) if name != "step"]  # a count, though a float
+            holders |= {("optimizers", number, parameter, name): holder for holder, name in moments}
 
     def is_averaged(value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point()
 
     return {path: holder for path, holder in holders.items() if is_averaged(holder[path[-1]])}
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that may be quantized, like the optimizer states of torchao."""
+    return tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor

@@ -25,7 +25,7 @@ from dsgdac_accel.checkpoint.manifest import (
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
 from dsgdac_accel.checkpoint.rescale import average_of_workers
-from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
     load_gradients,
@@ -218,7 +218,7 @@ class AcceleratorCheckpoints:
             state = load_checkpoint(folder, self.group, own)
             lost = read_manifest(folder).facts.get("lost", [])
             if lost == self.group.lost:
-                return state, False
+                return self._on_all(lambda: revived(state)), False
             if on_other_worker_count == "refuse":
                 raise CheckpointError(
                     f"{folder} was saved by a run that continued without worker {', '.join(map(str, lost))}, whose "
@@ -230,9 +230,9 @@ class AcceleratorCheckpoints:
                 raise
 
         def average() -> dict[str, Any]:
-            state = average_of_workers(folder, self.group.size)
+            state = average_of_workers(folder, self.group.size, self.group.rank == 0)
             add_common(state, folder, own)
-            return state
+            return revived(state)
 
         return self._on_all(average), True
 

@@ -11,8 +11,9 @@ import json
 import math
 import os
 import struct
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
@@ -70,7 +72,9 @@ def encode(state: Any, copy: bool = False) -> Encoded:
     """Split a tree into JSON and tensors.
 
     A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
-    None, bool, int, float, str and bytes. `decode` returns all of them bit by bit, parameters as plain CPU tensors.
+    None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them bit by
+    bit, parameters as plain CPU tensors, and tensors of a subclass that consists of plain ones (quantized optimizer
+    states) as `Flattened`, which `revived` turns into tensors.
 
     Args:
         state: the tree.
@@ -118,6 +122,10 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if kind is bytes:
             return {"$bytes": binascii.b2a_base64(value, newline=False).decode()}
+        if kind in (torch.dtype, torch.device):
+            return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+        if kind is torch.Size:
+            return {"$size": list(value)}
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
                 f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself: {_named(path)}. Let its "
@@ -148,6 +156,8 @@ class _Encoder:
         return {_DICTS[type(value)]: [[self.encoded(key, (*path, "key")), item] for key, item in items]}
 
     def _encoded_tensor(self, value: Tensor, path: tuple) -> Any:
+        if is_traceable_wrapper_subclass(value):
+            return self._encoded_subclass(value, path)
         if value.is_meta or value.layout != torch.strided or value.is_quantized or _is_subclass(value):
             raise CheckpointError(
                 f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
@@ -160,6 +170,19 @@ class _Encoder:
             stored = self._encoded_values(own.permute(order), value, path)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
         return self._encoded_values(own.contiguous(), value, path)
+
+    def _encoded_subclass(self, value: Any, path: tuple) -> Any:
+        kind, (inner, context) = type(value), value.__tensor_flatten__()
+        try:
+            _tensor_class(kind.__module__, kind.__qualname__)
+            shared = self.encoded(context, (*path, "context"))
+        except CheckpointError as error:  # such as the placement of a DTensor
+            raise CheckpointError(
+                f"a checkpoint keeps whole tensors, or tensors made of whole ones; {_named(path)} is a "
+                f"{kind.__name__}: {error}"
+            ) from error
+        parts = {name: self.encoded(getattr(value, name), (*path, name)) for name in inner}
+        return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
     def _encoded_values(self, own: Tensor, original: Tensor, path: tuple) -> Any:
         if self.copy and own.data_ptr() == original.data_ptr():
@@ -212,12 +235,17 @@ def _decoded_array(content: list, tensors: dict[str, Tensor]) -> numpy.ndarray:
 
 def _decoded_cast(content: list, tensors: dict[str, Tensor]) -> Tensor:
     name, dtype_name, shape = content
-    dtype = getattr(torch, dtype_name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype_name} is not a dtype")
+    dtype = _torch_dtype(dtype_name)
     octets = tensors[name]
     # An empty tensor cannot be viewed. The shape must match the bytes, so a forged one allocates nothing.
     return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a dtype")
+    return dtype
 
 
 def _number_dtype(name: str) -> numpy.dtype:
@@ -227,7 +255,7 @@ def _number_dtype(name: str) -> numpy.dtype:
     return dtype
 
 
-_LEAVES: dict[str, Any] = {
+_LEAVES: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
     "$int": lambda content, tensors: int(content, 16),
     "$float": lambda content, tensors: struct.unpack(">d", bytes.fromhex(content))[0],
     "$bytes": lambda content, tensors: binascii.a2b_base64(content),
@@ -236,7 +264,66 @@ _LEAVES: dict[str, Any] = {
     "$permuted": lambda content, tensors: _decoded(content[0], tensors).permute(content[1]),
     "$array": _decoded_array,
     "$cast": _decoded_cast,
+    "$dtype": lambda content, tensors: _torch_dtype(content),
+    "$device": lambda content, tensors: torch.device(content),
+    "$size": lambda content, tensors: torch.Size(content),
+    "$subclass": lambda content, tensors: Flattened(*content[:2], *(_decoded(part, tensors) for part in content[2:])),
 }
+
+
+# ---- tensors of a subclass, made of plain ones
+
+
+@dataclass
+class Flattened:
+    """A tensor of a subclass, as a file holds it: its class by name, and the plain tensors that it is made of."""
+
+    module: str
+    qualname: str
+    parts: dict[str, Any]
+    """Tensors by attribute; some may be `Flattened` themselves."""
+    context: Any
+    """Everything else that the class needs to put the parts together."""
+    shape: list[int]
+    stride: list[int]
+
+    def tensor(self) -> Tensor:
+        """Put the parts together."""
+        kind: Any = _tensor_class(self.module, self.qualname)
+        parts = {name: revived(part) for name, part in self.parts.items()}
+        return kind.__tensor_unflatten__(parts, self.context, torch.Size(self.shape), tuple(self.stride))
+
+
+def revived(state: Any) -> Any:
+    """Return a decoded tree with tensors in place of every `Flattened`.
+
+    A file cannot make the program import anything: their classes must have been imported already, as they are once the
+    optimizer that uses them exists.
+
+    Raises:
+        CheckpointError: such a class is not there.
+    """
+    if isinstance(state, Flattened):
+        return state.tensor()
+    if isinstance(state, dict):
+        for key in state:
+            state[key] = revived(state[key])
+        return state
+    if type(state) in (list, tuple):
+        return type(state)(map(revived, state))
+    return state
+
+
+def _tensor_class(module: str, qualname: str) -> type[Tensor]:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise CheckpointError(
+            f"there is no tensor class {module}.{qualname} in this program. Import it, or make the optimizer that uses "
+            f"it, at the top of a module."
+        )
+    return found
 
 
 # ---- files

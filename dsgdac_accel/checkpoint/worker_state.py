@@ -174,8 +174,8 @@ def load_loose_parameters(
     for mine, theirs in zip(loose_parameters(models, optimizers), saved, strict=True):
         if [_layout(parameter) for parameter in mine] != [_layout(parameter) for parameter in theirs]:
             raise CheckpointError(
-                "the checkpoint is of another optimizer: its parameters outside of models have other shapes. Build it "
-                "as it was when saved."
+                "the checkpoint is of another optimizer: its parameters outside of models, or the float32 masters of "
+                "bf16 and fp16 parameters, have other shapes. Build it, and freeze parameters, as when it was saved."
             )
         for parameter, value in zip(mine, theirs, strict=True):
             parameter.copy_(value)
@@ -196,4 +196,4 @@ def load_gradients(model: nn.Module, state: Mapping[str, Tensor] | None) -> None
         if gradient is None:
             parameter.grad = None
         else:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

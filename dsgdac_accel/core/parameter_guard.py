@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 from dsgdac_accel.distributed.group import WorkerGroup
 
 MIXED_DTYPES = (torch.float32, torch.float64)
+LOAD_IN_FLOAT32 = (
+    "Load the model with from_pretrained(..., dtype=torch.float32) and compute in low precision, with bf16=True "
+    "(Trainer) or mixed_precision='bf16' (Accelerate)."
+)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -71,17 +75,24 @@ def name_of(parameter: Parameter, names: Mapping[int, str]) -> str:
     return "a parameter" if lazy else f"a parameter of shape {tuple(parameter.shape)}"
 
 
-def refuse_unmixable(parameters: Sequence[Parameter], names: Mapping[int, str]) -> None:
+def refuse_unmixable(
+    parameters: Sequence[Parameter], names: Mapping[int, str], by_masters: Collection[torch.dtype] = ()
+) -> None:
     """Raise ValueError, with the parameter's name, unless every parameter can be mixed exactly.
 
     Low precision, complex, expanded, overlapping, uninitialized and sharded parameters cannot.
+
+    Args:
+        parameters: those to mix.
+        names: what to call them, by `id`.
+        by_masters: dtypes of parameters that are mixed by float32 masters.
     """
     for parameter in parameters:
-        _refuse_kind(parameter, name_of(parameter, names))
+        _refuse_kind(parameter, name_of(parameter, names), by_masters)
     _refuse_overlap(parameters, names)
 
 
-def _refuse_kind(parameter: Parameter, name: str) -> None:
+def _refuse_kind(parameter: Parameter, name: str, by_masters: Collection[torch.dtype]) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(
             f"{name} of a lazy module has no values yet; run one batch through the model before `prepare`."
@@ -93,15 +104,15 @@ def _refuse_kind(parameter: Parameter, name: str) -> None:
         )
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values; load the model before `prepare`.")
-    if parameter.dtype in (torch.float16, torch.bfloat16):
+    if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.dtype not in by_masters:
         raise ValueError(
-            f"{name} is {parameter.dtype}: small consensus updates would be rounded away. Keep parameters in "
-            f"float32 (`model.float()`) and compute in low precision with mixed_precision='bf16' or 'fp16'."
+            f"{name} is {parameter.dtype}: small consensus updates would be rounded away. Train it by "
+            f"`GossipAccelerator` or `GossipCallback`, which mix a float32 master of it, or: {LOAD_IN_FLOAT32}"
         )
-    if parameter.dtype not in MIXED_DTYPES or parameter.layout != torch.strided:
+    if parameter.dtype not in (*MIXED_DTYPES, *by_masters) or parameter.layout != torch.strided:
         raise ValueError(
-            f"{name} is {parameter.dtype} ({parameter.layout}); trainable parameters must be dense float32 or "
-            f"float64. Freeze it (`requires_grad_(False)`) or convert it."
+            f"{name} is {parameter.dtype} ({parameter.layout}); trainable parameters must be dense float32 or float64, "
+            f"or bfloat16 or float16 with a float32 master. Freeze it (`requires_grad_(False)`), or: {LOAD_IN_FLOAT32}"
         )
     if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(f"{name} is expanded: several of its elements share one value in memory. Store a `.clone()`.")
@@ -308,8 +319,15 @@ class ModelWatch:
                     found = [(key, value) for key, value in slots.items() if value is not None]
                     self._sites += [(slots, key, f"{path}.{key}" if path else key, value) for key, value in found]
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
+    def check(
+        self, optimizer: torch.optim.Optimizer, parameter_of: Callable[[Parameter], Parameter] = lambda master: master
+    ) -> None:
+        """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have.
+
+        Args:
+            optimizer: the optimizer.
+            parameter_of: maps what it trains to the model's parameter, where it trains masters.
+        """
         if len(self.models) != self._models_seen:
             self._look()
         if any(model.training for model in self.models):
@@ -318,7 +336,7 @@ class ModelWatch:
         replaced = [site for site in self._sites if site[0].get(site[1]) is not site[3]]
         if not replaced:
             return
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(parameter_of(p)) for group in optimizer.param_groups for p in group["params"]}
         still_there = {id(parameter) for model in self.models for parameter in model.parameters()}
         for slots, key, name, old in replaced:
             orphans = (trained - still_there) & set(map(id, _parameters_of(old)))

@@ -15,8 +15,10 @@ import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
+from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
@@ -39,6 +41,7 @@ class GossipStep:
         config: topology, gamma schedule and policies.
         watch: the models that use the optimizer's parameters, for names in messages and to notice replacements.
         worker_of: maps a parameter to the local worker that owns it, from 0 to `config.workers_per_process` - 1.
+        masters: those of the optimizer, if it has them already.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class GossipStep:
         config: GossipConfig,
         watch: ModelWatch | None = None,
         worker_of: Callable[[Parameter], int] | None = None,
+        masters: MasterParameters | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.group = group
@@ -57,17 +61,23 @@ class GossipStep:
         if not isinstance(topology, Topology):
             topology = build_topology(topology, group.size * config.workers_per_process)
         group.require_equal(topology.fingerprint, "topology")
-        self.mixer = Mixer(
-            lambda: optimizer.param_groups,
-            topology,
-            group,
-            order=config.order,
-            names=self.watch.names,
-            local_workers=config.workers_per_process,
-            worker_of=worker_of,
-            comm_dtype=config.comm_dtype,
-            mix_every=config.mix_every,
-        )
+        self.masters = masters or MasterParameters(optimizer, self.watch.names)
+        self.masters.name_by(self.watch.names)
+        try:
+            self.mixer = Mixer(
+                lambda: optimizer.param_groups,
+                topology,
+                group,
+                order=config.order,
+                names=self.watch.names,
+                local_workers=config.workers_per_process,
+                worker_of=worker_of and self.masters.of_masters(worker_of),
+                comm_dtype=config.comm_dtype,
+                mix_every=config.mix_every,
+            )
+        except BaseException:
+            self.masters.release()
+            raise
         self.schedule = GammaSchedule(optimizer, group, config)
         self.guard = GradientGuard(
             optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
@@ -103,10 +113,12 @@ class GossipStep:
             self._workers_compared = True
             self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group)  # a seed that was set after `prepare` made them equal
-        self.watch.check(self.optimizer)
+        self.watch.check(self.optimizer, self.masters.parameter_of)
+        self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         finite = self.guard.gradients_are_finite(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
+        self.masters.apply_edits()
         self.guard.hide_nonfinite()
         return finite
 
@@ -123,6 +135,7 @@ class GossipStep:
             self.mixer.start_exchange()
         if self.estimate is not None:
             self.estimate.post(self.mixer.flats, self.mixer.step)
+        self.masters.write_model()
 
     @property
     def lr(self) -> float:
@@ -146,7 +159,7 @@ class GossipStep:
         """Leave out what communicates: a copy joins those of the other workers when all of them first use it."""
         if "_unjoined" in vars(self):
             return vars(self)
-        kept = {name: getattr(self, name) for name in ("optimizer", "group", "config", "schedule")}
+        kept = {name: getattr(self, name) for name in ("optimizer", "group", "config", "schedule", "masters")}
         return kept | {"_unjoined": (self.watch.models, self._worker_of, self.state_dict())}
 
     def __getattr__(self, name: str) -> Any:  # what a copy lacks that has not joined yet
@@ -154,7 +167,8 @@ class GossipStep:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         models, worker_of, state = vars(self)["_unjoined"]
         schedule = self.schedule  # with the future that it has planned for
-        GossipStep.__init__(self, self.optimizer, self.group, self.config, ModelWatch(models), worker_of)
+        watch = ModelWatch(models)
+        GossipStep.__init__(self, self.optimizer, self.group, self.config, watch, worker_of, self.masters)
         self.load_state_dict(state)
         self.schedule = schedule
         del self._unjoined

@@ -124,7 +124,7 @@ class GossipCallback(TrainerCallback):
             )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
-        refuse_unsupported_trainer(trainer)
+        refuse_unsupported_trainer(trainer, self.config)
         if self.stop_on_signals and trainer.args.save_only_model:
             raise ValueError(
                 "stop_on_signals=True needs complete checkpoints to resume from, but save_only_model=True saves only "
@@ -153,6 +153,7 @@ class GossipCallback(TrainerCallback):
         self._wrap("evaluation_loop", self._evaluation_loop)
         self._wrap("save_model", self._save_model)
         self._wrap("_save_checkpoint", self._save_checkpoint)
+        self._wrap("_load_from_checkpoint", self._load_from_checkpoint)
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
@@ -273,6 +274,14 @@ class GossipCallback(TrainerCallback):
         self._random_state = self.checkpoints.restore(state)
         if self.stop_on_signals:
             self._stop.listen()
+
+    def _load_from_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16."""
+        dtypes = {name: parameter.dtype for name, parameter in self._model.named_parameters()}
+        result = original(*args, **kwargs)
+        for name, parameter in self._model.named_parameters():
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+        return result
 
     def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Skip worker 0's optimizer if the checkpoint has every worker's own."""

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
@@ -248,15 +249,89 @@ def test_a_single_process_equals_the_plain_optimizer_to_the_bit():
         assert torch.equal(flat(deployed), flat(plain))
 
 
+def by_closure(rank: int, closures: bool) -> tuple:
+    accelerator = GossipAccelerator(gossip=GossipConfig(**FAST), gradient_accumulation_steps=2)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    calls, losses = [], []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = model(inputs(rank, step)).square().mean()
+            accelerator.backward(2 * loss)
+            return loss
+
+        accelerator.gradient_state._set_sync_gradients(True)
+        if closures:
+            with torch.no_grad():
+                losses.append(optimizer.step(closure))
+        else:
+            losses.append(closure())
+            optimizer.step()
+    return flat(model), calls, [float(loss.detach()) for loss in losses]
+
+
+def test_a_closure_is_called_once_before_the_step():
+    for (x, calls, losses), (reference, _, expected) in zip(
+        run_workers(by_closure, 2, True), run_workers(by_closure, 2, False), strict=True
+    ):
+        assert torch.equal(x, reference)
+        assert (calls, losses) == ([True] * 3, expected)
+
+
 # ---- refusals
 
 
-def test_closures_are_refused():
+def adafactor_with_its_schedule(parameters):
+    optimizer = transformers.Adafactor(parameters)
+    transformers.optimization.AdafactorSchedule(optimizer)  # sets an lr that the optimizer does not read
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS: .*several points.*AdamW"),
+        (transformers.Adafactor, r"Adafactor chooses its step sizes.*lr=1e-3.*constant=0\.5.*power=0"),
+        (adafactor_with_its_schedule, "Adafactor chooses"),
+    ],
+)
+def test_optimizers_that_cannot_gossip_are_refused(make, words):
     accelerator = GossipAccelerator(cpu=True)
     model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="without a closure"):
+    with pytest.raises(ValueError, match=words):
+        accelerator.prepare(model, make(model.parameters()))
+    assert accelerator._models == accelerator._optimizers == []
+
+
+class Sharpness(torch.optim.SGD):
+    """Evaluates the loss twice in a step."""
+
+    def step(self, closure=None):
+        return [closure(), super().step(closure)]
+
+
+def test_a_closure_is_not_evaluated_at_a_second_point():
+    accelerator = GossipAccelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, Sharpness(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"several points.*AdamW"):
         optimizer.step(lambda: model(inputs(0, 0)).sum())
+
+
+@pytest.mark.parametrize("settings", [{"constant": 0.5}, {"power": 0}])
+def test_without_a_learning_rate_a_fixed_gamma_is_used(settings):
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(**settings))
+    model = make_model().float()
+    model, optimizer = accelerator.prepare(model, transformers.Adafactor(model.parameters()))
+    accelerator.backward(model(inputs(0, 0).float()).sum())
+    optimizer.step()
+    assert (accelerator.gossip_steps[0].gamma, accelerator.gossip_steps[0].metrics()["lr"]) == (
+        settings.get("constant", 1.0),
+        0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +340,7 @@ def test_closures_are_refused():
         (lambda: nn.DataParallel(nn.Linear(1, 1)), "already wrapped in DataParallel"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), "Keep plain BatchNorm"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "Run one batch"),
-        (lambda: nn.Linear(2, 2).bfloat16(), "mixed_precision='bf16'"),
+        (lambda: nn.Linear(2, 2).to(torch.complex64), "float32 or float64"),
     ],
 )
 def test_models_that_cannot_gossip_are_refused(model, words):

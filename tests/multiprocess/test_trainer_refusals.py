@@ -150,8 +150,10 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         settings.__class__ = Several
         Trainer(Model(), settings, train_dataset=Rows(40), callbacks=[GossipCallback(GOSSIP)])
 
-    def half() -> None:
-        build(folder, model={"model": Model().half()}, callbacks=[GossipCallback(GOSSIP)]).train()
+    def closure() -> None:
+        model = Model()
+        optimizers = {"model": model, "optimizers": (torch.optim.LBFGS(model.parameters()), None)}
+        build(folder, model=optimizers, callbacks=[GossipCallback(GOSSIP)])
 
     def launched_but_alone() -> None:
         os.environ["WORLD_SIZE"] = "4"
@@ -200,7 +202,9 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
                              callbacks=[GossipCallback(GOSSIP)]).train(),
         "subclass": wrapped_by_a_subclass,
         "several GPUs": several_gpus,
-        "half": half,
+        "complex": lambda: build(folder, model={"model": Model().to(torch.complex64)},
+                                 callbacks=[GossipCallback(GOSSIP)]),
+        "closure": closure,
         "WORLD_SIZE": launched_but_alone,
         "lomo": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="lomo"),
         "layerwise": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="galore_adamw_layerwise"),
@@ -234,7 +238,8 @@ REFUSED = {
     "DDP": "pass the bare m",
     "subclass": "wrapped its model in DistributedDataParallel",
     "several GPUs": "torchrun --nproc_per_node 2",
-    "half": "mixed_precision",
+    "complex": "from_pretrained(..., dtype=torch.float32)",
+    "closure": "LBFGS: this optimizer evaluates the loss at several points",
     "WORLD_SIZE": "use_cpu=True",
     "lomo": "adamw_torch",
     "layerwise": "adamw_torch",

@@ -1,0 +1,337 @@
+"""float32 masters of bf16 and fp16 parameters, in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig
+from dsgdac_accel.core import master_parameters
+
+X = torch.ones(3, 4, dtype=torch.bfloat16)
+
+
+def prepared(model: nn.Module, optimizer: Callable[..., Any] = torch.optim.SGD, **settings: Any) -> tuple:
+    accelerator = GossipAccelerator(gossip=GossipConfig(**settings), cpu=True)
+    return accelerator, *accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
+
+
+def linear(dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2).to(dtype)
+
+
+def master(accelerator: GossipAccelerator, parameter: nn.Parameter) -> torch.Tensor:
+    return accelerator.training.master_of(parameter).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_are_not_lost(dtype):
+    plain, model = nn.Linear(1, 1, bias=False).to(dtype), nn.Linear(1, 1, bias=False).to(dtype)
+    for each in (plain, model):
+        nn.init.ones_(each.weight)
+    accelerator, model, optimizer = prepared(model)
+    raw = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for group in (raw.param_groups[0], optimizer.param_groups[0]):
+        group["lr"] = 2**-3
+    for _ in range(200):
+        for each, stepped in ((plain, raw), (model, optimizer)):
+            (each.weight * 2**-10).sum().backward()  # 2^-13 is below half a unit in the last place of 1
+            stepped.step()
+            stepped.zero_grad()
+    assert plain.weight.item() == 1.0
+    assert master(accelerator, model.weight).item() == 1 - 200 * 2**-13
+    assert torch.equal(model.weight, master(accelerator, model.weight).to(dtype))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "before prepare", "model"])
+def test_gradients_are_float32_and_every_way_to_clear_them_works(clear):
+    model = linear()
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = GossipAccelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, raw)
+    by = {"optimizer": optimizer, "before prepare": raw, "model": model}[clear]
+    for _ in range(3):
+        by.zero_grad()
+        for _ in range(257):  # in bf16, 256 + 1 is 256
+            model(X[:1]).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+        assert bool((model.weight.grad == 257).all())
+    by.zero_grad(set_to_none=False)
+    assert bool((model.weight.grad == 0).all())
+
+
+@pytest.mark.parametrize("through", ["model", "optimizer", "accelerator"])
+def test_clipping_reaches_the_masters(through):
+    accelerator, model, optimizer = prepared(linear())
+    before = master(accelerator, model.weight).clone()
+    accelerator.backward(model(X).float().sum())
+    mine = model.parameters() if through != "optimizer" else optimizer.param_groups[0]["params"]
+    clip = accelerator.clip_grad_norm_ if through == "accelerator" else nn.utils.clip_grad_norm_
+    assert float(clip(mine, 1e-3)) == pytest.approx((4 * 2 * 9 + 2 * 9) ** 0.5)
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0].grad is None, "or `model.zero_grad()` would not free it"
+    step = (master(accelerator, model.weight) - before).norm() / 0.1
+    assert float(step) == pytest.approx(1e-3 * (72 / 90) ** 0.5, rel=1e-3)
+
+
+def clamp(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def replace_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("edit", [clamp, clamp_data, replace_data])
+@pytest.mark.parametrize("order", ["local_first", "mix_first"])
+def test_what_a_script_writes_into_the_model_is_trained_from(edit, order):
+    accelerator, model, optimizer = prepared(linear(), order=order)
+    accelerator.backward(model(X).float().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    before, kept = master(accelerator, model.weight).clone(), model.weight.detach().abs() <= 0.1
+    edit(model.weight)
+    optimizer.step()  # without a gradient
+    after = master(accelerator, model.weight)
+    assert torch.equal(after[kept], before[kept]), "the others keep the bits that bf16 does not show"
+    assert bool((after[~kept].abs() == torch.tensor(0.1).bfloat16()).all())
+    assert 0 < kept.sum() < kept.numel()
+
+
+def test_weights_that_are_swapped_and_put_back_leave_the_master_alone():
+    accelerator, model, optimizer = prepared(linear())
+    accelerator.backward(model(X).float().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    before, own = master(accelerator, model.weight).clone(), model.weight.data.clone()
+    model.weight.data.fill_(1000)
+    model.weight.data.copy_(own)
+    optimizer.step()
+    assert torch.equal(master(accelerator, model.weight), before)
+    model.load_state_dict({name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()})
+    optimizer.step()
+    assert bool((master(accelerator, model.weight) == 0.25).all())
+
+
+def test_where_the_host_does_not_wait_an_edit_through_data_is_refused_a_step_later():
+    accelerator, model, optimizer = prepared(linear())
+    accelerator.gossip_steps[0].masters.checks_late = True
+    clamp(model.weight)
+    optimizer.step()
+    optimizer.step()
+    clamp_data(model.weight)
+    model.weight.data[0, 0] = 7
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^weight was changed through `\.data`.*torch\.no_grad"):
+        optimizer.step()
+
+
+def test_frozen_parameters_stay_as_they_are_and_are_trained_once_unfrozen():
+    model = nn.Sequential(linear(), nn.Linear(2, 2).bfloat16())
+    model[0].requires_grad_(False)
+    accelerator, model, optimizer = prepared(model, torch.optim.AdamW)
+    dtypes = [parameter.dtype for parameter in optimizer.param_groups[0]["params"]]
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+    for unfrozen in (False, True, True):
+        model[0].requires_grad_(unfrozen)
+        accelerator.backward(model(X).float().square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(parameter.dtype == torch.float32 for parameter in optimizer.param_groups[0]["params"])
+    assert len({float(state["step"]) for state in optimizer.state.values()} ^ {2.0, 3.0}) == 0
+    assert torch.equal(model[0].weight, master(accelerator, model[0].weight).bfloat16())
+
+
+def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master():
+    model = nn.Sequential(linear(), nn.Linear(2, 2).bfloat16())
+    accelerator = GossipAccelerator(cpu=True)
+    raw = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
+    model, optimizer = accelerator.prepare(model, raw)
+    first = optimizer.param_groups[0]["params"][0]
+    for turn in range(3):
+        if turn == 1:
+            optimizer.param_groups.pop(0)
+        if turn == 2:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        accelerator.backward(model(X).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[1]["params"][0] is first
+    assert torch.equal(model[0].weight, first.bfloat16())
+
+
+def test_the_optimizer_gets_the_model_back_and_can_be_prepared_again():
+    model = linear()
+    raw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accelerator = GossipAccelerator(cpu=True)
+    for steps in (1.0, 2.0):
+        model, optimizer = accelerator.prepare(model, raw)
+        accelerator.backward(model(X).float().sum())
+        optimizer.step()
+        accelerator.deploy(model)
+        assert [p is own for p, own in zip(raw.param_groups[0]["params"], model.parameters(), strict=True)] == [
+            True
+        ] * 2
+        assert "zero_grad" not in vars(raw)
+        assert (model.weight.grad_dtype, model.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert float(raw.state[model.weight]["step"]) == steps
+        accelerator.free_memory()
+
+
+def test_parameters_that_share_their_memory_share_a_master():
+    model = nn.Sequential(linear(), linear())
+    model[1].weight.data = model[0].weight.data
+    accelerator, model, optimizer = prepared(model)
+    for layer in model:
+        layer(X).float().sum().backward()
+    before = master(accelerator, model[0].weight).clone()
+    optimizer.step()
+    for layer in model:
+        torch.testing.assert_close(master(accelerator, layer.weight), before - 2 * 0.1 * 3)
+        assert torch.equal(layer.weight, master(accelerator, layer.weight).bfloat16())
+    optimizer.zero_grad()
+    model[0].weight.data.fill_(0.25)
+    optimizer.step()
+    assert bool((master(accelerator, model[1].weight) == 0.25).all())
+
+
+def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
+    accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def train(first: int, last: int) -> torch.Tensor:
+        for number in range(first, last):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(X * (number + 1) / 7).float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return master(accelerator, model.weight).clone()
+
+    train(0, 3)
+    with accelerator.deployed_model(model):
+        pass
+    accelerator.save_state(tmp_path / "c")
+    gradient, whole = model.weight.grad.clone(), train(3, 6)
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(model.weight.grad, gradient)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(train(3, 6), whole)
+
+
+def test_a_pickled_accelerator_trains_its_copy_bit_by_bit():
+    accelerator, model, optimizer = prepared(linear(), torch.optim.AdamW)
+
+    def train(accelerator: GossipAccelerator, model: nn.Module, optimizer: Any) -> torch.Tensor:
+        for _ in range(2):
+            accelerator.backward(model(X).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return master(accelerator, model.weight).clone()
+
+    train(accelerator, model, optimizer)
+    clamp_data(model.weight)
+    twin = pickle.loads(pickle.dumps(accelerator))
+    copies = twin, twin._models[0], twin._optimizers[0]
+    own = train(accelerator, model, optimizer)
+    assert torch.equal(train(*copies), own)
+    assert torch.equal(copies[1].weight, own.bfloat16())
+
+
+def test_a_plain_loop_saves_its_masters():
+    runs = []
+    for _ in range(2):
+        model = linear()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        runs.append((Gossip(model, optimizer), model, optimizer))
+
+    def train(gossip: Gossip, model: nn.Module, optimizer: Any) -> torch.Tensor:
+        for _ in range(2):
+            model(X).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return gossip.steps[0].masters.master_of(model.weight).detach().clone()
+
+    train(*runs[0])
+    saved = [part.state_dict() for part in runs[0]]
+    for part, state in zip(runs[1], copy.deepcopy(saved), strict=True):
+        part.load_state_dict(state)
+    assert torch.equal(train(*runs[0]), train(*runs[1]))
+    with pytest.raises(ValueError, match="1 masters of bf16 and fp16 parameters, and this model 2"):
+        runs[1][0].load_state_dict({**saved[0], "masters": [saved[0]["masters"][0][:1]]})
+
+
+def test_fp16_with_loss_scaling_clips_the_unscaled_gradient():
+    accelerator = GossipAccelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # stands in for that of fp16 on a GPU
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    model = linear(torch.float16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = master(accelerator, model.weight).clone()
+    accelerator.backward(model(X.half()).float().sum())
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clone()
+    assert float(accelerator.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(90**0.5)
+    optimizer.step()
+    torch.testing.assert_close(master(accelerator, model.weight), before - 0.3)
+
+
+def test_virtual_workers_mix_their_masters_and_are_clipped_one_by_one():
+    accelerator, model, optimizer = prepared(linear(), workers_per_process=2, topology="complete", power=0)
+    before = master(accelerator, model.replicas[0].weight).clone()
+    x = torch.cat([X[:1], 3 * X[:1]])
+    accelerator.backward(model(x).float().mean())
+    norms = [0.5 * 10**0.5, 0.5 * 74**0.5]  # of the mean over two outputs: 4 inputs of 1 or 3 for each, and a bias
+    assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(sum(norms) / 2)
+    optimizer.step()
+    with accelerator.deployed_model(model) as deployed:
+        torch.testing.assert_close(
+            master(accelerator, deployed.weight), before - 0.1 * (0.5 / norms[0] + 1.5 / norms[1]) / 2
+        )
+        errors = accelerator.consensus_errors(model)
+    half = 0.1 * (1.5 / norms[1] - 0.5 / norms[0]) / 2
+    torch.testing.assert_close(errors[0]["weight"].flatten(), torch.full((8,), half))
+
+
+def test_the_average_is_that_of_edited_weights_and_so_is_the_next_mix():
+    accelerator, model, optimizer = prepared(linear(), workers_per_process=2, topology="complete", power=0)
+    for number, replica in enumerate(model.replicas):
+        replica.weight.data.fill_(number)
+    with accelerator.deployed_model(model) as deployed:
+        assert bool((deployed.weight == 0.5).all())
+    assert [replica.weight.unique().tolist() for replica in model.replicas] == [[0.0], [1.0]]
+    for number, replica in enumerate(model.replicas):
+        replica.weight.data.fill_(2 * number)
+    optimizer.step()
+    assert [replica.weight.unique().tolist() for replica in model.replicas] == [[1.0], [1.0]]
+
+
+def test_a_torch_without_wide_gradients_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(master_parameters, "WIDE_GRADIENTS", False)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"weight is torch.bfloat16.*torch 2\.10.*dtype=torch.float32.*bf16=True"):
+        GossipAccelerator(cpu=True).prepare(model, optimizer)
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_a_refused_preparation_leaves_the_optimizer_as_it_was():
+    model = nn.Sequential(linear(), linear())
+    model[1].weight = nn.Parameter(model[1].weight.detach().to(torch.float8_e4m3fn))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"1\.weight is torch.float8_e4m3fn.*dtype=torch.float32"):
+        GossipAccelerator(cpu=True).prepare(model, optimizer)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert model[0].weight.grad_dtype == torch.bfloat16
