@@ -143,6 +143,20 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
             f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
             f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
+    bases = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(trainer).__mro__}
+    of_trl = any(name.startswith("trl.") for name in bases)
+    if config.workers_per_process > 1 and of_trl and "trl.SFTTrainer" not in bases:
+        raise ValueError(
+            f"{type(trainer).__name__} compares rows of a batch (chosen with rejected answers, completions of one "
+            f"prompt), but several workers in a process get parts of the batch. Set workers_per_process=1, and launch "
+            f"one process per worker."
+        )
+    saves_states = args.save_strategy != "no" and not args.save_only_model
+    if optimizer.startswith(("galore", "apollo", "grokadamw")) and saves_states:
+        raise ValueError(
+            f"optim='{optimizer}' has a state that no checkpoint without pickle can hold. Set save_only_model=True or "
+            f"save_strategy='no', or use an optimizer such as adamw_torch."
+        )
     if trainer.optimizer is not None:
         refuse_unsupported_optimizer(trainer.optimizer, config)
     assert trainer.model is not None

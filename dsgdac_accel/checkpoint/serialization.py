@@ -150,6 +150,11 @@ class _Encoder:
         )
 
     def _encoded_dict(self, value: dict, path: tuple) -> Any:
+        if any(isinstance(key, Tensor) for key in value):
+            raise CheckpointError(
+                f"keys of {_named(path)} are tensors, which are found by their identity, and no other process has it. "
+                f"Let its state_dict() give plain keys, such as the parameters' numbers."
+            )
         items = [(key, self.encoded(item, (*path, key))) for key, item in value.items()]
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(items)

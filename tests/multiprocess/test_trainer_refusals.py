@@ -209,6 +209,8 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         "lomo": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="lomo"),
         "layerwise": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="galore_adamw_layerwise"),
         "schedule free": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="schedule_free_adamw"),
+        "projected": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="galore_adamw",
+                                   save_strategy="steps"),
         "SyncBatchNorm": batch_norm_of_all,
         "no config": lambda: GossipCallback({"power": 3}),
         "topology": lambda: build(folder, callbacks=[GossipCallback(GossipConfig(topology=three))]).train(),
@@ -244,6 +246,7 @@ REFUSED = {
     "lomo": "adamw_torch",
     "layerwise": "adamw_torch",
     "schedule free": "adamw_torch",
+    "projected": "save_only_model=True",
     "SyncBatchNorm": "Keep plain BatchNorm",
     "no config": "GossipCallback(GossipConfig(...))",
 }

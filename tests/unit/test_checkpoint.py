@@ -280,6 +280,7 @@ class Subclass(torch.Tensor):
         (np.array(["text"], dtype=object), r"numpy.ndarray"),
         (torch.ones(2).to_sparse(), "whole, dense tensors"),
         (torch.ones(2, device="meta"), "on meta"),
+        ({torch.ones(2): 1}, r"keys of state\['a'\]\[1\] are tensors"),
         (torch.ones(2).as_subclass(Subclass), "whole, dense tensors; .* is a Subclass"),
     ],
 )
