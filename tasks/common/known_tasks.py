@@ -16,6 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 
 _CONFIG_CLASSES = {
     "cifar.py": ("tasks.images.config", "CifarConfig"),
+    "trainer_language.py": ("tasks.language.config", "LanguageConfig"),
     "wmt14.py": ("tasks.translation.config", "TranslationConfig"),
 }
 
@@ -25,8 +26,11 @@ def script_for(config: Path) -> Path:
 
     Raises ConfigError if the file cannot be read.
     """
+    values = base_values(config)
+    if "text" in values:  # a key of the language task alone
+        return FOLDER / "trainer_language.py"
     # Only the translation task counts its batches in tokens.
-    return FOLDER / ("wmt14.py" if "batch_tokens" in base_values(config) else "cifar.py")
+    return FOLDER / ("wmt14.py" if "batch_tokens" in values else "cifar.py")
 
 
 def config_class_of(script: Path) -> type | None:

@@ -36,6 +36,10 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
         ConfigError: the settings are invalid.
     """
     script = script_for(file)
+    if script.name not in _RUNS:
+        raise ConfigError(
+            f"{file}: runs of {', '.join(_RUNS)} can be examined; this is one of {script.name}. Start it."
+        )
     module, name = _RUNS[script.name]
     task = importlib.import_module(module)
     config_class: Any = config_class_of(script)

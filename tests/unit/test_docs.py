@@ -12,12 +12,14 @@ from dsgdac_accel.cli import build_parser
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.common.config import parse_config
 from tasks.images.config import CifarConfig
+from tasks.language.config import LanguageConfig
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs
 from tasks.translation.config import TranslationConfig
 
 CONFIG_CLASSES = {
     "tasks/cifar.py": CifarConfig,
+    "tasks/trainer_language.py": LanguageConfig,
     "tasks/wmt14.py": TranslationConfig,
     "tasks/benchmark.py": BenchmarkConfig,
 }

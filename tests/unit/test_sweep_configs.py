@@ -6,6 +6,7 @@ import pytest
 
 from tasks.common.config import parse_config
 from tasks.images.config import CifarConfig
+from tasks.language.config import LanguageConfig
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs, require_valid
 from tasks.studies.state import RunState
@@ -13,7 +14,7 @@ from tasks.studies.table import pairs_of, rows_of
 from tasks.translation.config import TranslationConfig
 
 SWEEPS = Path(__file__).resolve().parents[2] / "configs" / "sweeps"
-TASKS = {"cifar.py": CifarConfig, "wmt14.py": TranslationConfig}
+TASKS = {"cifar.py": CifarConfig, "trainer_language.py": LanguageConfig, "wmt14.py": TranslationConfig}
 
 
 def plan(name):
