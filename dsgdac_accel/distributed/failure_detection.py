@@ -82,7 +82,7 @@ class FailureDetector:
         lost = "were lost" if len(blamed) > 1 else "was lost"
         happened = f"did not answer within {self.timeout:g} s" if silent else lost
         who = _named(blamed) if blamed else "a worker"
-        if silent_only:
+        if silent_only and not blamed:  # the others may just not have noticed the loss yet
             who = f"{_named(silent_only)}, which {'do' if len(silent_only) > 1 else 'does'} not answer,"
         me, seen = self.members.original_rank, f"{who} {happened} in {failure.what}"
         news = self._other_reports(failure, f"{seen}, as worker {me} saw it")

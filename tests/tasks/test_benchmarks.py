@@ -98,7 +98,7 @@ def test_virtual_workers_are_compared_with_accumulation(tmp_path):
 
 @pytest.mark.task
 def test_two_workers_on_an_emulated_network_send_what_the_formulas_say(tmp_path):
-    parameters, file = 100_000, tmp_path / "result.json"
+    parameters, file = 400_000, tmp_path / "result.json"
     variants = ["local", "ddp", "decent_dp", "gossip", "gossip:complete", "gossip+no_overlap+mix_first", "gossip+bf16"]
     words = ["--model", f"sleeping-{parameters}", "--network.rate_mbit", "1000", "--network.delay_ms", "1"]
     words += ["--variants", f"[{', '.join(variants)}]", "--output", str(file)]

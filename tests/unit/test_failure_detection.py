@@ -92,6 +92,14 @@ def test_a_worker_that_is_alive_but_silent_is_not_called_lost():
     assert "worker 1, which does not answer, was lost" in message
 
 
+def test_a_worker_that_is_gone_is_named_rather_than_one_that_has_not_noticed_yet():
+    one = detector(launched=3, dead=[1])
+    alive = one.reports.is_alive
+    one.reports.is_alive = lambda worker: True if worker == 2 else alive(worker)
+    message = str(one.worker_lost(Failure("evaluating at step 7", "Connection reset")))
+    assert "worker 0: worker 1 was lost in evaluating at step 7" in message
+
+
 def test_later_errors_quote_the_first_report_and_that_of_the_peer():
     store = dist.HashStore()
     first = detector(1, store=store)
