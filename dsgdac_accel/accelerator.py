@@ -68,6 +68,8 @@ class GossipOptimizer(AcceleratedOptimizer):
 
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
+    ended = False
+    """Whether `deploy` has ended the gossip: the next `prepare` begins anew, and until then no step is taken."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
@@ -90,7 +92,8 @@ class GossipOptimizer(AcceleratedOptimizer):
         if self.pass_average is not None:
             self.pass_average.before_step()
         local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
-        if local_step or self.scaler is not None:  # after an overflow the scaler skips the update and lowers its scale
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        if local_step or scaled:  # after an overflow the scaler skips the update and lowers its scale
             super().step(None if closure is None else known_loss(loss))
         self.gossip.after_local_step()
         if self.pass_average is not None:
@@ -287,7 +290,8 @@ class GossipAccelerator(Accelerator):
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, GossipOptimizer) and optimizer.gossip is None:
+            if isinstance(optimizer, GossipOptimizer) and (optimizer.gossip is None or optimizer.ended):
+                optimizer.ended = False
                 optimizer.gossip = self.training.new_step(optimizer.optimizer)
                 optimizer.pass_average = self.pass_average
                 self._warn_of_unscaled_gradients(optimizer.gossip)
@@ -494,12 +498,15 @@ class GossipAccelerator(Accelerator):
     def deploy(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
     ) -> None:
-        """End the gossip and leave the average of the workers in `model`, in ordinary memory. Collective.
+        """End the gossip and leave the average of the workers in all prepared models, in ordinary memory. Collective.
 
-        Arguments as for `deployed_model`. To train again, prepare model and optimizer again.
+        Arguments as for `deployed_model`; they concern `model`. To train again, prepare models and optimizers again.
         """
         self.pass_average.end()
         self.deployment.deploy(model, self._dataloaders, calibrate, calibration_forward)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, GossipOptimizer):
+                optimizer.ended = True
 
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the deployed model as `Accelerator.save_model` saves a model. Collective.

@@ -12,7 +12,7 @@ Calibration of BatchNorm is in `calibration`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -172,18 +172,29 @@ class Deployment:
         calibrate: Iterable[Any] | None,
         calibration_forward: Forward | None,
     ) -> None:
-        """End the gossip and leave the average in every replica of `model`. Collective. Arguments as for `deployed`."""
+        """End the gossip and leave the average in every replica of `model` and of the other prepared models.
 
-        def copy_average() -> list[Tensor]:
-            with self.deployed(model, loaders, calibrate, calibration_forward) as deployed:
-                return [tensor.detach().clone() for tensor in values_of(deployed)]
+        Collective. Arguments as for `deployed`, which concern `model`.
+        """
+        first = self.training.owners.wrapper_of(model)
+        models = [first, *(other for other in self.training.models if other is not first)]
 
-        average = self.training.group.retry_after_loss(copy_average)
+        def copy_averages() -> list[list[Tensor]]:
+            copies = []
+            with ExitStack() as contexts:
+                for one in models:
+                    data = (calibrate, calibration_forward) if one is first else (None, None)
+                    deployed = contexts.enter_context(self.deployed(one, loaders, *data))
+                    copies.append([tensor.detach().clone() for tensor in values_of(deployed)])
+            return copies
+
+        averages = self.training.group.retry_after_loss(copy_averages)
         self.training.end()
         with torch.no_grad():
-            for replica in replicas_of(self.training.owners.wrapper_of(model)):
-                for tensor, value in zip(values_of(replica), average, strict=True):
-                    tensor.copy_(value)
+            for one, average in zip(models, averages, strict=True):
+                for replica in replicas_of(one):
+                    for tensor, value in zip(values_of(replica), average, strict=True):
+                        tensor.copy_(value)
 
 
 def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
@@ -191,7 +202,7 @@ def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
     group.require_equal(
         [digest(parameter) for parameter in model.parameters()],
         "parameters (digests)",
-        "There is no average to deploy, because no optimizer was prepared and nothing has mixed the workers. Train "
+        "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train "
         "with an optimizer that went through `prepare(model, optimizer)`.",
     )
 

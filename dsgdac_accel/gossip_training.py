@@ -163,7 +163,7 @@ class GossipTraining:
     @property
     def taken_steps(self) -> int:
         """Optimizer steps so far; of several optimizers, the largest number."""
-        return max((step.mixer.step for step in self.steps), default=0)
+        return max((step.steps_taken for step in self.steps), default=0)
 
     def metrics(self) -> dict[str, float]:
         """Return the latest consensus metrics, without communication."""

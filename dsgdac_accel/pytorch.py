@@ -65,12 +65,12 @@ class Gossip:
         self.training.start_equal([model], listed)
         self._deployment = Deployment(self.training, GradientState(), TrainingPhase())
         self._epoch: int | None = None
-        self._scaler = scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaled = False  # inside `scaler.step`
         self._original_steps: list[tuple[Any, Callable[..., Any]]] = []
         for optimizer in listed:
             self._replace_step(optimizer, self._take_step, self.training.new_step(optimizer))
-        if scaler is not None:
+        if self._scaler is not None:
             self._replace_step(scaler, self._take_scaled_step)
         self.training.plan([(scheduler, 1)])
 
@@ -164,7 +164,11 @@ class Gossip:
         """Return the position in topology and gamma schedule, and the float32 masters of bf16 and fp16 parameters.
 
         Every worker saves its own, with its own model, optimizer and scheduler.
+
+        Raises:
+            RuntimeError: called inside `deployed_model`, where the model is not this worker's own.
         """
+        self._refuse_while_deployed("state_dict")
         masters = [[master.detach().clone() for master in step.masters.values()] for step in self.steps]
         return {"steps": [step.state_dict() for step in self.steps], "masters": masters}
 
@@ -173,7 +177,9 @@ class Gossip:
 
         Raises:
             ValueError: the state is of another number of workers or optimizers.
+            RuntimeError: called inside `deployed_model`.
         """
+        self._refuse_while_deployed("load_state_dict")
         if len(state["steps"]) != len(self.steps):
             raise ValueError(
                 f"the state is of {len(state['steps'])} optimizers, but this Gossip has {len(self.steps)}. Give the "
@@ -182,6 +188,13 @@ class Gossip:
         for step, saved, masters in zip(self.steps, state["steps"], state["masters"], strict=True):
             step.load_state_dict(saved)
             step.masters.load(masters)
+
+    def _refuse_while_deployed(self, what: str) -> None:
+        if self._deployment.active:
+            raise RuntimeError(
+                f"{what} inside `with deployed_model(...)` would confuse the average with this worker's "
+                f"own weights. Call it before or after."
+            )
 
 
 def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -> None:

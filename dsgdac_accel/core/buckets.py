@@ -1,7 +1,7 @@
 """The owner of the buckets of parameters and of the receive buffers, which also hold updates and backups.
 
 Memory beyond the parameters: one set of receive buffers per simultaneous neighbor, which is one parameter copy for the
-one-peer topologies and for those that average whole groups. The receive buffers serve four purposes in turn, see `Use`.
+one-peer topologies and for those that average whole groups. What the receive buffers hold at a time is their `Use`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The transport reads the parameters at a time of its own, so a neighbor could receive a mixture of old and new values.
 The bits of the parameters are summed when an exchange is posted. The sums travel with them, so that a receiver notices
-even an edit that was undone before the exchange ended. The sender compares its own parameters when it ends.
+even an edit that was undone before the exchange ended. The sender compares its own parameters when it ends. A mere
+change of order inside a block of words goes unnoticed.
 """
 
 from __future__ import annotations

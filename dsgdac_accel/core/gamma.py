@@ -19,7 +19,7 @@ class GammaSchedule:
     """Follows the learning rate of an optimizer and returns gamma(lr).
 
     Args:
-        optimizer: the first parameter group has the learning rate that counts.
+        optimizer: the learning rate of the parameter group with the largest base learning rate counts.
         group: the workers, which must have equal learning rates.
         config: the gamma schedule.
     """

@@ -213,18 +213,24 @@ class MasterParameters:
         self._add(parameter, master)
         state = self.optimizer.state
         if parameter in state:
-            state[master] = {name: _widened(value, parameter) for name, value in state.pop(parameter).items()}
+            state[master] = {
+                name: _in_dtype(value, parameter, torch.float32) for name, value in state.pop(parameter).items()
+            }
         return master
 
     def release(self) -> None:
-        """Give the optimizer the model's parameters back. Its state stays in float32."""
+        """Give the optimizer the model's parameters back, and its state in their dtype."""
         for group in self.optimizer.param_groups:
             group["params"] = [self.parameter_of(parameter) for parameter in group["params"]]
         for pair in self._pairs:
             if pair.master in self.optimizer.state:
-                self.optimizer.state[pair.parameter] = self.optimizer.state.pop(pair.master)
+                state = self.optimizer.state.pop(pair.master)
+                self.optimizer.state[pair.parameter] = {
+                    name: _in_dtype(value, pair.master, pair.parameter.dtype) for name, value in state.items()
+                }
             pair.release()
-        vars(self.optimizer).pop("zero_grad", None)
+        if self._pairs:
+            vars(self.optimizer).pop("zero_grad", None)
         self._pairs, self._master_of, self._parameter_of = [], {}, {}
         self._written, self._unread = _fingerprints([]), None
         self._seen, self._frozen = [], []
@@ -423,10 +429,10 @@ def _bits(data: Tensor) -> Tensor:
     return data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 
 
-def _widened(value: Any, parameter: Parameter) -> Any:
-    """Return a value of the optimizer's state in float32 if it is as large and as precise as its parameter."""
-    alike = isinstance(value, Tensor) and value.dtype == parameter.dtype and value.shape == parameter.shape
-    return value.float() if alike else value
+def _in_dtype(value: Any, parameter: Parameter, dtype: torch.dtype) -> Any:
+    """Return a value of the optimizer's state in `dtype` if it is as large and as precise as its parameter."""
+    alike = type(value) is Tensor and value.dtype == parameter.dtype and value.shape == parameter.shape
+    return value.to(dtype) if alike else value
 
 
 # ---- the deployed model

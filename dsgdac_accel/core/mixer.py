@@ -37,7 +37,7 @@ class Mixer:
         topology: who mixes with whom; built for `group.size * local_workers` workers.
         group: the processes that hold the workers. Construction is collective.
         order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" adds it
-            before, so that weight decay sees the mixed point; it saves a pass over memory.
+            before, so that weight decay sees the mixed point.
         names: what to call a parameter in error messages, by `id`.
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
@@ -151,7 +151,7 @@ class Mixer:
             self.arrivals.disagreement = 0.0
             return []
         if self.group.size == 1:
-            self._follow_changes()  # otherwise `start_exchange` did
+            self._follow_changes()  # with several processes, `start_exchange` has done it
         self.edits.check(self._round, self.step, uncompressed=self.compressor is None, late=self.arrivals.checks_late)
         self.buckets.claim(Use.UPDATE)
         # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
@@ -295,7 +295,7 @@ class Mixer:
         """Count steps from `step`; the next `consensus_update` posts the exchange of the parameters as they are."""
         self.discard_exchange()
         self._mixes_from = 0
-        self.step = step
+        self.step = self.group.steps_taken = step
 
     def discard_exchange(self) -> None:
         """Drop what neighbors sent, because the parameters are about to change on all workers."""

@@ -56,8 +56,7 @@ class ArrivalGuard:
         if not updates:  # every local worker sits the round out: the last disagreement stays
             return
         norms = [update.norm() for update in updates]
-        local = self.rounds.local_workers
-        total = self.disagreement = norms[0] if local == 1 else torch.stack(norms).sum() / local
+        total = self.disagreement = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
         if self.checks_late:
             skip = torch.isfinite(total).logical_not_().float()
             for update in updates:
@@ -153,7 +152,7 @@ class GradientGuard:
         self._unhide()  # the last local step raised if `put_back` was not called, and there are new gradients now
         self._hidden.clear()
         self.settle()
-        if scaler is not None:
+        if scaler is not None and scaler.is_enabled():
             overflow = self._agree_on_overflow(step, scaler)
             # Overflows while the loss scale is still falling are how fp16 training finds its scale.
             self._count(range(len(self.in_a_row)) if overflow and scaler.get_scale() <= 1 else (), step)
@@ -175,10 +174,14 @@ class GradientGuard:
         """Return whether any worker overflowed, so that loss scales stay equal; the scaler then skips by itself."""
         if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
-        found = list(scaler._found_inf_per_device(self.optimizer).values())
-        for flag in found:
-            self.arrivals.group.all_reduce_max_(flag, f"comparing fp16 overflows at step {step}")
-        return any(bool(flag) for flag in found)
+        flags = list(scaler._found_inf_per_device(self.optimizer).values())  # one for each device with gradients
+        found = torch.zeros(1, device=self.arrivals.group.device)
+        for flag in flags:
+            found = torch.maximum(found, flag.to(found.device).view(1))
+        self.arrivals.group.all_reduce_max_(found, f"comparing fp16 overflows at step {step}")
+        for flag in flags:
+            flag.copy_(found.view(flag.shape))
+        return bool(found)
 
     def hide_nonfinite(self) -> None:
         """Let the local step that follows skip what is not finite."""

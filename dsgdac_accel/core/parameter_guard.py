@@ -303,12 +303,12 @@ class ModelWatch:
         self.models = models
         self.frozen: list[nn.Module] = []
         """BatchNorm layers that were in eval mode when the models last trained."""
+        self.names: dict[int, str] = {}
+        """Name of each parameter in its model, by `id`; others refer to this dictionary."""
         self._look()
 
     def _look(self) -> None:
         self._models_seen = len(self.models)
-        self.names: dict[int, str] = {}
-        """Name of each parameter in its model, by `id`."""
         self._sites: list[tuple[dict[str, Any], str, str, Any]] = []
         """Dictionary of a module, key in it, full name, and the parameter or submodule that was there."""
         self._batch_norms = [(model, batch_norm_layers(model)) for model in self.models]
