@@ -312,7 +312,7 @@ def without_optimizer(rank: int, trains: bool) -> str:
 
 
 def test_deploying_unmixed_workers_is_refused_unless_they_are_equal():
-    assert all("no optimizer was prepared" in told for told in run_workers(without_optimizer, 2, True))
+    assert all("no prepared optimizer mixes the workers" in told for told in run_workers(without_optimizer, 2, True))
     first, second = run_workers(without_optimizer, 2, False)
     assert first == second
     assert first.startswith("deployed"), "equal workers can be evaluated"
