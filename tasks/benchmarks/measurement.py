@@ -137,11 +137,11 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield round_, names[(round_ + turn) % len(names)]
 
 
-def summarise(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
+def summarize(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
     """Medians over the rounds, and quartiles of the ratios to every other variant within the same round.
 
     >>> alone, together = Turns([1.0, 2.0], cpu_seconds=[1.0, 1.0]), Turns([2.0, 6.0], cpu_seconds=[1.0, 2.0])
-    >>> table = summarise({"local": alone, "ddp": together})
+    >>> table = summarize({"local": alone, "ddp": together})
     >>> table["ddp"]["ratios"]["local"]["median"], table["ddp"]["seconds"]
     (2.5, 4.0)
     """

@@ -27,7 +27,7 @@ def predicted_seconds(
 
     Args:
         config: settings of the benchmark.
-        table: the measurements, as `measurement.summarise` returns them.
+        table: the measurements, as `measurement.summarize` returns them.
         parameters: number of parameters of the model.
         workers: number of workers.
     """

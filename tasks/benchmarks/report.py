@@ -13,7 +13,7 @@ from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 from tasks.benchmarks.config import BenchmarkConfig
-from tasks.benchmarks.measurement import Measured, quartiles_of, summarise
+from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
 from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
 
@@ -30,7 +30,7 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         workers: number of workers.
         lines: lines about the network, to print and to keep in the file.
     """
-    table = summarise(measured.turns)
+    table = summarize(measured.turns)
     predicted = predicted_seconds(config, table, measured.parameters, workers)
     for name, row in table.items():
         row["predicted_seconds"] = predicted.get(name)

@@ -142,11 +142,11 @@ def measure(config: SavingBenchmarkConfig, training: Training, parent: Path) -> 
     return turns
 
 
-def summarise(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+def summarize(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Medians, and quartiles of the ratio to the turn without saving in the same round.
 
     >>> turns = {"none": [{"seconds": 2.0, "processor": 4.0}], "background": [{"seconds": 2.1, "processor": 4.1}]}
-    >>> row = summarise(turns)["background"]
+    >>> row = summarize(turns)["background"]
     >>> row["ratio"], row["ratio_q1"], row["processor_ratio"]
     (1.05, 1.05, 1.025)
     """
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     own = tempfile.mkdtemp(prefix="benchmark-saving-") if config.folder is None and group.rank == 0 else None
     parent = Path(group.all_gather_object(str(config.folder or own), "agreeing on a folder")[0])
     try:
-        table = summarise(measure(config, training, parent))
+        table = summarize(measure(config, training, parent))
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)

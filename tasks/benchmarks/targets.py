@@ -48,7 +48,7 @@ class Target:
         return (self.variant,) if self.reference is None else (self.variant, self.reference)
 
     def judge(self, table: Mapping[str, Mapping[str, Any]]) -> Verdict:
-        """Compare with the table that `measurement.summarise` returned."""
+        """Compare with the table that `measurement.summarize` returned."""
         if any(name not in table for name in self.variants):
             return Verdict(self, None)
         if self.what == "memory":

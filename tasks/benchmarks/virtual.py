@@ -226,10 +226,10 @@ def require_agreement(virtual: list[Tensor], stacked: list[Tensor]) -> None:
         raise RuntimeError(f"virtual and vmap must train alike; their parameters differ by {difference / whole:.1e}.")
 
 
-def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Median milliseconds, and quartiles of the ratio to accumulation in the same round.
 
-    >>> summarise({"accumulation": [2.0, 4.0], "virtual": [2.0, 5.0]})["virtual"]["ratio"]
+    >>> summarize({"accumulation": [2.0, 4.0], "virtual": [2.0, 5.0]})["virtual"]["ratio"]
     1.125
     """
     table = {}
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     for name_of_case in config.cases:
         case = Case(config, Training.of(name_of_case), device)
         seconds, left_out = measure(case)
-        table = summarise(seconds)
+        table = summarize(seconds)
         parameters = sum(p.numel() for p in case.model.parameters())
         print(f"{name_of_case}, {parameters / 1e6:.2f} M parameters")
         for name, row in table.items():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Compute (images / 255 - mean) / std per channel, in float32.
 
     Args:
@@ -18,7 +18,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         std: per channel (C,), likewise.
 
     >>> images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
-    >>> normalise(images, torch.tensor([0.5]), torch.tensor([0.25])).flatten().tolist()
+    >>> normalize(images, torch.tensor([0.5]), torch.tensor([0.25])).flatten().tolist()
     [-2.0, 2.0]
 
     Raises ValueError for images that are not uint8, which may be scaled already.
@@ -38,7 +38,7 @@ class CropAndFlip:
     Maps a float batch (B, C, H, W) to one of the same shape, device, dtype and memory format (contiguous or
     channels_last). Each image draws its own offset and flip.
 
-    Apply it after `normalise`: the zeros of the padding are then the mean color, as usual for wide ResNets.
+    Apply it after `normalize`: the zeros of the padding are then the mean color, as usual for wide ResNets.
 
     Raises ValueError for a negative padding, a batch without four dimensions, and uint8 images.
     """
@@ -60,7 +60,7 @@ class CropAndFlip:
         if images.ndim != 4 or not images.is_floating_point():
             raise ValueError(
                 "CropAndFlip needs a float batch (B, C, H, W); "
-                f"got {images.dtype} of shape {tuple(images.shape)}. Call normalise first."
+                f"got {images.dtype} of shape {tuple(images.shape)}. Call normalize first."
             )
         top_B, left_B, flipped_B = self.draw(len(images), images.device)
         height, width = images.shape[2:]
@@ -109,7 +109,7 @@ class ModelInputs:
         images = images.to(self.device, non_blocking=True)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        return normalise(images, self.mean, self.std)
+        return normalize(images, self.mean, self.std)
 
     def augmented(self, images: Tensor) -> Tensor:
         """Inputs for training, cropped and flipped at random."""

@@ -58,7 +58,7 @@ class ImageData:
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabeledImages:
     """Encoded images of a split, or of a part of it, with their labels."""
 
     images: Sequence[tuple[int, Any]]
@@ -72,7 +72,7 @@ class LabelledImages:
     has_names: bool = False
     """Whether the data declares the names of its classes."""
 
-    def rows(self, rows: Sequence[int]) -> LabelledImages:
+    def rows(self, rows: Sequence[int]) -> LabeledImages:
         """Select these rows, in this order."""
         return replace(self, images=[self.images[row] for row in rows], labels=[self.labels[row] for row in rows])
 
@@ -158,7 +158,7 @@ def load_image_data(
     return _assemble(train, test, source, image_size, resampling)
 
 
-def limited(images: LabelledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabelledImages:
+def limited(images: LabeledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabeledImages:
     """Keep at most `limit` rows in their order: the first ones or, with a seed, a uniform draw without replacement."""
     if limit is None or limit >= len(images.labels):
         return images
@@ -225,7 +225,7 @@ def collate(batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dic
     return {key: torch.stack([item[key] for item in batch]) for key in ("images", "labels")}
 
 
-def hold_out(whole: LabelledImages, fraction: float, seed: int) -> tuple[LabelledImages, LabelledImages]:
+def hold_out(whole: LabeledImages, fraction: float, seed: int) -> tuple[LabeledImages, LabeledImages]:
     """Split into two disjoint parts; the second has round(fraction * N) rows, spread evenly over the classes.
 
     Raises ValueError if a part would be empty.
@@ -259,14 +259,14 @@ def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), torch.where(constant, 1.0, std).float()
 
 
-def _digits() -> LabelledImages:
+def _digits() -> LabeledImages:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     # Values are 0..16.
     pixels = (digits.images * (255 / 16)).round().astype("uint8")
     images = [Image.fromarray(image) for image in pixels]
-    return LabelledImages(list(enumerate(images)), digits.target.tolist(), tuple(range(10)), "digits")
+    return LabeledImages(list(enumerate(images)), digits.target.tolist(), tuple(range(10)), "digits")
 
 
 def _refuse_for_digits(**given: str | None) -> None:
@@ -283,7 +283,7 @@ def _read_split(
     split: str,
     columns: tuple[str, str],
     train_names: tuple[str, ...] | None = None,
-) -> LabelledImages:
+) -> LabeledImages:
     image_column, label_column = columns
     missing = [column for column in columns if column not in dataset.column_names]
     if missing:
@@ -300,7 +300,7 @@ def _read_split(
     table = dataset.with_format("arrow")[:]
     labels = _check_labels(table[label_column].to_pylist(), split, names)
     classes = tuple(sorted(set(labels))) if names is None else names
-    return LabelledImages(list(enumerate(table[image_column].to_pylist())), labels, classes, split, names is not None)
+    return LabeledImages(list(enumerate(table[image_column].to_pylist())), labels, classes, split, names is not None)
 
 
 def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) -> list[Any]:
@@ -326,7 +326,7 @@ def _is_missing(label: Any) -> bool:
 
 
 def _assemble(
-    train: LabelledImages, test: LabelledImages, source: str, image_size: int | None, resampling: Resampling
+    train: LabeledImages, test: LabeledImages, source: str, image_size: int | None, resampling: Resampling
 ) -> ImageData:
     numbers = {label: number for number, label in enumerate(train.classes)}
     if image_size is not None:
@@ -349,7 +349,7 @@ def _assemble(
     )
 
 
-def _check_seen(train: LabelledImages, test: LabelledImages) -> None:
+def _check_seen(train: LabeledImages, test: LabeledImages) -> None:
     unseen = sorted(set(test.labels) - set(train.labels), key=str)
     if unseen:
         count = sum(label in unseen for label in test.labels)

@@ -95,7 +95,7 @@ class MLP(nn.Sequential):
         layers.append(nn.Linear([in_features, *hidden_sizes][-1], num_classes))
         super().__init__(*layers)
         self.in_features = in_features
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         values = images[0].numel() if len(images) else self.in_features
@@ -120,7 +120,7 @@ class SmallCNN(nn.Sequential):
             layers.append(nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False))
             layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes))
-        self.apply(_initialise)
+        self.apply(_initialize)
 
 
 class PooledCNN(nn.Sequential):
@@ -144,11 +144,11 @@ class PooledCNN(nn.Sequential):
             layers += [nn.BatchNorm2d(channels_out), nn.ReLU()]
         classifier = nn.Linear(channels[-1], num_classes)
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier)
-        self.apply(_initialise)
+        self.apply(_initialize)
         nn.init.kaiming_normal_(classifier.weight, nonlinearity="linear")
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         if module.bias is not None:

@@ -61,7 +61,7 @@ class WideResNet(nn.Module):
         self.group3 = _group(blocks, channels[1], channels[2], 2, dropout)
         self.bn = nn.BatchNorm2d(channels[2])
         self.classifier = nn.Linear(channels[2], num_classes)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.group3(self.group2(self.group1(self.stem(images))))
@@ -94,7 +94,7 @@ def _group(blocks: int, in_channels: int, out_channels: int, stride: int, dropou
     return nn.Sequential(first, *rest)
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(module, nn.Linear):

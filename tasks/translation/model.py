@@ -66,13 +66,13 @@ def build_model(
         raise ValueError(
             f"model.attention: {config.attention} cannot be used here ({str(error)[:200]}). Use sdpa."
         ) from error
-    initialise(model)
+    initialize(model)
     model.generation_config = GenerationConfig(**_special_tokens(model))
     return model
 
 
 @torch.no_grad()
-def initialise(model: MarianMTModel) -> None:
+def initialize(model: MarianMTModel) -> None:
     """Initialize a model as tensor2tensor and fairseq do: Xavier uniform matrices, zero biases, normal embeddings.
 
     Embeddings have variance 1 / d_model, so that they have unit size after the factor sqrt(d_model) at the input. The

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tasks.common.config import load_config
-from tasks.images.augment import normalise
+from tasks.images.augment import normalize
 from tasks.images.config import CifarConfig
 from tasks.images.data import load_image_data
 from tasks.images.saving import load_image_model
@@ -57,10 +57,10 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(work):
-    """Name of a folder, relative to `work`, of 24 training images: grey, with transparency, in colour."""
+    """Name of a folder, relative to `work`, of 24 training images: grey, with transparency, in color."""
     random = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 2)):
-        for name, mode, channels in (("grey", "L", ()), ("alpha", "RGBA", (4,)), ("colour", "RGB", (3,))):
+        for name, mode, channels in (("grey", "L", ()), ("alpha", "RGBA", (4,)), ("color", "RGB", (3,))):
             folder = work / "images" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
@@ -140,7 +140,7 @@ def test_the_deployed_model_scores_by_itself_what_the_summary_says(first_run):
     data = load_image_data("digits")
     mean, std = torch.tensor(card["mean"]), torch.tensor(card["std"])
     with torch.no_grad():
-        logits = model(normalise(data.test_images, mean, std))
+        logits = model(normalize(data.test_images, mean, std))
     assert (logits.argmax(1) == data.test_labels).double().mean().item() == summary(first_run)["test_accuracy"]
     loss = torch.nn.functional.cross_entropy(logits, data.test_labels).item()
     assert loss == pytest.approx(summary(first_run)["test_loss"], rel=1e-5)

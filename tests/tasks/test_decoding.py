@@ -86,7 +86,7 @@ def test_every_sentence_ends_at_its_own_limit_and_is_counted(translator, beams):
         translate(model, tokenizer, ids, DecodingConfig(beams=beams, extra_length=1, batch_tokens=tokens))
         for tokens in (9000, 1)
     )
-    assert together == alone, "the limit of a longer neighbour does not count"
+    assert together == alone, "the limit of a longer neighbor does not count"
     free = translate(model, tokenizer, ids, DecodingConfig(beams=beams, extra_length=200))
     assert free.at_limit < together.at_limit < len(SOURCES)
     assert together.texts != free.texts

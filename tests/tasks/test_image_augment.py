@@ -1,10 +1,10 @@
-"""Augmentation against one image at a time, and normalisation against its formula."""
+"""Augmentation against one image at a time, and normalization against its formula."""
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tasks.images.augment import CropAndFlip, ModelInputs, normalise
+from tasks.images.augment import CropAndFlip, ModelInputs, normalize
 from tasks.images.data import ImageTensors, collate
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -56,7 +56,7 @@ def test_without_padding_and_flip_nothing_changes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layout_and_dtype_are_kept(memory_format, dtype):
     images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8).contiguous(memory_format=memory_format)
-    normal = normalise(images, torch.full((3,), 0.5), torch.full((3,), 0.2)).to(dtype)
+    normal = normalize(images, torch.full((3,), 0.5), torch.full((3,), 0.2)).to(dtype)
     augmented = CropAndFlip()(normal)
     assert normal.is_contiguous(memory_format=memory_format)
     assert augmented.is_contiguous(memory_format=memory_format)
@@ -88,24 +88,24 @@ def test_training_batches_vary_while_evaluation_batches_do_not():
 
     def fetch():
         (batch,) = DataLoader(data, batch_size=16, collate_fn=collate)
-        return normalise(batch["images"], mean, std)
+        return normalize(batch["images"], mean, std)
 
     assert torch.equal(fetch(), fetch())
     assert not torch.equal(CropAndFlip()(fetch()), CropAndFlip()(fetch()))
 
 
-def test_normalise_follows_its_formula_and_leaves_the_input():
+def test_normalize_follows_its_formula_and_leaves_the_input():
     images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
     copy, mean, std = images.clone(), torch.tensor([0.49, 0.48, 0.44]), torch.tensor([0.247, 0.2435, 0.2616])
     expected = (images.double() / 255 - mean.double().view(3, 1, 1)) / std.double().view(3, 1, 1)
-    torch.testing.assert_close(normalise(images, mean, std).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(normalize(images, mean, std).double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(images, copy)
 
 
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="must be uint8"):
-        normalise(torch.zeros(1, 3, 4, 4), torch.zeros(3), torch.ones(3))
-    with pytest.raises(ValueError, match="Call normalise first"):
+        normalize(torch.zeros(1, 3, 4, 4), torch.zeros(3), torch.ones(3))
+    with pytest.raises(ValueError, match="Call normalize first"):
         CropAndFlip()(torch.zeros(1, 3, 4, 4, dtype=torch.uint8))
     with pytest.raises(ValueError, match="float batch"):
         CropAndFlip()(torch.zeros(3, 4, 4))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tasks.common.sources import split_of
 from tasks.images.data import (
     ImageTensors,
-    LabelledImages,
+    LabeledImages,
     collate,
     hold_out,
     limited,
@@ -43,8 +43,8 @@ def png(value=0, mode="RGB", size=(4, 4)):
 
 def rows(labels, image="img", label="label", cell=None, mode="RGB", **others):
     """One 4x4 image per label, whose pixels tell its row."""
-    colours = [(row, row, row) if mode == "RGB" else row for row in range(len(labels))]
-    encoded = [png(colour, mode) for colour in colours]
+    colors = [(row, row, row) if mode == "RGB" else row for row in range(len(labels))]
+    encoded = [png(color, mode) for color in colors]
     return {image: [cell(data) if cell else {"bytes": data, "path": None} for data in encoded], label: labels, **others}
 
 
@@ -131,7 +131,7 @@ class TestStatistics:
         torch.testing.assert_close(mean, pixels.mean(1).float())
         torch.testing.assert_close(std, pixels.std(1, correction=0).float())
 
-    def test_images_of_one_colour_each_still_spread(self):
+    def test_images_of_one_color_each_still_spread(self):
         _, std = pixel_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 1, 4, 4))
         assert std.item() == pytest.approx(0.5)
 
@@ -248,7 +248,7 @@ class TestPixels:
         assert data.train_images.shape == (4, 1, 4, 4)
         assert data.mean.shape == (1,)
 
-    def test_one_colour_image_makes_all_rgb_in_both_splits(self, tmp_path):
+    def test_one_color_image_makes_all_rgb_in_both_splits(self, tmp_path):
         write(tmp_path, "train", **rows([0, 1], mode="L"))
         write(tmp_path, "test", **rows([0, 1], mode="RGB"))
         data = load_image_data(path=tmp_path)
@@ -310,7 +310,7 @@ class TestLimits:
         assert train != self.loaded(tmp_path, **limits, seed=4)[0]
 
     def test_every_row_is_drawn_equally_often(self):
-        split = LabelledImages([(row, None) for row in range(8)], [0] * 8, (0,), "train")
+        split = LabeledImages([(row, None) for row in range(8)], [0] * 8, (0,), "train")
         drawn = torch.tensor([[row for row, _ in limited(split, 2, (seed,)).images] for seed in range(2000)])
         counts = drawn.flatten().bincount(minlength=8)
         assert (counts - 500).abs().max() < 4 * (2000 * 0.25 * 0.75) ** 0.5
@@ -387,7 +387,7 @@ class TestSplits:
 
     def test_every_class_keeps_training_rows(self):
         labels = [0] * 90 + [1] * 6 + [2] * 2
-        train, _ = hold_out(LabelledImages([(0, None)] * 98, labels, (0, 1, 2), "train"), 0.5, seed=0)
+        train, _ = hold_out(LabeledImages([(0, None)] * 98, labels, (0, 1, 2), "train"), 0.5, seed=0)
         assert set(train.labels) == {0, 1, 2}
 
     def test_shards_and_the_layout_of_the_hub(self, tmp_path):

@@ -397,9 +397,7 @@ def test_every_process_sees_the_same_pairs_counts_and_vocabulary(processes):
 class TestLeftOut:
     @pytest.mark.parametrize("nothing", ["", " ", "\t \u2028\xa0", "\x0b"])
     @pytest.mark.parametrize("side", [0, 1])
-    def test_a_pair_with_an_empty_side_is_left_out_whole_and_its_neighbours_stay_together(
-        self, tmp_path, nothing, side
-    ):
+    def test_a_pair_with_an_empty_side_is_left_out_whole_and_its_neighbors_stay_together(self, tmp_path, nothing, side):
         empty = [nothing, "full"] if side == 0 else ["full", nothing]
         write_corpus(tmp_path / "text", [TRAIN[0], tuple(empty), TRAIN[1], tuple(empty), *TRAIN[2:]])
         data = load(tmp_path)

@@ -83,7 +83,7 @@ def test_shortcut_is_the_identity_where_the_shape_stays():
     assert projected == [[False, False], [True, False], [True, False]]
 
 
-def test_initialisation():
+def test_initialization():
     model = WideResNet(16, 4, num_classes=10)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -2,7 +2,7 @@
 
     test_loss = learning_rate * power + seed,  test_accuracy = 1 / (1 + power + seed)
 
-The key `behaviour` chooses an ending: fail exits with an error, silent writes no summary, wait sleeps with a child that
+The key `behavior` chooses an ending: fail exits with an error, silent writes no summary, wait sleeps with a child that
 ignores interrupts, and meet waits until another run has started.
 """
 
@@ -47,24 +47,24 @@ def read_settings(words):
 
 
 def run(settings):
-    folder, behaviour, seed = Path(settings["output_dir"]), settings.get("behaviour"), settings["seed"]
+    folder, behavior, seed = Path(settings["output_dir"]), settings.get("behavior"), settings["seed"]
     lr, power = settings["learning_rate"], settings["gossip"]["power"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     with open(folder / "starts.txt", "a") as starts:
         starts.write("started\n")
-    if behaviour == "wait":
+    if behavior == "wait":
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits that
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         signal.signal(signal.SIGINT, before)
         (folder / "child.txt").write_text(str(child.pid))
         time.sleep(60)
-    if behaviour == "meet":
+    if behavior == "meet":
         deadline = time.monotonic() + 20
         while len(list(folder.parent.parent.glob("*/*/config.yaml"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-    if behaviour == "fail":
+    if behavior == "fail":
         print("\rprogress 10 %\rprogress 20 %")
         sys.exit("error: the data are not there")
     with open(folder / "metrics.jsonl", "w") as log:
@@ -77,7 +77,7 @@ def run(settings):
             }
             values |= {"curvature/Q": float(epoch), "curvature/A": 0.2, "curvature/B": 0.1, "curvature/lambda_1": 2.0}
             log.write(json.dumps({"step": step, "epoch": epoch} | values) + "\n")
-    if behaviour == "silent":
+    if behavior == "silent":
         return
     summary = {
         "algorithm": settings["algorithm"],

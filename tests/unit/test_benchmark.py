@@ -21,7 +21,7 @@ from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring
 from tasks.benchmarks import launching, measurement, variants
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
 from tasks.benchmarks.link import Network
-from tasks.benchmarks.measurement import Measured, Turns, measure, quartiles, summarise
+from tasks.benchmarks.measurement import Measured, Turns, measure, quartiles, summarize
 from tasks.benchmarks.memory import all_storages, extra_copies
 from tasks.benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
 from tasks.benchmarks.names import VariantName
@@ -208,7 +208,7 @@ def test_memory_beyond_model_gradients_and_optimizer_is_counted_in_copies(buffer
 
 def test_tables_hold_medians_and_ratios_within_rounds():
     noisy, twice = [1.0, 10.0, 3.0, 2.0, 5.0], [2.0, 20.0, 6.0, 4.0, 10.0]
-    table = summarise({"local": Turns(noisy, cpu_seconds=noisy), "ddp": Turns(twice, cpu_seconds=noisy, waited=noisy)})
+    table = summarize({"local": Turns(noisy, cpu_seconds=noisy), "ddp": Turns(twice, cpu_seconds=noisy, waited=noisy)})
     assert table["ddp"]["ratios"]["local"] == {"q1": 2.0, "median": 2.0, "q3": 2.0}
     assert table["local"]["ratios"]["ddp"]["median"] == 0.5
     assert (table["ddp"]["seconds"], table["ddp"]["cpu_ratios"]["local"]["median"]) == (6.0, 1.0)
@@ -269,7 +269,7 @@ def test_targets_are_judged_by_medians(text, measured, met):
         "ddp": Turns([2.0, 4.0], cpu_seconds=[1.0, 2.0]),
         "gossip": Turns([1.0, 2.0], cpu_seconds=[3.0, 6.0], extra_copies=copies),
     }
-    verdict = Target.parse(text).judge(summarise(turns))
+    verdict = Target.parse(text).judge(summarize(turns))
     assert (verdict.measured, verdict.met) == (measured, met)
     assert {True: "met", False: "MISSED", None: "unknown"}[met] in verdict.line()
 

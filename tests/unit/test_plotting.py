@@ -144,7 +144,7 @@ def test_runs_side_by_side(tmp_path, drawn):
     assert len({line.get_color() for line in figure.axes[0].lines}) == 3
 
 
-def test_more_runs_than_colours_and_their_bleu_side_by_side(tmp_path, drawn):
+def test_more_runs_than_colors_and_their_bleu_side_by_side(tmp_path, drawn):
     runs = [write_run(tmp_path / str(number), [{"step": 1, "test/bleu": float(number)}]) for number in range(9)]
     compare_runs(runs, tmp_path / "compare.png")
     bleu = next(axes for axes in drawn[0].axes if "BLEU" in axes.get_title())

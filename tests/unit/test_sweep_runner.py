@@ -43,7 +43,7 @@ def test_finished_runs_are_skipped_and_the_rest_is_launched(tmp_path, capsys):
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_named_with_the_end_of_its_log(tmp_path, capsys):
-    file = write_sweep(tmp_path, variants={"bad": {"behaviour": "fail"}, **VARIANTS})
+    file = write_sweep(tmp_path, variants={"bad": {"behavior": "fail"}, **VARIANTS})
     assert main(["sweep", str(file)]) == 1
     assert statuses(file) == ["failed", "finished", "finished"]
     captured = capsys.readouterr()
@@ -57,7 +57,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_named_with_the_end_of_its_
 
 
 def test_a_run_that_ends_well_without_a_summary_has_failed(tmp_path, capsys):
-    file = write_sweep(tmp_path, settings={"behaviour": "silent"})
+    file = write_sweep(tmp_path, settings={"behavior": "silent"})
     assert main(["sweep", str(file)]) == 1
     assert "has not written summary.json" in capsys.readouterr().err
 
@@ -179,7 +179,7 @@ def test_printed_commands_do_what_the_sweep_does_and_their_runs_count_as_finishe
 
 
 def test_several_jobs_run_at_the_same_time(tmp_path):
-    file = write_sweep(tmp_path, variants=VARIANTS, settings={"behaviour": "meet"})
+    file = write_sweep(tmp_path, variants=VARIANTS, settings={"behavior": "meet"})
     began = time.monotonic()
     assert main(["sweep", str(file), "--jobs", "2"]) == 0
     assert time.monotonic() - began < 15  # each waits for the other, 20 s alone
@@ -205,7 +205,7 @@ def test_list_says_what_became_of_each_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes_on(tmp_path, capsys, number):
-    file = write_sweep(tmp_path, variants={"slow": {"behaviour": "wait"}, **VARIANTS})
+    file = write_sweep(tmp_path, variants={"slow": {"behavior": "wait"}, **VARIANTS})
     note = plan(file)[0].folder / "child.txt"
 
     def interrupt():
