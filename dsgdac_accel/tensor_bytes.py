@@ -103,7 +103,7 @@ def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
     if type(tensor.data) is not Tensor:
         raise ValueError(f"a {_type_name(tensor)} cannot be compared bit by bit. Convert it to an ordinary tensor.")
     octets = as_bytes(tensor)
-    if octets.data_ptr() % 8:
+    if octets.data_ptr() % 8 or octets.storage_offset() % 8:  # `view` looks at the offset
         octets = octets.clone()
     whole = octets.numel() // 8 * 8
     yield from _row_hashes(octets[:whole].view(torch.int64))

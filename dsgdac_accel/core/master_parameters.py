@@ -424,7 +424,8 @@ def _fingerprints(memory: Sequence[Tensor]) -> Tensor:
 
 def _bits(data: Tensor) -> Tensor:
     """Return the memory of a tensor as integers, as wide as possible: that is several times as fast."""
-    if data.is_contiguous() and data.nbytes % 8 == 0 and data.data_ptr() % 8 == 0:
+    aligned = data.nbytes % 8 == data.data_ptr() % 8 == data.storage_offset() * data.element_size() % 8 == 0
+    if aligned and data.is_contiguous():
         return data.view(-1).view(torch.int64)
     return data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 

@@ -29,6 +29,9 @@ from dsgdac_accel.randomness import make_streams_differ
 from dsgdac_accel.topology import Topology, build_topology
 
 
+_PARTS_OF_A_JOINED_STEP = {"watch", "mixer", "guard", "average", "estimate", "_updates", "_workers_compared"}
+
+
 class GossipStep:
     """Puts the parts of one step in order: gamma, gradient guard, mixer and optimizer.
 
@@ -163,7 +166,7 @@ class GossipStep:
         return kept | {"_unjoined": (self.watch.models, self._worker_of, self.state_dict())}
 
     def __getattr__(self, name: str) -> Any:  # what a copy lacks that has not joined yet
-        if "_unjoined" not in vars(self) or name.startswith("__"):
+        if "_unjoined" not in vars(self) or name not in _PARTS_OF_A_JOINED_STEP:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         models, worker_of, state = vars(self)["_unjoined"]
         schedule = self.schedule  # with the future that it has planned for

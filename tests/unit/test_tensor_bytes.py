@@ -135,3 +135,13 @@ def test_what_has_no_bytes_of_its_own_is_refused(tensor):
 
 def test_bytes_of_an_empty_tensor():
     assert as_bytes(torch.empty(0, 3)).shape == (0,)
+
+
+def test_bytes_at_any_place_in_memory_have_a_digest():
+    values = torch.arange(16, dtype=torch.uint8)
+    for first in range(8):
+        base = torch.frombuffer(bytearray(64), dtype=torch.uint8, offset=first)
+        for offset in range(9):
+            part = base[offset : offset + 16]
+            part.copy_(values)
+            assert digest(part) == digest(values)
