@@ -28,7 +28,6 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import make_streams_differ
 from dsgdac_accel.topology import Topology, build_topology
 
-
 _PARTS_OF_A_JOINED_STEP = {"watch", "mixer", "guard", "average", "estimate", "_updates", "_workers_compared"}
 
 
