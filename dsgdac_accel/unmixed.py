@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.tensor_bytes import as_bytes
+from dsgdac_accel.tensor_bytes import as_bytes, digest
 from dsgdac_accel.virtual_workers import replicas_of
 
 
@@ -35,7 +35,7 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
     places = [list(tensors) for tensors in zip(*by_replica, strict=True)]
     if not places or group.size * len(by_replica) == 1:
         return []
-    sums = [[_sum_of_words(tensor) for tensor in tensors] for tensors in places]
+    sums = [[_compared_by(tensor) for tensor in tensors] for tensors in places]
     everyone = group.all_gather_object(sums, "comparing the parameters that are not mixed")
     found = []
     for number, tensors in enumerate(places):
@@ -51,11 +51,14 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
     return found
 
 
-def _sum_of_words(tensor: Tensor) -> int:
+def _compared_by(tensor: Tensor) -> int | str:
+    """Return the sum of a tensor's bits, which takes less time than a digest; of a quantized tensor its digest."""
+    if type(tensor.data) is not Tensor:
+        return digest(tensor)
     data = as_bytes(tensor)
     whole = len(data) // 8 * 8
     words = data[:whole]
-    if words.storage_offset() % 8:
+    if words.storage_offset() % 8 or words.data_ptr() % 8:
         words = words.clone()
     rest = bytes(data[whole:].tolist())
     return (int(words.view(torch.int64).sum()) + int.from_bytes(rest, "little")) % 2**64

@@ -59,7 +59,7 @@ _REFUSALS = {
 class Buckets:
     """Owns the buckets of the workers of this process and their receive buffers, which also hold updates and backups.
 
-    The messages and references of a compressed exchange belong to its `Compressor`.
+    Outgoing messages and references of a compressed exchange belong to its `Compressor`.
 
     `received[worker][k]` is what the k-th neighbor in another process sent to a local worker, a tensor for each bucket.
     """
@@ -81,7 +81,7 @@ class Buckets:
 
     @torch.inference_mode(False)
     def reserve(self, counts: Sequence[int], empty_message: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Make new receive buffers. A backup or an update in the old ones stays valid, and so does their use.
+        """Make new receive buffers. A backup or an update that is in the old ones is kept there until it is done with.
 
         Args:
             counts: for each local worker, the number of neighbors that it receives from at once.
