@@ -21,7 +21,7 @@ from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.distributed.group import WorkerGroup
 
-_MOST_BLOCKS = 256  # of a bucket; each has a sum of its own, which tells where an edit was
+_MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
 
 
 class EditGuard:
@@ -164,7 +164,7 @@ def block_sums(buckets: Sequence[Tensor]) -> Tensor:
     """Return sums of the bits of each block of some buckets, as int64 words modulo 2^64: exact in any order.
 
     >>> len(block_sums([torch.zeros(64), torch.zeros(2**20)]))
-    258
+    130
     """
     sums = []
     for bucket in buckets:

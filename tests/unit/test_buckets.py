@@ -123,7 +123,7 @@ def test_every_edit_changes_the_sum_of_its_block(sizes):
     flat = FlatParameters([Parameter(torch.randn(size)) for size in sizes])
     x = [bucket.data for bucket in flat.buckets]
     before = block_sums(x)
-    assert len(before) <= 256
+    assert len(before) <= 128 * len(x)
     for parameter in flat.parameters:
         for place in (0, len(parameter) // 2, -1):
             kept = parameter.data[place].clone()
