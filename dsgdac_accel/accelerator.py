@@ -719,6 +719,8 @@ class GossipAccelerator(Accelerator):
         released = super().free_memory(*objects)
         self.training.restart(self._models)
         self.pass_average.loaders = self._dataloaders
+        self.tick_rules.end_training()
+        self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
         return released
 
     def end_training(self) -> None:

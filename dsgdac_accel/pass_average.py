@@ -11,7 +11,7 @@ import functools
 import logging
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from accelerate.state import GradientState
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
+from dsgdac_accel.data.dataloader_state import OpenPass, recorder_of
 from dsgdac_accel.deployed_model import Deployment
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.virtual_workers import first_replica, replicas_of, values_of
@@ -54,8 +55,8 @@ class PassAverage:
     schedule, since scripts often leave the last pass by `break`. It stays in host memory, and each worker shows it by
     itself:
 
-    - in a pass over a prepared loader that has not been trained on, if the models are in eval mode or gradients are
-      disabled when the pass begins;
+    - in a pass over a prepared loader that has not been trained on and does not count as training when it begins, see
+      `TrainingPhase.is_training`;
     - in `save_pretrained` of a prepared model.
 
     Where there is no average to show, the first such pass, and the first `state_dict()` of a worker's own weights, log
@@ -90,10 +91,15 @@ class PassAverage:
         """Optimizer steps with which the run may end."""
         self._kept: list[_Kept] = []
         self._steps: list[int] = []
-        self._shown_by: object | None = None
+        self._in_models = False  # whether the models hold the average
+        self._showing: set[object] = set()  # the `shown` contexts that are open
+        self._passes: list[OpenPass] = []  # over recorded loaders, the outermost first
+        self._trained_in: OpenPass | None = None
+        self._at_end = False  # of the pass to which the last step belongs
         self._trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
         self._said: set[str] = set()
         self._hooks: list[Any] = []
+        deployment.phase.ask_for_evaluations(self.evaluates_in)
 
     # ---- keeping
 
@@ -103,20 +109,43 @@ class PassAverage:
         Raises:
             RuntimeError: the gradient was taken at the average, inside an evaluation pass.
         """
-        if self._shown_by is not None:
+        if self._in_models:
             raise RuntimeError(
                 "this optimizer step lies in a pass with the model in eval mode, which reads the average of the "
                 "workers. Call model.train() before a pass that trains, or pass GossipAccelerator(keep_average=False)."
             )
         self._kept = []
-        if self.watching and self.gradient_state.active_dataloader is not None:
-            self._trained_on.add(self.gradient_state.active_dataloader)
+        loader, self._at_end = self._pass_of_this_step()
+        if loader is not None:
+            self._trained_on.add(loader)
+
+    def _pass_of_this_step(self) -> tuple[Any, bool]:
+        """Return the loader whose pass this optimizer step belongs to (or None), and whether it is at its last batch.
+
+        All workers get the same answer, also if one of them reads a sample of another loader in between: of the passes
+        that handed out a batch since the last step, it is the one that began first. One that runs in step with it, as
+        in `zip`, may end it.
+        """
+        active = self.gradient_state.active_dataloader
+        if active is not None and recorder_of(active) is None:  # such as from `skip_first_batches`
+            return active, active.end_of_dataloader
+        fresh = [pass_ for pass_ in self._passes if pass_.fresh]
+        for pass_ in fresh:
+            pass_.fresh, pass_.steps = False, pass_.steps + 1
+        if fresh:
+            self._trained_in = fresh[0]
+            fresh[0].trained_in = True
+            steps = fresh[0].steps
+            ends = [pass_.last for pass_ in fresh[1:] if pass_.steps == steps > 1]  # 1: as well a sample, of one worker
+            return fresh[0].loader(), fresh[0].last or any(ends)
+        # No new batch: a second optimizer steps on the same one.
+        return (None, False) if self._trained_in is None else (self._trained_in.loader(), self._at_end)
 
     def after_step(self) -> None:
         """Keep the average if this was the last step of a pass or of the schedule. Then collective."""
         if not self.enabled or self.training.num_workers == 1:
             return
-        if self.gradient_state.end_of_dataloader or self._position[0] in self.last_steps:
+        if self._at_end or self._position[0] in self.last_steps:
             self._kept = self.training.group.retry_after_loss(self._take)
             self._steps = self._position
 
@@ -136,6 +165,7 @@ class PassAverage:
 
     def drop(self) -> None:
         """Forget the average, because the parameters change or the script evaluates by itself."""
+        self._showing.clear()
         self._hide()
         self._kept = []
 
@@ -163,42 +193,49 @@ class PassAverage:
         Yields whether they hold an average. Parameters that the script has changed since the last step stay as they
         are, and so do parameters that it changes inside.
         """
-        if self.deployment.active or self._shown_by is not None:
+        if self.deployment.active:
             yield True
             return
-        if not self.available:
-            yield False
-            return
-        if any(_checksum(kept.tensor) != kept.own for kept in self._kept):
-            self._kept = []  # such as by an average of the script's own, which is what it evaluates
-            yield False
-            return
-        context = self._shown_by = object()
-        for kept in self._kept:
-            kept.exchange()
+        if not self._in_models:
+            if not self.available:
+                yield False
+                return
+            if any(_checksum(kept.tensor) != kept.own for kept in self._kept):
+                self._kept = []  # such as by an average of the script's own, which is what it evaluates
+                yield False
+                return
+            self._show()
+        context = object()
+        self._showing.add(context)
         try:
             yield True
         finally:
-            if self._shown_by is context:
-                self._hide()
+            # Passes over two loaders may end in any order.
+            if context in self._showing:
+                self._showing.remove(context)
+                if not self._showing:
+                    self._hide()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Inside, the prepared models hold this worker's own parameters."""
-        shown_by = self._shown_by
+        shown = self._in_models
         self._hide()
         try:
             yield
         finally:
-            if shown_by is not None and self._shown_by is None and self.available:
-                for kept in self._kept:
-                    kept.exchange()
-                self._shown_by = shown_by
+            if shown and self._showing and not self._in_models and self.available:
+                self._show()
+
+    def _show(self) -> None:
+        self._in_models = True
+        for kept in self._kept:
+            kept.exchange()
 
     def _hide(self) -> None:
-        if self._shown_by is None:
+        if not self._in_models:
             return
-        self._shown_by = None
+        self._in_models = False
         # Parameters that were changed inside, such as by `load_state_dict`, are what the script wants.
         changed = {id(kept) for kept in self._kept if _checksum(kept.tensor) != kept.average}
         replaced = any(id(kept) in changed and isinstance(kept.tensor, nn.Parameter) for kept in self._kept)
@@ -209,28 +246,41 @@ class PassAverage:
             self._kept = []
 
     @contextmanager
-    def during_pass(self, loader: Any) -> Iterator[None]:
-        """Enter this for a pass over a prepared loader: an evaluation pass shows the average."""
-        if not self._evaluates(loader):
-            if self.deployment.phase.is_training():
-                self._hide()  # an evaluation pass that was left without an end
-            yield
-            return
-        with self.shown() as average:
-            if average:
-                self.say_shown("this evaluation pass")
-            else:
-                self.warn_of_own_evaluation()
-            yield
+    def during_pass(self, loader: Any) -> Iterator[OpenPass]:
+        """Enter this for a pass over a prepared loader, which reports its batches: an evaluation shows the average."""
+        pass_ = OpenPass(weakref.ref(loader))
+        self._passes.append(pass_)
+        try:
+            training = self.deployment.phase.is_training(loader)
+            pass_.evaluation = not training
+            if not training and self._differ and not self.deployment.active and loader not in self._trained_on:
+                with self.shown() as average:
+                    if average:
+                        self.say_shown("this evaluation pass")
+                    else:
+                        self.warn_of_own_evaluation()
+                    yield pass_
+                return
+            if training and not self._in_eval_mode:  # an evaluation pass was left, and its iterator lives on
+                self._showing.clear()
+                self._hide()
+            yield pass_
+        finally:
+            self._passes.remove(pass_)
+            if self._trained_in is pass_:
+                self._trained_in = None
 
-    def _evaluates(self, loader: Any) -> bool:
-        if not self._differ or self.deployment.active or self._shown_by or loader in self._trained_on:
-            return False
-        return not torch.is_grad_enabled() or self._in_eval_mode
+    def evaluates_in(self, loader: Any) -> bool:
+        """Return whether a pass over a prepared loader is one of evaluation because the models are in eval mode.
+
+        It is not if an optimizer step was taken in a pass over the loader. A script that trains in eval mode shows that
+        at its first step.
+        """
+        return recorder_of(loader) is not None and loader not in self._trained_on and self._in_eval_mode
 
     @property
     def _in_eval_mode(self) -> bool:
-        models = self._models
+        models = self._models or self.training.models  # a script that only evaluates has no optimizer
         return bool(models) and not any(model.training for model in models)
 
     @property
@@ -245,11 +295,13 @@ class PassAverage:
         if not self.watching or self.training.num_workers == 1:
             return
         for model in models:
-            inner = extract_model_from_parallel(first_replica(model), keep_torch_compile=False)
+            inner: Any = extract_model_from_parallel(first_replica(model), keep_torch_compile=False)
             self._hooks.append(inner.register_state_dict_pre_hook(_WarnOfOwnState(self, inner)))
-            if hasattr(type(inner), "save_pretrained"):
+            if hasattr(type(inner), "save_pretrained") or "save_pretrained" in vars(inner):
                 _AVERAGES[inner] = weakref.ref(self)
-                inner.save_pretrained = _SavePretrained(inner)
+                patched = vars(inner).get("save_pretrained")  # by the script
+                own = patched.own if isinstance(patched, _SavePretrained) else patched
+                inner.save_pretrained = _SavePretrained(inner, own)
 
     def end(self) -> None:
         """Drop the average, and no longer watch the models."""
@@ -259,7 +311,11 @@ class PassAverage:
         self._hooks.clear()
         for model in [model for model, average in _AVERAGES.items() if average() is self]:
             del _AVERAGES[model]
-            vars(model).pop("save_pretrained", None)
+            present = vars(model).get("save_pretrained")
+            if isinstance(present, _SavePretrained):
+                del model.save_pretrained
+                if present.own is not None:
+                    model.save_pretrained = present.own  # type: ignore[assignment]
 
     # ---- saying
 
@@ -275,7 +331,7 @@ class PassAverage:
 
     def warn_of_own_state(self, what: str) -> None:
         """Warn once if `what` takes this worker's own weights now."""
-        if self._differ and not self.deployment.active and self._shown_by is None:
+        if self._differ and not self.deployment.active and not self._in_models:
             self._say(
                 "own state",
                 f"{what} at step {max(self._position)} has this worker's own weights, not the average of the workers. "
@@ -285,7 +341,7 @@ class PassAverage:
 
     def warn_of_own_evaluation(self) -> None:
         """Warn once if the models are evaluated now with this worker's own weights."""
-        if self._differ and not self.deployment.active and self._shown_by is None:
+        if self._differ and not self.deployment.active and not self._in_models:
             self._say(
                 "own pass",
                 f"this evaluation at step {max(self._position)} scores each worker's own model, not the average of the "
@@ -327,14 +383,20 @@ class _SavePretrained:
     """The model's own `save_pretrained`, with the weights of the kept average.
 
     It does not keep the model alive. A copied or pickled model has one of its own, which saves the copy as it is.
+
+    Args:
+        model: the model.
+        own: the model's `save_pretrained` where the script has set one on the model itself; otherwise its class's.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, own: Callable[..., Any] | None = None) -> None:
         self.model = weakref.ref(model)
+        self.own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model()
-        own = functools.partial(type(model).save_pretrained, model, *args, **kwargs)
+        save = functools.partial(type(model).save_pretrained, model) if self.own is None else self.own
+        own = functools.partial(save, *args, **kwargs)
         reference = _AVERAGES.get(model)
         average = None if reference is None else reference()
         if average is None:
@@ -347,7 +409,7 @@ class _SavePretrained:
             return own()
 
     def __reduce__(self) -> tuple:
-        return _SavePretrained, (self.model(),)
+        return _SavePretrained, (self.model(), self.own)
 
 
 def _may_differ(replica: nn.Module) -> list[Tensor]:

@@ -129,6 +129,7 @@ class SchedulerTicks:
         """The longest prepared loader, which is the one to train with."""
         self.call = 0
         """Number of the last `prepare`."""
+        self._of_earlier_training = False
         self._depth = 0
 
     @contextmanager
@@ -144,8 +145,12 @@ class SchedulerTicks:
     def loader_sharded(self, whole: int | None, shard: int | None) -> None:
         """Note the lengths of a loader before and after it was sharded; None for one without a length."""
         loader = ShardedLoader(whole or 0, shard or 0, self.call)
-        if self.longest is None or loader.whole > self.longest.whole:
-            self.longest = loader
+        if self.longest is None or self._of_earlier_training or loader.whole > self.longest.whole:
+            self.longest, self._of_earlier_training = loader, False
+
+    def end_training(self) -> None:
+        """Let the next loader that is sharded be the longest; until then it is the present one, which may be reused."""
+        self._of_earlier_training = True
 
     def last_steps(self, schedulers: Iterable[GossipScheduler]) -> set[int]:
         """Return the optimizer steps with which the run may end: those of the schedules, and `total_steps`."""

@@ -32,7 +32,29 @@ _COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")
 
 _NOTHING = object()
 
-AroundPass = Callable[[Any], AbstractContextManager[Any]]
+AroundPass = Callable[[Any], AbstractContextManager["OpenPass"]]
+
+
+@dataclass(eq=False)
+class OpenPass:
+    """A pass that a loop is in the middle of."""
+
+    loader: weakref.ref[Any]
+    fresh: bool = False
+    """Whether it has handed out a batch since this was last set to False."""
+    last: bool = False
+    """Whether the batch that it handed out is its last."""
+    steps: int = 0
+    """Optimizer steps before which it handed out a batch."""
+    evaluation: bool = False
+    """Whether it counted as one of evaluation when it began."""
+    trained_in: bool = False
+    """Whether an optimizer step belongs to it."""
+
+
+def unwatched_pass(loader: Any) -> AbstractContextManager[OpenPass]:
+    """Return the context for a pass of which nobody takes notice."""
+    return nullcontext(OpenPass(weakref.ref(loader)))
 
 
 @dataclass(frozen=True)
@@ -137,11 +159,12 @@ class PassRecorder:
 
     Args:
         loader: a `RecordedShard` or `RecordedDispatcher`.
-        active: whether a pass that begins now is one of training. Others, such as evaluation, are not recorded.
-        around: returns a context for a pass over the given loader, which is entered when the pass begins.
+        active: whether a pass that begins now may be one of training. Others are not recorded.
+        around: returns a context for a pass over the given loader, which is entered when the pass begins. It gives the
+            `OpenPass` in which the batches are noted.
     """
 
-    def __init__(self, loader: Any, active: Callable[[], bool], around: AroundPass = nullcontext) -> None:
+    def __init__(self, loader: Any, active: Callable[[], bool], around: AroundPass = unwatched_pass) -> None:
         self.loader = loader
         self.active = active
         self.around = around
@@ -149,6 +172,7 @@ class PassRecorder:
         """Training passes begun, including those left by `break`."""
         self._advancing: _Pass | None = None  # the pass whose next batch is being fetched
         self._latest: weakref.ref[_Pass] | None = None  # weak: it dies with its iterator, when a loop is left by break
+        self._handed_out: OpenPass | None = None  # the pass of the batch that was handed out last
         self._loaded: _Pass | None = None  # from a checkpoint, until a pass begins
         self._resumes = False
         self._replay: bool | None = None
@@ -167,14 +191,36 @@ class PassRecorder:
         return {name: value for name, value in vars(self).items() if name != "_loader"} | {
             "_advancing": None,
             "_latest": None,
+            "_handed_out": None,
         }
 
     # ---- iteration
 
     def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield from `batches`, the loader's own iteration, and record the pass."""
-        with self.around(self.loader):
-            yield from self._recorded(batches)
+        loader, active = self.loader, self.active()
+        inside_another = any(outer is not None for outer in loader.gradient_state.dataloader_references)
+        with self.around(loader) as open_pass:
+            try:
+                for batch in self._recorded(batches):
+                    open_pass.fresh, open_pass.last = True, loader.end_of_dataloader
+                    self._handed_out = open_pass
+                    yield batch
+            except BaseException:  # left in its middle: Accelerate still counts the loader as the one being read
+                if inside_another or not active or open_pass.evaluation:
+                    _end_one_pass(loader)
+                raise
+
+    @property
+    def trained_in(self) -> bool:
+        """Whether an optimizer step belongs to the pass that handed out a batch last."""
+        return self._handed_out is not None and self._handed_out.trained_in
+
+    def end_here(self) -> None:
+        """Make the batch that was handed out last the last one of its pass."""
+        self.loader.end_of_dataloader = True
+        if self._handed_out is not None:
+            self._handed_out.last = True
 
     def _recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
         if not self.active():
@@ -331,6 +377,15 @@ class PassRecorder:
         return self.loaded_batches if self._resumes else 0
 
 
+def _end_one_pass(loader: Any) -> None:
+    """Take the newest pass over `loader` out of the ones that Accelerate counts as being read."""
+    references = loader.gradient_state.dataloader_references
+    newest = max((number for number, outer in enumerate(references) if outer is loader), default=None)
+    if newest is not None:
+        del references[newest]
+        loader.gradient_state.dataloader_references = references
+
+
 def _blank(kind: type) -> Any:
     return object.__new__(kind)
 
@@ -386,7 +441,7 @@ _RECORDED: dict[type, type] = {DataLoaderShard: RecordedShard, DataLoaderDispatc
 
 
 def record_passes(
-    prepared: Any, loaders: list[Any], active: Callable[[], bool], around: AroundPass = nullcontext
+    prepared: Any, loaders: list[Any], active: Callable[[], bool], around: AroundPass = unwatched_pass
 ) -> Any:
     """Return a prepared loader that records its passes while `active`, and put it in place of `prepared` in `loaders`.
 

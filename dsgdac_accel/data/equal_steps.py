@@ -23,7 +23,7 @@ def inner_loader(loader: Any) -> Any:
     return loader.loader if isinstance(loader, EqualSteps) else loader
 
 
-def _always() -> bool:
+def _always(loader: Any) -> bool:
     return True
 
 
@@ -37,10 +37,11 @@ class EqualSteps:
     Args:
         loader: this worker's batches.
         group: the workers.
-        active: whether to cut passes now. Evaluation must see all its data. Default: always.
+        active: whether a pass over the given loader that begins now is cut. Evaluation must see all its data. Others
+            are cut once an optimizer step was taken in them. Default: always.
     """
 
-    def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[], bool] = _always) -> None:
+    def __init__(self, loader: Iterable[Any], group: WorkerGroup, active: Callable[[Any], bool] = _always) -> None:
         self.loader = loader
         self.group = group
         self.active = active
@@ -55,7 +56,7 @@ class EqualSteps:
         return self.steps is None or len(set(self.lengths)) > 1
 
     def __len__(self) -> int:
-        if not self.active():
+        if not self.active(self.loader):
             return len(self.loader)  # type: ignore[arg-type]
         if self.steps is None:
             raise TypeError("the number of batches is unknown on some worker")
@@ -67,22 +68,25 @@ class EqualSteps:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.active():
+        recorder = recorder_of(self.loader)
+        active = self.active(self.loader)
+        if recorder is None and not active:
             yield from self.loader
             return
         batches = iter(self.loader)
         pairs = self._with_last(batches)
-        recorder = recorder_of(self.loader)
         # A resumed pass starts after the batches that were taken before.
         last, taken = False, 0 if recorder is None else recorder.skipped_batches
         while not last:
             batch, last_here = next(pairs, (None, None))
-            last_of_all = self._last_of_all(taken + 1, last_here)
+            # A script that trains in eval mode shows at its first step that this is no evaluation.
+            active = active or (recorder is not None and recorder.trained_in)
+            last_of_all = self._last_of_all(taken + 1, last_here) if active else last_here
             if last_of_all is None:  # some worker has no batch at all
                 break
             last = last_of_all
             taken += 1
-            if last:
+            if last and active:
                 self._mark_end()
             yield batch
         if last_here:
@@ -127,7 +131,10 @@ class EqualSteps:
 
     def _mark_end(self) -> None:
         """Mark this batch as the last for Accelerate, so that all workers step an incomplete accumulation window."""
-        if hasattr(self.loader, "end_of_dataloader"):
+        recorder = recorder_of(self.loader)
+        if recorder is not None:
+            recorder.end_here()
+        elif hasattr(self.loader, "end_of_dataloader"):
             self.loader.end_of_dataloader = True
 
     def _end_early(self, batches: Iterator[Any]) -> None:

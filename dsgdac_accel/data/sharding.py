@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DataLoaderConfiguration
 
-from dsgdac_accel.data.dataloader_state import record_passes
+from dsgdac_accel.data.dataloader_state import AroundPass, OpenPass, record_passes, unwatched_pass
 from dsgdac_accel.data.equal_steps import EqualSteps, known_length
 from dsgdac_accel.data.loaders import (
     differ_per_worker,
@@ -32,20 +32,34 @@ class TrainingPhase:
 
     def __init__(self) -> None:
         self._evaluations = 0
-        self._around: weakref.WeakMethod[Callable[[Any], AbstractContextManager[Any]]] | None = None
+        self._around: weakref.WeakMethod[AroundPass] | None = None
+        self._evaluates_in: weakref.WeakMethod[Callable[[Any], bool]] | None = None
 
-    def enter_for_passes(self, around: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    def enter_for_passes(self, around: AroundPass) -> None:
         """From now on, run each pass over a loader inside the context `around(loader)`, a method."""
         self._around = weakref.WeakMethod(around)
 
-    def around(self, loader: Any) -> AbstractContextManager[Any]:
+    def ask_for_evaluations(self, evaluates_in: Callable[[Any], bool]) -> None:
+        """From now on, a pass is one of evaluation also where the method `evaluates_in(loader)` says so."""
+        self._evaluates_in = weakref.WeakMethod(evaluates_in)
+
+    def around(self, loader: Any) -> AbstractContextManager[OpenPass]:
         """Return the context for a pass over a loader."""
         around = None if self._around is None else self._around()
-        return nullcontext() if around is None else around(loader)
+        return unwatched_pass(loader) if around is None else around(loader)
 
-    def is_training(self) -> bool:
-        """Return whether a pass that begins now counts as training."""
+    def may_train(self) -> bool:
+        """Return whether an optimizer step may be taken in a pass that begins now."""
         return self._evaluations == 0 and torch.is_grad_enabled()
+
+    def is_training(self, loader: Any) -> bool:
+        """Return whether a pass over `loader` that begins now counts as training.
+
+        It does not inside `evaluating`, with gradients disabled, or over a prepared loader that was never trained on
+        while the models are in eval mode.
+        """
+        evaluates_in = None if self._evaluates_in is None else self._evaluates_in()
+        return self.may_train() and not (evaluates_in is not None and evaluates_in(loader))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -93,20 +107,20 @@ class LoaderSharding:
         Raises:
             ValueError: some worker would get no batch, or the batches cannot be shared out.
         """
-        prepared = record_passes(prepared, loaders, self.phase.is_training, self.phase.around)
+        prepared = record_passes(prepared, loaders, self.phase.may_train, self.phase.around)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         survive_losses(prepared, self.group)
         if isinstance(prepared, DataLoaderDispatcher):
             return prepared  # worker 0 reads for all workers, so all get equally many batches
         warn_of_own_shards(loader, self.group)
-        if known_length(prepared) == 0:
-            raise ValueError(
-                f"this worker would get no batch: the dataset has {len(loader.dataset)} samples for "
-                f"{self.group.size} workers with batches of {loader.batch_size} (drop_last={loader.drop_last}). "
-                f"Use more data, smaller batches or fewer workers."
-            )
         equal = self.equal_steps(prepared)
+        if 0 in equal.lengths:  # on all workers, since none may wait for one that has stopped
+            raise ValueError(
+                f"worker {equal.lengths.index(0)} would get no batch: the dataset has {known_length(loader.dataset)} "
+                f"samples for {self.group.size} workers with batches of {loader.batch_size} "
+                f"(drop_last={loader.drop_last}). Use more data, smaller batches or fewer workers."
+            )
         return equal if equal.needed else prepared
 
     def equal_steps(self, batches: Any) -> EqualSteps:

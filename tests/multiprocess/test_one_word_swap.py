@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging.handlers
 import pickle
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import get_scheduler
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
@@ -178,6 +180,127 @@ def own_weights(rank: int) -> None:
 
 def test_own_weights_are_noticed_and_left_alone():
     run_workers(own_weights, 2)
+
+
+def interrupted(rank: int, by_main_alone: bool) -> None:
+    """Evaluation passes that are left in the middle of training passes, on all workers or on the main one alone."""
+    accelerator, model, optimizer, train, test, _ = script(rank)
+    single = accelerator.prepare(DataLoader(test.dataset, batch_size=4 * BATCHES, sampler=range(4 * BATCHES)))
+    for sample_of in (test, single):
+        model.train()
+        for number, (x, y) in enumerate(train, start=1):
+            if (rank == 0 or not by_main_alone) and number in (1, BATCHES // 4):
+                next(iter(sample_of))
+                model.eval()
+                for _ in sample_of:
+                    break
+                model.train()
+                kept = iter(sample_of)  # in the middle of its pass when the step comes
+                next(kept)
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = None
+        assert accelerator.pass_average.available
+        assert not accelerator.gradient_state.in_dataloader
+        mean = mean_of_workers(accelerator, model)
+        model.eval()
+        for loader in (test, single):
+            for _ in loader:
+                assert float((weights(model) - mean).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("by_main_alone", [False, True])
+def test_an_evaluation_pass_that_is_left_inside_a_training_pass_changes_no_average(by_main_alone):
+    run_workers(interrupted, 2, by_main_alone)
+
+
+def several_loaders(rank: int) -> None:
+    """Training and evaluation passes over two loaders at once; the second ends first, or last."""
+    accelerator, model, optimizer, train, test, _ = script(rank)
+    data = test.dataset
+    short, train_short = accelerator.prepare(DataLoader(data, batch_size=24), DataLoader(data, batch_size=16))
+    for (x, y), _ in zip(train, train_short):  # noqa: B905
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.step()  # as a second optimizer would
+    own, mean = weights(model), mean_of_workers(accelerator, model)
+    model.eval()
+    for loaders in ((test, short), (short, test)):
+        for _ in zip_longest(*loaders):
+            with torch.no_grad():
+                assert float((weights(model) - mean).abs().max()) < 1e-6
+        assert torch.equal(weights(model), own)
+
+
+def test_passes_over_two_loaders_at_once():
+    run_workers(several_loaders, 2)
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(4 * BATCHES + 4, 4))
+
+
+def complete_scores(rank: int) -> tuple[list[int], int]:
+    """What a script reads that evaluates in eval mode, and trains in eval mode from its first step."""
+    data_config = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    accelerator, model, optimizer, train, _, _ = script(rank, dataloader_config=data_config)
+    data = torch.randn(4 * BATCHES + 4, 4)
+    uneven, other = accelerator.prepare(*(DataLoader(data, batch_size=4) for _ in range(2)))
+    stream = accelerator.prepare_data_loader(DataLoader(Rows(), batch_size=4))
+    read = []
+    for trained in (False, True):
+        if trained:
+            model.train()
+            one_pass(accelerator, model, optimizer, train, accelerator._schedulers[0])
+        model.eval()
+        for loader in (uneven, stream) if rank == 0 else (uneven,):  # the stream on the main process alone
+            read.append(0)
+            for _ in loader:
+                with torch.no_grad():
+                    read[-1] += 1
+    accelerator.free_memory()
+    model = Model().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps = 0
+    for x in other:  # eval mode, and a training pass all the same
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        steps += 1
+    return read, steps
+
+
+def test_an_evaluation_in_eval_mode_reads_all_its_data_and_waits_for_nobody():
+    (first, steps), (second, other_steps) = run_workers(complete_scores, 2)
+    batches = BATCHES + 1
+    assert first[::2] == [batches - batches // 2] * 2
+    assert second == [batches // 2] * 2
+    assert first[1] == first[3] > 0
+    assert steps == other_steps == batches // 2
+
+
+def patched_save(rank: int, folder: str) -> None:
+    accelerator, model, optimizer, train, _, schedule = script(rank)
+    accelerator.free_memory()
+    saved, inner = [], accelerator.unwrap_model(model)
+
+    def own(path: str) -> None:
+        saved.append(weights(inner))
+
+    inner.save_pretrained = own
+    model, optimizer, train = accelerator.prepare(model, optimizer.optimizer, train)
+    one_pass(accelerator, model, optimizer, train, schedule)
+    mean = mean_of_workers(accelerator, model)
+    inner.save_pretrained(folder)
+    assert float((saved[0] - mean).abs().max()) < 1e-6
+    accelerator.free_memory()
+    assert inner.save_pretrained is own
+
+
+def test_a_save_pretrained_that_the_script_has_set_on_the_model_is_kept(tmp_path):
+    run_workers(patched_save, 2, str(tmp_path))
 
 
 def alone(rank: int) -> None:

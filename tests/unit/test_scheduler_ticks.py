@@ -87,6 +87,16 @@ def test_where_accelerate_ticks_once_there_is_nothing_to_decide(accelerate):
     assert decide(linear(300), setting="num_processes", **accelerate) is None
 
 
+def test_after_free_memory_the_next_loader_counts_and_an_old_one_only_if_it_is_reused():
+    ticks = SchedulerTicks("auto", WORKERS)
+    for whole in (1000, 100):
+        with ticks.preparing():
+            ticks.loader_sharded(whole, whole // WORKERS)
+        ticks.end_training()
+        prepared = GossipScheduler(AcceleratedScheduler(linear(3 * whole // WORKERS), []), ticks.call + 1)
+        assert ticks.decide(prepared).ticks == 1, "built for the steps of one worker, after the loader was sharded"
+
+
 def test_declared_lengths():
     sequence = SequentialLR(opt := sgd(), [LinearLR(opt, 0.1, total_iters=4), CosineAnnealingLR(opt, 16)], [4])
     wsd = get_wsd_schedule(sgd(), num_warmup_steps=2, num_stable_steps=20, num_decay_steps=8)
