@@ -297,6 +297,7 @@ def patched_save(rank: int, folder: str) -> None:
     assert float((saved[0] - mean).abs().max()) < 1e-6
     accelerator.free_memory()
     assert inner.save_pretrained is own
+    assert not accelerator.pass_average.last_steps, "of the schedule that is gone"
 
 
 def test_a_save_pretrained_that_the_script_has_set_on_the_model_is_kept(tmp_path):

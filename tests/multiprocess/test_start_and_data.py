@@ -366,7 +366,7 @@ def test_prepared_loaders_of_uneven_length_stop_at_the_shortest(iterable):
 
 def too_little_data(rank: int) -> str:
     accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20))
-    with pytest.raises(ValueError, match=r"worker 1 would get no batch") as caught:
+    with pytest.raises(ValueError, match="worker 0 would get no batch") as caught:
         accelerator.prepare(DataLoader(Indices(3), batch_size=2, drop_last=True))
     # `even_batches=False` leaves a batch for worker 0 alone.
     accelerator.even_batches = False
