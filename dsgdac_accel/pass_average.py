@@ -115,6 +115,7 @@ class PassAverage:
                 "workers. Call model.train() before a pass that trains, or pass GossipAccelerator(keep_average=False)."
             )
         self._kept = []
+        self._showing.clear()
         loader, self._at_end = self._pass_of_this_step()
         if loader is not None:
             self._trained_on.add(loader)
