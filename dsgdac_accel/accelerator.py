@@ -69,7 +69,7 @@ class GossipOptimizer(AcceleratedOptimizer):
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
     ended = False
-    """Whether `deploy` has ended the gossip: the next `prepare` begins anew, and until then no step is taken."""
+    """Whether `deploy` has ended the gossip. Then no step is taken until the optimizer is given to `prepare` again."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
@@ -290,7 +290,10 @@ class GossipAccelerator(Accelerator):
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, GossipOptimizer) and (optimizer.gossip is None or optimizer.ended):
+            if not isinstance(optimizer, GossipOptimizer):
+                continue
+            given_again = optimizer.ended and any(obj is optimizer for obj in args)
+            if optimizer.gossip is None or given_again:
                 optimizer.ended = False
                 optimizer.gossip = self.training.new_step(optimizer.optimizer)
                 optimizer.pass_average = self.pass_average

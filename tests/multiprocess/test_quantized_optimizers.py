@@ -65,14 +65,13 @@ def resume(rank: int, folder: Path, *setting: Any) -> tuple:
     return started, run.weights()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("package", "name", "kind"),
+    ("package", "name", "kind", "dtype"),
     [
-        ("bitsandbytes", "AdamW8bit", "Tensor"),
-        ("bitsandbytes", "Lion8bit", "Tensor"),
-        ("torchao", "AdamW8bit", "OptimState8bit"),
-        ("torchao", "AdamW4bit", "OptimState4bit"),
+        ("bitsandbytes", "AdamW8bit", "Tensor", torch.bfloat16),
+        ("bitsandbytes", "Lion8bit", "Tensor", torch.float32),
+        ("torchao", "AdamW8bit", "OptimState8bit", torch.bfloat16),
+        ("torchao", "AdamW4bit", "OptimState4bit", torch.float32),
     ],
 )
 def test_quantized_states_are_resumed(tmp_path, package, name, kind, dtype):
