@@ -18,7 +18,7 @@ _OPTIONS = {
     "local": ("undisturbed",),
     "ddp": ("bf16",),
     "decent_dp": (),
-    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>"),
+    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded"),
 }
 
 
@@ -77,7 +77,7 @@ class VariantName:
                 found["order"] = "mix_first"
             elif every := _EVERY.fullmatch(option):
                 found["mix_every"] = int(every[1])
-            else:
+            elif option in _COMM_DTYPES:
                 found["comm_dtype"] = option
         return found
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel import WorkerGroup
+from dsgdac_accel.core.edits import EditGuard
+from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.scaling import ring_all_reduce
 from tasks.benchmarks.config import BenchmarkConfig, StallConfig
@@ -141,6 +143,8 @@ def _gossip(
 ) -> Variant:
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
     gossip = GossipStep(optimizer, group, name.settings(config.gossip))
+    if "unguarded" in name.options:
+        gossip.mixer.edits = gossip.mixer.arrivals.edits = NoEditGuard(gossip.mixer)
 
     def step() -> None:
         stall()
@@ -157,6 +161,26 @@ def _gossip(
         waited=lambda: gossip.metrics()["wait_seconds"],
         bytes_sent=lambda: gossip.metrics()["bytes_sent"],
     )
+
+
+class NoEditGuard(EditGuard):
+    """Looks for no edits: what `EditGuard` costs is the difference to it."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__(mixer.group, mixer.rounds, mixer.buckets, mixer.parameters)
+
+    def seal(self, round_: int) -> None:
+        """Sum nothing."""
+
+    def outgoing(self, local: int, receiver: int | None) -> list[Tensor]:
+        """Return the parameters alone."""
+        return self.buckets.values(local)
+
+    def confirm(self) -> None:
+        """Sum nothing."""
+
+    def check(self, round_: int, step: int, uncompressed: bool, late: bool) -> None:
+        """Compare nothing."""
 
 
 def _decent_dp(

@@ -80,7 +80,9 @@ def pickled(rank: int, options: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"comm_dtype": "int8", "sketch": 8}], ids=["full", "int8"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"comm_dtype": "int8", "sketch": 8}, marks=pytest.mark.slow)], ids=["full", "int8"]
+)
 def test_a_pickled_accelerator_and_a_pickled_optimizer_gossip_on_as_the_first_would(options):
     first, second = run_workers(pickled, 2, options)
     assert not torch.equal(first["x"], second["x"])
@@ -200,8 +202,8 @@ def evaluate_under_inference_mode(rank: int, action: str, options: dict, folder:
     ("action", "options"),
     [
         ("deploy", {}),
-        ("load", {}),
-        ("prepare", {"comm_dtype": "int8"}),
+        pytest.param("load", {}, marks=pytest.mark.slow),
+        pytest.param("prepare", {"comm_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param("deploy", {"comm_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("load", {"comm_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param("measure", {"topology": "complete"}, marks=pytest.mark.slow),

@@ -211,6 +211,7 @@ def meet_without_one(rank, folder):
     return report, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
     first, _, last = run_workers(meet_without_one, WORKERS, tmp_path)
     for report, seconds in (first, last):

@@ -57,7 +57,7 @@ def edit(weight: nn.Parameter, how: str) -> None:
     ("workers", "options"),
     [
         (2, {"topology": "one_peer_ring"}),
-        (3, {"topology": "complete"}),
+        pytest.param(3, {"topology": "complete"}, marks=pytest.mark.slow),
         (2, {"topology": "complete", "comm_dtype": "int8"}),
     ],
 )

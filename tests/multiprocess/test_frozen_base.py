@@ -189,6 +189,7 @@ def start_a_trainer(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_model_of_a_trainer_is_sent_once_and_only_if_workers_differ(tmp_path):
     results = run_workers(start_a_trainer, 2, tmp_path)
     first, data = Model(), Rows(8)
@@ -256,6 +257,7 @@ def resumed_trainer(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_trainer_checkpoint_leaves_the_base_to_the_trainers_own_file(tmp_path):
     for found in run_workers(resumed_trainer, 2, tmp_path):
         assert found == dict.fromkeys(KINDS, True)

@@ -210,7 +210,7 @@ def interrupted(rank: int, by_main_alone: bool) -> None:
                 assert float((weights(model) - mean).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("by_main_alone", [False, True])
+@pytest.mark.parametrize("by_main_alone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_evaluation_pass_that_is_left_inside_a_training_pass_changes_no_average(by_main_alone):
     run_workers(interrupted, 2, by_main_alone)
 
@@ -313,6 +313,7 @@ def alone(rank: int) -> None:
             accelerator.get_state_dict(model)
 
 
+@pytest.mark.slow
 def test_a_state_dict_that_one_worker_asks_for_alone_ends_with_the_way_out():
     outcomes = try_workers(alone, 2)
     assert outcomes[0].error is None, outcomes[0].error

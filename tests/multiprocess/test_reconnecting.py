@@ -111,7 +111,15 @@ def train(rank, first, second, disturb, timeout=30.0):
     )
 
 
-@pytest.mark.parametrize("dies", [after_agreeing, with_its_address_there, between_groups, before_the_last_barrier])
+@pytest.mark.parametrize(
+    "dies",
+    [
+        after_agreeing,
+        pytest.param(with_its_address_there, marks=pytest.mark.slow),
+        between_groups,
+        before_the_last_barrier,
+    ],
+)
 def test_a_second_loss_while_survivors_reconnect_is_noticed_soon(dies):
     outcomes = try_workers(train, 4, 1, 3, dies)
     left = [outcomes[0], outcomes[2]]

@@ -77,6 +77,7 @@ def resumed(per_process: int, folder: str, settings: TrainingArguments, data: Ro
     return callback.weights
 
 
+@pytest.mark.slow
 def test_any_split_trains_the_same_workers(tmp_path):
     results = {
         processes: run_workers(train, processes, WORKERS // processes, str(tmp_path / str(processes)))

@@ -264,7 +264,7 @@ def test_a_worker_that_alone_lacks_the_data_speaks_for_itself_and_nobody_waits(w
     assert line.startswith("error: worker 1: data.path must exist")
 
 
-@pytest.mark.parametrize("algorithm", ["dsgd_ac", "sgd"])
+@pytest.mark.parametrize("algorithm", ["dsgd_ac", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_others_in_time_by_name(work, algorithm):
     settings = ["--config", "settings.yaml", "--num_train_epochs", "10000", "--gossip.timeout", "15"]
     settings += ["--algorithm", algorithm, "--output_dir", f"killed_{algorithm}"]

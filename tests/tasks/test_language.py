@@ -39,6 +39,7 @@ def test_the_reference_of_python_is_a_text_that_sequences_restore():
     assert rows["labels"] == rows["input_ids"]
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_is_the_average_and_better_on_its_text(tmp_path, monkeypatch):
     english, german = zip(*grammar_splits()["train"][:400], strict=True)
     texts = {"numpy": list(english), "python": list(german)}

@@ -111,6 +111,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_translation_example_trains_and_translates_few_sentences(tmp_path):
     (tmp_path / "few_sentences.py").write_text(FEW_SENTENCES, encoding="utf-8")
     launcher = [*forked(2), "few_sentences.py"]

@@ -445,6 +445,7 @@ def shared_out(tmp_path_factory):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 class TestSeveralProcesses:
     def test_shares_give_the_scores_of_the_whole_on_process_0(self, shared_out):
         (on_0, _), (on_1, _) = shared_out[0]

@@ -414,6 +414,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capsys, words,
 # ---- with torch
 
 
+@pytest.mark.slow
 def test_survivors_of_worker_0_still_have_the_store(tmp_path):
     script = f"""
         import torch
