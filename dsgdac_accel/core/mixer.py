@@ -96,7 +96,7 @@ class Mixer:
         self.group.require_open()
         self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
-        self.edits.seal(self._round)
+        self.edits.seal(self._round, self.step)
         self.buckets.claim(Use.RECEIVING)
         what = f"the exchange of step {self.step}"
         if self.compressor is None:

@@ -169,7 +169,7 @@ class NoEditGuard(EditGuard):
     def __init__(self, mixer: Mixer) -> None:
         super().__init__(mixer.group, mixer.rounds, mixer.buckets, mixer.parameters)
 
-    def seal(self, round_: int) -> None:
+    def seal(self, round_: int, step: int) -> None:
         """Sum nothing."""
 
     def outgoing(self, local: int, receiver: int | None) -> list[Tensor]:

@@ -58,7 +58,7 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
         _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
-        sums = block_sums([torch.zeros(size // 4)]).nbytes if comm_dtype == "full" else 0
+        sums = block_sums([torch.zeros(size // 4)], 0).nbytes if comm_dtype == "full" else 0
         assert (sent - sums) / size == pytest.approx(share, rel=0.02)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
-from dsgdac_accel.core.edits import block_sums
+from dsgdac_accel.core.edits import block_places, block_sums
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
 
@@ -118,19 +118,30 @@ def test_re_pointed_parameters_are_brought_back():
     assert [p is model.weight for p, _ in flat.bring_back()] == [True]
 
 
-@pytest.mark.parametrize("sizes", [[1], [40, 3], [2**17, 5], [2**18 + 7]])
-def test_every_edit_changes_the_sum_of_its_block(sizes):
+@pytest.mark.parametrize("sizes", [[1], [40, 3], [2**17, 5], [2**18 + 7, 5000]])
+def test_every_edit_changes_the_sum_of_its_block_in_some_turn(sizes):
     flat = FlatParameters([Parameter(torch.randn(size)) for size in sizes])
-    x = [bucket.data for bucket in flat.buckets]
-    before = block_sums(x)
-    assert len(before) <= 128 * len(x)
+    (bucket,) = flat.buckets
+    before = [block_sums([bucket.data], turn) for turn in range(16)]
+    assert all(len(sums) == len(block_places(bucket.data.nbytes, turn)) <= 130 for turn, sums in enumerate(before))
     for parameter in flat.parameters:
         for place in (0, len(parameter) // 2, -1):
             kept = parameter.data[place].clone()
             parameter.data[place] = torch.nextafter(kept, torch.tensor(1e9))
-            assert (block_sums(x) != before).sum() == 1
+            offset = parameter.data[place].data_ptr() - bucket.data.data_ptr()
+            noticed = 0
+            for turn, sums in enumerate(before):
+                (changed,) = (block_sums([bucket.data], turn) != sums).nonzero(as_tuple=True)
+                expected = [
+                    number
+                    for number, rows in enumerate(block_places(bucket.data.nbytes, turn))
+                    if any(first <= offset < last for first, last in rows)
+                ]
+                assert changed.tolist() == expected
+                noticed += len(expected)
+            assert noticed >= 1
             parameter.data[place] = kept
-    assert torch.equal(block_sums(x), before)
+    assert all(torch.equal(block_sums([bucket.data], turn), sums) for turn, sums in enumerate(before))
 
 
 def test_parameters_that_join_leave_or_thaw_are_noticed():
