@@ -115,6 +115,7 @@ class TestRealData:
         assert data.class_names[:2] == ("airplane", "automobile")
 
     @pytest.mark.data
+    @pytest.mark.slow
     def test_std_of_cifar_is_over_all_pixels(self):
         data = load_image_data(path=real_data("cifar10"))
         # Published for the lossless images: 0.2470, 0.2435, 0.2616. JPEG coding lowers it by up to .0018 (measured);

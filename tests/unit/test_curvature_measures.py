@@ -215,6 +215,7 @@ def middle_net():
     )
 
 
+@pytest.mark.slow
 def test_ends_of_the_spectrum_agree_with_scipy_on_thousands_of_parameters():
     from scipy.sparse.linalg import LinearOperator, eigsh
 
