@@ -31,6 +31,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return own.view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device=own.device)
 
 
+def as_words(tensor: Tensor) -> tuple[Tensor, bytes]:
+    """Return the bits of a dense tensor as int64 words, (numel * element_size // 8,), and the bytes that remain."""
+    octets = as_bytes(tensor)
+    if octets.data_ptr() % 8 or octets.storage_offset() % 8:  # `view` looks at the offset
+        octets = octets.clone()
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64), octets[whole:].cpu().numpy().tobytes()
+
+
 def narrowed(tensor: Tensor, like: Tensor) -> Tensor:
     """Narrow `tensor` to one entry along dimensions that `like` expands: torch writes to no memory twice."""
     for dimension, stride in enumerate(like.stride()):
@@ -102,12 +111,9 @@ def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
         )
     if type(tensor.data) is not Tensor:
         raise ValueError(f"a {_type_name(tensor)} cannot be compared bit by bit. Convert it to an ordinary tensor.")
-    octets = as_bytes(tensor)
-    if octets.data_ptr() % 8 or octets.storage_offset() % 8:  # `view` looks at the offset
-        octets = octets.clone()
-    whole = octets.numel() // 8 * 8
-    yield from _row_hashes(octets[:whole].view(torch.int64))
-    yield octets[whole:].cpu().numpy().tobytes()
+    words, rest = as_words(tensor)
+    yield from _row_hashes(words)
+    yield rest
     yield from _parts(_attached(tensor), depth) if _attached(tensor) else ()
 
 

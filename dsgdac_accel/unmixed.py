@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.tensor_bytes import as_bytes, digest
+from dsgdac_accel.tensor_bytes import as_words, digest
 from dsgdac_accel.virtual_workers import replicas_of
 
 
@@ -55,13 +55,8 @@ def _compared_by(tensor: Tensor) -> int | str:
     """Return the sum of a tensor's bits, which takes less time than a digest; of a quantized tensor its digest."""
     if type(tensor.data) is not Tensor:
         return digest(tensor)
-    data = as_bytes(tensor)
-    whole = len(data) // 8 * 8
-    words = data[:whole]
-    if words.storage_offset() % 8 or words.data_ptr() % 8:
-        words = words.clone()
-    rest = bytes(data[whole:].tolist())
-    return (int(words.view(torch.int64).sum()) + int.from_bytes(rest, "little")) % 2**64
+    words, rest = as_words(tensor)
+    return (int(words.sum()) + int.from_bytes(rest, "little")) % 2**64
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class MasterParameters:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of the parameters that have masters."""
+        """The dtypes of the parameters that have masters."""
         return {pair.parameter.dtype for pair in self._pairs}
 
     def master_of(self, parameter: Parameter) -> Parameter:
@@ -440,7 +440,7 @@ def _in_dtype(value: Any, parameter: Parameter, dtype: torch.dtype) -> Any:
 
 
 class SwapsAverage(Protocol):
-    """What overwrites parameters by their average over the workers for a while, such as `Average`."""
+    """Overwrites parameters by their average over the workers for a while, as `Average` does."""
 
     def swap_in(self) -> None:
         """Overwrite the parameters by their average. Collective."""

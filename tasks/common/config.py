@@ -120,7 +120,7 @@ def _config_from(cls: type[Config], file: Path | None, given: Mapping[Text, Text
 
 
 def _written(name: Text, node: Any, known: Mapping[str, Key], parent: str = "") -> dict[str, Any]:
-    """What was written for a key and, in a section, for the keys below it, by dotted key."""
+    """Return the nodes of a key and, in a section, of the keys below it, by dotted key."""
     path = join_path(parent, name)
     if path not in known or ("." in name and name.style != "argument"):
         way_out = "Indent it below its section." if path in known else hint(path, known)

@@ -165,7 +165,7 @@ def describe(hint: Any) -> str:
 
 
 def shown(node: Any) -> str:
-    """What was written, for "got ...", cut short.
+    """Return the written node for "got ...", cut short.
 
     >>> shown({"a": Text("x"), "b": [Text("1"), Text("")]})
     "{a: 'x', b: [1, nothing (null)]}"
