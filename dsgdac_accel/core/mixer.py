@@ -98,6 +98,7 @@ class Mixer:
         self._follow_changes()
         self.edits.seal(self._round, self.step)
         self.buckets.claim(Use.RECEIVING)
+        self.group.hold(self)
         what = f"the exchange of step {self.step}"
         if self.compressor is None:
             self.exchange.post(
@@ -114,6 +115,7 @@ class Mixer:
         try:
             arrived = self.group.policy.complete_exchange(self.exchange.wait)
         finally:
+            self.group.let_go(self)
             if self.buckets.use is Use.RECEIVING:  # after a lost worker, there are new receive buffers
                 self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
 
@@ -238,6 +240,7 @@ class Mixer:
     def abandon(self) -> None:
         """Give up what is in flight, before connections end."""
         self.exchange.abandon()
+        self.group.let_go(self)
         self.edits.forget()
         if self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
             self.buckets.claim(Use.FREE)

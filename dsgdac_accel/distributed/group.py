@@ -74,6 +74,7 @@ class WorkerGroup:
         self.poster = Poster(threaded=self.process_groups.backend == "gloo")
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
+        self._in_flight: set[Any] = set()
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._moved = False
         """Whether it was pickled in another process, whose connections this one does not have."""
@@ -137,6 +138,17 @@ class WorkerGroup:
         """Return the registered mixers that still exist, by order of registration, which all workers share."""
         references = enumerate(self._registered)
         return {number: mixer for number, reference in references if (mixer := reference()) is not None}
+
+    def hold(self, mixer: Any) -> None:
+        """Keep a mixer alive from posting an exchange to `let_go`, even if its training is dropped meanwhile.
+
+        When gloo receives for a buffer that is freed, the connection delivers nothing any more.
+        """
+        self._in_flight.add(mixer)
+
+    def let_go(self, mixer: Any) -> None:
+        """End what `hold` began: nothing of this mixer is in flight."""
+        self._in_flight.discard(mixer)
 
     def _drain(self) -> None:
         for mixer in self.registered().values():

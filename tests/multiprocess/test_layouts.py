@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -311,6 +313,28 @@ def test_the_partner_depends_on_the_optimizer_step_alone():
     for worker, sequence in enumerate(partners):
         for step, partner in enumerate(sequence):
             assert partners[partner][step] == worker
+
+
+def drop_in_flight(rank: int) -> float:
+    """Drop a mixer whose exchange is in flight, as an exception in a notebook does, and mix by a new one."""
+    group = WorkerGroup(torch.device("cpu"), timeout=10.0)
+    topology = build_topology("one_peer_ring", 2)
+    dropped = Mixer([Parameter(torch.full((4,), value(rank)))], topology, group)
+    for worker in range(2):
+        if rank == worker:
+            dropped.start_exchange()
+            del dropped
+            gc.collect()
+        group.barrier("taking turns")
+    parameter = Parameter(torch.full((4,), value(rank)))
+    mix(Mixer([parameter], topology, group))
+    group.all_reduce_max_(torch.zeros(1), "ending")  # waits for what was dropped
+    assert not group._in_flight
+    return float(parameter.detach()[0])
+
+
+def test_dropping_a_mixer_in_flight_leaves_the_connections_intact():
+    assert run_workers(drop_in_flight, 2, timeout=40.0) == [2.0, 2.0]
 
 
 def receive_bytes(rank: int, topology: str) -> tuple[int, int]:
