@@ -16,7 +16,10 @@ _TRANSPORT_ERRORS = re.compile(
     re.IGNORECASE,
 )
 _SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
-_OWN_MISTAKES = re.compile(r"\bnccl(InvalidUsage|InvalidArgument|UnhandledCudaError)\b")
+_OWN_MISTAKES = re.compile(
+    r"\bnccl(InvalidUsage|InvalidArgument|UnhandledCudaError)\b|NCCL built in|no GPUs found"
+    r"|Unable to (find (address|interface)|resolve hostname)"  # gloo, with a wrong GLOO_SOCKET_IFNAME
+)
 _MOST_CHARACTERS = 500  # of a cause
 
 
@@ -130,7 +133,7 @@ def _advice(failure: Failure, silent: bool) -> str:
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """Return whether NCCL blames this very process (its settings, its GPU), and not the connection to another."""
+    """Return whether the transport blames this very process (its settings, its GPU), and not another one."""
     return _OWN_MISTAKES.search(str(error)) is not None
 
 

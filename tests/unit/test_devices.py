@@ -5,19 +5,22 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import str_to_bool
+from accelerate.utils import DistributedType, str_to_bool
 from torch import nn
 
 from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, devices, randomness
+from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.core import update
 from dsgdac_accel.core.compression import Bf16, Rounding
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.deployed_model import deployed_model
 from dsgdac_accel.devices import Placement, cpu_is_demanded, identity_of, refuse_misplaced, refuse_unsuitable
 from dsgdac_accel.distributed import failure_reports
 from dsgdac_accel.distributed.failure_detection import FailureDetector, short_cause
@@ -88,6 +91,39 @@ def test_a_parameter_on_another_gpu_is_refused():
     parameters = MixedParameters([OnTheSecond(torch.ones(2))])
     with pytest.raises(ValueError, match=r"is on cuda:1, but this run communicates on cuda:0\. Keep all"):
         parameters.select(torch.device("cuda:0"))
+
+
+def launched(kind, name, processes=2):
+    """As an Accelerator sees a launch."""
+    return SimpleNamespace(
+        distributed_type=DistributedType(name), device=torch.device(kind), num_processes=processes,
+        mixed_precision="no", parallelism_config=None,
+    )  # fmt: skip
+
+
+def test_launches_on_other_accelerators_are_not_mistaken_for_split_models(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for kind, name in (("xpu:0", "MULTI_XPU"), ("hpu:0", "MULTI_HPU")):
+        with pytest.raises(ValueError, match=r"2 processes on .*workers_per_process=2"):
+            refuse_unsupported_launch(launched(kind, name))
+    with pytest.raises(ValueError, match="cannot run on 'xpu'"):
+        refuse_unsupported_launch(launched("xpu", "NO", 1))
+    with pytest.raises(ValueError, match="needs a whole replica"):
+        refuse_unsupported_launch(launched("cuda:0", "FSDP"))
+    refuse_unsupported_launch(launched("cuda:0", "MULTI_GPU"))
+
+
+def test_workers_whose_buffers_are_on_different_devices_share_none(monkeypatch):
+    """They would wait for each other in different process groups."""
+    model, group = nn.Linear(1, 1), WorkerGroup(CPU)
+    model.register_buffer("table", torch.zeros(2))
+    elsewhere = {"table": ((2,), "torch.float32", "cuda")}
+    monkeypatch.setattr(group, "all_gather_object", lambda mine, what: [mine, elsewhere])
+    with (
+        pytest.raises(ValueError, match="table of the deployed model has different shapes, dtypes or devices"),
+        deployed_model(model, [], group),
+    ):
+        pass
 
 
 def placed(gpu="PCI 0000:3b:00", kernel="kernel", host="node", device="cuda:0"):
@@ -184,13 +220,19 @@ def test_the_last_error_of_nccl_is_kept():
     assert short_cause(RuntimeError("NCCL error: x\nLast error:\n")) == "NCCL error: x"
 
 
-@pytest.mark.parametrize("kind", ["InvalidUsage", "InvalidArgument", "UnhandledCudaError"])
-def test_a_mistake_of_this_process_is_not_a_lost_worker_and_is_told_to_the_others(kind):
+MISTAKES = [
+    *(NCCL.format("x", kind, TWICE) for kind in ("InvalidUsage", "InvalidArgument", "UnhandledCudaError")),
+    "Distributed package doesn't have NCCL built in",
+    "[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth9",
+]
+
+
+@pytest.mark.parametrize("error", MISTAKES, ids=range(5))
+def test_a_mistake_of_this_process_is_not_a_lost_worker_and_is_told_to_the_others(error):
     detector = FailureDetector(Members(0, 2), 3.0)
     detector.reports.store = torch.distributed.HashStore()
-    assert detector.failure_in(RuntimeError(NCCL.format("x", kind, "the cause")), "connecting", 0) is None
-    assert "worker 0 failed in connecting" in detector.reports.first()
-    assert "the cause" in detector.reports.first()
+    assert detector.failure_in(RuntimeError(error), "connecting", 0) is None
+    assert detector.reports.first() == f"worker 0 failed in connecting: {short_cause(RuntimeError(error))}"
 
 
 # ---- large buffers, and what is where
