@@ -26,7 +26,7 @@ from torch.utils.data import (
 from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.core.parameter_guard import batch_norm_layers
 from dsgdac_accel.data.equal_steps import EqualSteps
-from dsgdac_accel.data.loaders import batch_sampler_of, preserved_loaders
+from dsgdac_accel.data.loaders import batch_sampler_of, new_generator, preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 
@@ -312,6 +312,6 @@ def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, local_w
         **order,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        generator=torch.Generator().manual_seed(_ORDER_SEED + share),
+        generator=new_generator().manual_seed(_ORDER_SEED + share),
         **processes,
     )

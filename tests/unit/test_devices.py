@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType, str_to_bool
 from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, devices, randomness
 from dsgdac_accel.compatibility import refuse_unsupported_launch
@@ -20,6 +21,8 @@ from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.data.dataloader_state import order_state, set_order_state
+from dsgdac_accel.data.loaders import share_sampler_seed
 from dsgdac_accel.deployed_model import deployed_model
 from dsgdac_accel.devices import Placement, cpu_is_demanded, identity_of, refuse_misplaced, refuse_unsuitable
 from dsgdac_accel.distributed import failure_reports
@@ -397,3 +400,27 @@ def test_every_tensor_of_the_library_has_its_device_named():
     files = [path for folder in ("dsgdac_accel", "tasks") for path in (root / folder).rglob("*.py")]
     assert len(files) > 150
     assert [f"{path}:{line}" for path in files for line in without_device(path.read_text())] == []
+
+
+def test_generators_of_samplers_and_loaders_are_where_these_draw(monkeypatch):
+    """As by Accelerate; torch refuses a generator of another device than what it fills."""
+    made = []
+
+    class Recorded(torch.Generator):
+        def __new__(cls, device="cpu"):
+            made.append(torch.device(device).type)
+            return super().__new__(cls)
+
+    monkeypatch.setattr(torch, "Generator", Recorded)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("xpu"))
+    group = SimpleNamespace(size=2, rank=0, all_gather_object=lambda value, what: [value] * 2)
+    data = list(range(4))
+    for sampler in (SubsetRandomSampler(data), WeightedRandomSampler([1.0] * 4, 4)):  # the weights are on the CPU
+        share_sampler_seed(DataLoader(data, sampler=sampler), group)
+    assert made == ["xpu", "cpu"]
+    loader = DataLoader(data, shuffle=True, generator=Recorded())
+    state = order_state(loader)
+    made.clear()
+    loader.generator = loader.sampler.generator = None
+    set_order_state(loader, state)
+    assert made == ["xpu", "xpu"]
