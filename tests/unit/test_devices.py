@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from accelerate.utils import DistributedType, str_to_bool
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
-from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, devices, randomness
+from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, WorkerLostError, devices, randomness
+from dsgdac_accel.cli.doctor import join_workers
 from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.core import update
 from dsgdac_accel.core.compression import Bf16, Rounding
@@ -24,7 +26,14 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.loaders import share_sampler_seed
 from dsgdac_accel.deployed_model import deployed_model
-from dsgdac_accel.devices import Placement, cpu_is_demanded, identity_of, refuse_misplaced, refuse_unsuitable
+from dsgdac_accel.devices import (
+    Placement,
+    cpu_is_demanded,
+    default_device,
+    identity_of,
+    refuse_misplaced,
+    refuse_unsuitable,
+)
 from dsgdac_accel.distributed import failure_reports
 from dsgdac_accel.distributed.failure_detection import FailureDetector, short_cause
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_kernel, this_machine
@@ -62,7 +71,7 @@ def test_an_accelerator_that_cannot_be_used_is_refused_with_the_reason(kind):
 
 
 def test_before_anything_changes():
-    model = nn.Linear(2, 1, device="meta")
+    model = nn.ParameterList([torch.empty(2, device="meta")])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {**vars(optimizer)}
     with pytest.raises(ValueError, match="cannot run on 'meta'"):
@@ -177,6 +186,22 @@ def test_the_launcher_starts_several_workers_on_the_cpu_where_only_one_could_use
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert environment(2)["ACCELERATE_USE_CPU"] == "true"
     assert "ACCELERATE_USE_CPU" not in environment(1)
+
+
+def test_the_default_device_is_one_that_is_there_and_wanted(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))  # as torch was built
+    for available, word, expected in ((False, "no", "cpu"), (True, "no", "cuda"), (True, "yes", "cpu")):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", word)
+        assert default_device().type == expected
+
+
+def test_an_address_of_ipv6_is_in_brackets(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setenv("MASTER_PORT", "9")
+    with pytest.raises(WorkerLostError, match=r"does not serve the rendezvous at \[::1\]:9:"):
+        join_workers(1, 2, timeout=0.1)
 
 
 # ---- machines
@@ -312,6 +337,7 @@ def test_streams_of_any_accelerator_are_saved_and_separate(monkeypatch):
         use(1)
         others.append(xpu.draw())
         use(0)
+        assert xpu.draw() != others[0], "its stream went on"
     assert torch.equal(outer, xpu.get_rng_state())
     with alone.swapped() as use:
         use(0)
@@ -381,13 +407,15 @@ FACTORIES = {
 
 def without_device(source: str) -> list[int]:
     """Return the lines that make a tensor on the default device, unless it is a parameter of a model."""
-    tree = ast.parse(source)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not re.search(rf"\btorch\.({'|'.join(FACTORIES)})\b", source):
+        return []
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     given = {id(call.func) for call in calls if any(word.arg == "device" for word in call.keywords)}
     given |= {id(node) for call in calls if getattr(call.func, "attr", "") == "Parameter" for node in ast.walk(call)}
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr in FACTORIES and id(node) not in given
         if getattr(node.value, "id", "") == "torch"
     ]
