@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -211,7 +211,11 @@ def current_lr(optimizer: Optimizer) -> float:
     >>> current_lr(torch.optim.SGD([slow, fast]))
     0.3
     """
-    group = lr_group(optimizer)
+    return lr_of(lr_group(optimizer))
+
+
+def lr_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; 0 if it chooses its step sizes by a rule of its own."""
     return 0.0 if group["lr"] is None or group.get("relative_step") else float(group["lr"])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, lr_group, planned_lrs
+from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, lr_group, lr_of, planned_lrs
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ class GammaSchedule:
 
         Reading a learning rate that is a tensor on an accelerator waits for it, which is said once.
         """
-        self._say_that_it_waits()
-        before, self.lr, self._steps = self.lr, current_lr(self.optimizer), step + 1
+        group = lr_group(self.optimizer)
+        self._say_if_it_waits(group["lr"])
+        before, self.lr, self._steps = self.lr, lr_of(group), step + 1
         self.gamma = self.rule.gamma(step=step, lr=self.lr, epoch=epoch)
         self._warn_of_rise(step, before)
         return self.gamma
@@ -71,11 +72,8 @@ class GammaSchedule:
             "one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`.",
         )
 
-    def _say_that_it_waits(self) -> None:
-        if self._said_that_it_waits:
-            return
-        lr = lr_group(self.optimizer)["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+    def _say_if_it_waits(self, lr: Any) -> None:
+        if not self._said_that_it_waits and isinstance(lr, Tensor) and lr.device.type != "cpu":
             self._said_that_it_waits = True
             if self.group.rank == 0:
                 logger.warning(
