@@ -26,7 +26,7 @@ from torch.utils.data import (
 from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.core.parameter_guard import batch_norm_layers
 from dsgdac_accel.data.equal_steps import EqualSteps
-from dsgdac_accel.data.loaders import batch_sampler_of, preserved_loaders
+from dsgdac_accel.data.loaders import batch_sampler_of, new_generator, preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 
@@ -60,16 +60,16 @@ class _Moments:
     """
 
     def __init__(self, channels: int) -> None:
-        self.count = torch.zeros((), dtype=torch.float64)
-        self.mean = torch.zeros(channels, dtype=torch.float64)
-        self.squares = torch.zeros(channels, dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.mean = torch.zeros(channels, dtype=torch.float64, device="cpu")
+        self.squares = torch.zeros(channels, dtype=torch.float64, device="cpu")
 
     def add(self, activations: Tensor) -> None:
         """Add a batch of activations, shape (N, C, ...)."""
         values = activations.detach().transpose(0, 1).flatten(1)
         values = values if values.dtype == torch.float64 else values.float()
         variance, mean = torch.var_mean(values, dim=1, correction=0)
-        count = torch.tensor(float(values.shape[1]), dtype=torch.float64)
+        count = torch.tensor(float(values.shape[1]), dtype=torch.float64, device="cpu")
         self.merge(count, mean.double().cpu(), variance.double().cpu() * count)
 
     def merge(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
@@ -298,7 +298,7 @@ def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, local_w
     assert loaded is not None
     size = max(1, loaded // local_workers)
     # Shuffle: in file order, batches of a single class would distort the statistics of deeper layers.
-    shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_ORDER_SEED)).tolist()
+    shuffle = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_ORDER_SEED), device="cpu").tolist()
     batches = list(BatchSampler([rows[number] for number in shuffle], size, drop_last=False))
     if len(batches) > 1 and len(batches[-1]) == 1 < size:  # BatchNorm is undefined for shape (1, C)
         batches[-2:] = [batches[-2] + batches[-1]]
@@ -312,6 +312,6 @@ def _fresh_loader(loader: Any, rows: list[int], share: int, shares: int, local_w
         **order,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        generator=torch.Generator().manual_seed(_ORDER_SEED + share),
+        generator=new_generator().manual_seed(_ORDER_SEED + share),
         **processes,
     )

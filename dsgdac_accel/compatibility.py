@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dsgdac_accel.core.master_parameters import refuse_untrainable
+from dsgdac_accel.devices import refuse_unsuitable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,17 +30,21 @@ _SEVERAL_POINTS = (
     "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
     "optimizer that evaluates it once, such as AdamW."
 )
-_SUPPORTED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 def refuse_unsupported_launch(accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process holds a whole replica and all launched processes see each other."""
-    if accelerator.distributed_type not in _SUPPORTED or getattr(accelerator, "parallelism_config", None) is not None:
+    """Raise ValueError unless every process holds a whole replica, on a device where workers can gossip.
+
+    All launched processes must see each other.
+    """
+    whole = accelerator.distributed_type is DistributedType.NO or accelerator.distributed_type.name.startswith("MULTI_")
+    if not whole or getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
             f"every worker needs a whole replica of the model in one process, but {accelerator.distributed_type} was "
             f"configured (DeepSpeed, FSDP, Megatron, tensor or context parallelism and XLA split or re-wrap the "
             f"model). Launch plain multi-process training: accelerate launch --multi_gpu --num_processes N."
         )
+    refuse_unsuitable(accelerator.device, accelerator.num_processes)
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
     launched = _launched_processes()

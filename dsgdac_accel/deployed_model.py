@@ -211,7 +211,10 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
     """Broadcast worker 0's buffers, except the running statistics of `layers` and caches that differ in shape."""
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
     others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
-    mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in others.items()}
+    mine = {
+        name: (tuple(buffer.shape), str(buffer.dtype), buffer.device.type)  # which decides the way that it is sent
+        for name, buffer in others.items()
+    }
     layouts = group.all_gather_object(mine, "comparing the buffers of the model")
     stored = model.state_dict().keys()
     for name, buffer in others.items():
@@ -220,8 +223,8 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
         elif name in stored:
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
-                f"buffer {name} of the deployed model has different shapes or dtypes on the workers: {seen}. Keep its "
-                f"shape fixed, or register it with persistent=False so that each worker keeps its own."
+                f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
+                f"Keep its shape fixed, or register it with persistent=False so that each worker keeps its own."
             )
 
 

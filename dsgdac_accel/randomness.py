@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from dsgdac_accel.devices import accelerator_streams
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
@@ -49,14 +50,16 @@ def _torch_seed(words: Sequence[int]) -> int:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of all global random streams: torch (CPU and the current CUDA device), NumPy, Python."""
+    """Return the state of all global random streams: torch (CPU and the current accelerator), NumPy, Python."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": numpy.random.get_state(),
     }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    accelerator = accelerator_streams()
+    if accelerator is not None:
+        kind, module = accelerator
+        state[kind] = module.get_rng_state()
     return state
 
 
@@ -65,8 +68,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy.random.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator = accelerator_streams()
+    if accelerator is not None and accelerator[0] in state:
+        kind, module = accelerator
+        module.set_rng_state(state[kind])
 
 
 class WorkerStreams:
@@ -84,8 +89,9 @@ class WorkerStreams:
         """Restart the streams. Arguments as in the constructor."""
         self._seeds = [_torch_seed(_seed_words(seed, worker)) for worker in workers]
         self._cpu = [torch.Generator().manual_seed(own).get_state() for own in self._seeds]
-        # CUDA streams are made at first use, because making them would initialize CUDA.
-        self._cuda: list[Tensor] | None = None
+        # Streams of an accelerator are made at first use, because making them would initialize it.
+        self._kind = ""
+        self._accelerated: list[Tensor] | None = None
 
     @contextmanager
     def swapped(self) -> Iterator[Callable[[int], None]]:
@@ -93,41 +99,43 @@ class WorkerStreams:
 
         `index` counts the workers of this process from 0. The global stream from before is restored on exit.
         """
-        cuda = torch.cuda.is_initialized()
-        if cuda and self._cuda is None:
-            self._cuda = [torch.Generator("cuda").manual_seed(own).get_state() for own in self._seeds]
-        outer = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+        kind, accelerator = accelerator_streams() or ("", None)
+        if accelerator is not None and (self._accelerated is None or self._kind != kind):
+            self._kind = kind
+            self._accelerated = [torch.Generator(kind).manual_seed(own).get_state() for own in self._seeds]
+        outer = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
         running: int | None = None
 
         def save_running() -> None:
             if running is not None:
                 self._cpu[running] = torch.get_rng_state()
-                if cuda and self._cuda is not None:
-                    self._cuda[running] = torch.cuda.get_rng_state()
+                if accelerator is not None and self._accelerated is not None:
+                    self._accelerated[running] = accelerator.get_rng_state()
 
         def use(worker: int) -> None:
             nonlocal running
             save_running()
             running = worker
             torch.set_rng_state(self._cpu[worker])
-            if cuda and self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda[worker])
+            if accelerator is not None and self._accelerated is not None:
+                accelerator.set_rng_state(self._accelerated[worker])
 
         try:
             yield use
         finally:
             save_running()
             torch.set_rng_state(outer[0])
-            if outer[1] is not None:
-                torch.cuda.set_rng_state(outer[1])
+            if accelerator is not None:
+                accelerator.set_rng_state(outer[1])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states of all streams, shape (workers, bytes) each."""
         state = {"cpu": torch.stack(self._cpu)}
-        return state if self._cuda is None else state | {"cuda": torch.stack(self._cuda)}
+        return state if self._accelerated is None else state | {self._kind: torch.stack(self._accelerated)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore states returned by `state_dict`."""
         # Clone each row: torch reads a generator's state from the beginning of the storage.
         self._cpu = [stream.clone() for stream in state["cpu"]]
-        self._cuda = [stream.clone() for stream in state["cuda"]] if "cuda" in state else None
+        self._kind = next((kind for kind in state if kind != "cpu"), "")
+        self._accelerated = [stream.clone() for stream in state[self._kind]] if self._kind else None

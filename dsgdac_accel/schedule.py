@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -211,8 +211,19 @@ def current_lr(optimizer: Optimizer) -> float:
     >>> current_lr(torch.optim.SGD([slow, fast]))
     0.3
     """
-    group = max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"]) or 0))
+    return lr_of(lr_group(optimizer))
+
+
+def lr_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; 0 if it chooses its step sizes by a rule of its own."""
     return 0.0 if group["lr"] is None or group.get("relative_step") else float(group["lr"])
+
+
+def lr_group(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the parameter group whose learning rate gamma uses, see `current_lr`."""
+    if len(optimizer.param_groups) == 1:  # reading a base lr that is a tensor on a GPU would wait for it
+        return optimizer.param_groups[0]
+    return max(optimizer.param_groups, key=lambda group: float(group.get("initial_lr", group["lr"]) or 0))
 
 
 def declared_length(scheduler: Any) -> int | None:
@@ -273,7 +284,10 @@ def _lrs_of_a_copy(scheduler: Any, total_steps: int, ticks: int) -> list[float]:
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same settings per group (lr, betas, momentum), each with one tiny parameter."""
     groups = [
-        {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": [torch.zeros(1)]}
+        {
+            **copy.deepcopy({key: value for key, value in group.items() if key != "params"}),
+            "params": [torch.zeros(1, device="cpu")],
+        }
         for group in optimizer.param_groups
     ]
     return torch.optim.SGD(groups, lr=0.0)

@@ -135,7 +135,9 @@ class Simulation:
         t = len(self.gammas)
         gamma = self.schedule.gamma(step=t, lr=current_lr(self.optimizers[0]), epoch=epoch)
         mixes = (t + 1) % self.mix_every == 0
-        mixing_NN = self.topology.matrix(t // self.mix_every) if mixes else torch.eye(len(self.parameters_N))
+        mixing_NN = (
+            self.topology.matrix(t // self.mix_every) if mixes else torch.eye(len(self.parameters_N), device="cpu")
+        )
         gossip_step(self.parameters_N, self.optimizers, mixing_NN, gamma, skip, self.order)
         self.gammas.append(gamma)
 

@@ -194,7 +194,7 @@ class _Encoder:
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
             return {"$tensor": self._put(own, path)}
-        octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8)
+        octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
     def _put(self, tensor: Tensor, path: tuple) -> str:
@@ -243,7 +243,7 @@ def _decoded_cast(content: list, tensors: dict[str, Tensor]) -> Tensor:
     dtype = _torch_dtype(dtype_name)
     octets = tensors[name]
     # An empty tensor cannot be viewed. The shape must match the bytes, so a forged one allocates nothing.
-    return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
+    return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype, device="cpu")).reshape(shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -150,6 +150,7 @@ def join_workers(rank: int, size: int, timeout: float) -> None:
     import torch.distributed as dist
 
     from dsgdac_accel import WorkerLostError
+    from dsgdac_accel.devices import cpu_is_demanded
     from dsgdac_accel.doctor.report import named_workers
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
@@ -160,7 +161,8 @@ def join_workers(rank: int, size: int, timeout: float) -> None:
     try:
         connected = dist.TCPStore(host, int(port), size, serves, patience, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
-        raise WorkerLostError(f"worker 0 does not serve the rendezvous at {host}:{port}: {error}") from error
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"  # IPv6
+        raise WorkerLostError(f"worker 0 does not serve the rendezvous at {place}: {error}") from error
     # The agent of torchrun keeps its store over restarts.
     store = dist.PrefixStore(f"dsgdac_doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", connected)
     store.set(f"here/{rank}", "")
@@ -169,5 +171,5 @@ def join_workers(rank: int, size: int, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise WorkerLostError(f"{named_workers(missing)} did not answer within {timeout:g} s at the start")
         time.sleep(0.02)
-    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true"
+    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience)

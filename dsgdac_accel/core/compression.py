@@ -166,7 +166,7 @@ class Rounding:
             if near is not None:
                 total.add_(near[part])
             squares.append(torch.dot(total, total))
-        return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)
+        return torch.stack(squares).double().sum() if squares else self.space.new_zeros((), dtype=torch.float64)
 
     def add_difference(self, x: Tensor, edge: Edge, alpha: float, skip: Tensor | None = None) -> None:
         """x += alpha (q_j - q_i); see `add_scaled`."""

@@ -197,7 +197,7 @@ def block_sums(buckets: Sequence[Tensor], turn: int) -> Tensor:
         sums += _sums_of_rows(whole.view(count, -1)[turn % _EVERY :: _EVERY])
         if len(whole) < len(words):
             sums.append(words[len(whole) :].sum().view(1))
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64)  # everything is frozen
+    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")  # everything is frozen
 
 
 def _sums_of_rows(rows: Tensor) -> list[Tensor]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, planned_lrs
+from dsgdac_accel.schedule import AdaptiveConsensus, current_lr, lr_group, lr_of, planned_lrs
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,16 @@ class GammaSchedule:
         """gamma of the latest step."""
         self._steps = 0
         self._planned = self._warned = False
+        self._said_that_it_waits = False
 
     def next_gamma(self, step: int, epoch: int | None = None) -> float:
-        """Return gamma for a step, counted from 0, at the optimizer's present learning rate."""
-        before, self.lr, self._steps = self.lr, current_lr(self.optimizer), step + 1
+        """Return gamma for a step, counted from 0, at the optimizer's present learning rate.
+
+        Reading a learning rate that is a tensor on an accelerator waits for it, which is said once.
+        """
+        group = lr_group(self.optimizer)
+        self._say_if_it_waits(group["lr"])
+        before, self.lr, self._steps = self.lr, lr_of(group), step + 1
         self.gamma = self.rule.gamma(step=step, lr=self.lr, epoch=epoch)
         self._warn_of_rise(step, before)
         return self.gamma
@@ -64,6 +71,16 @@ class GammaSchedule:
             "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as "
             "one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`.",
         )
+
+    def _say_if_it_waits(self, lr: Any) -> None:
+        if not self._said_that_it_waits and isinstance(lr, Tensor) and lr.device.type != "cpu":
+            self._said_that_it_waits = True
+            if self.group.rank == 0:
+                logger.warning(
+                    "the learning rate is a tensor on %s, so at every step the host waits there to choose gamma. Give "
+                    "the optimizer the lr as a number, or as a tensor on the CPU.",
+                    lr.device,
+                )
 
     def _warn_of_rise(self, step: int, lr_before: float) -> None:
         """Warn once that gamma stays 1 because the maximum of the learning rate is not known yet."""

@@ -12,7 +12,7 @@ class HostCopy:
     """Values on their way from their device to the host, which reads them later.
 
     From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
-    On the CPU they are cloned.
+    On the CPU they are cloned. For other accelerators the constructor waits.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))
         else:
-            self._values = values.detach().clone()
+            self._values = values.detach().to("cpu", copy=True)
 
     def read(self) -> Tensor:
         """Return the values, on the CPU; waits until the device has reached the point where the copy was made."""

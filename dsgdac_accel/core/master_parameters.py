@@ -419,7 +419,9 @@ def _memory(parameter: Parameter) -> tuple:
 def _fingerprints(memory: Sequence[Tensor]) -> Tensor:
     """Return the sum of the bits of each tensor, read as integers: (number of tensors,), on the device of the first."""
     sums = [_bits(data).sum(dtype=torch.int64) for data in memory]
-    return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.empty(0, dtype=torch.int64)
+    if not sums:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.stack([each.to(sums[0].device) for each in sums])
 
 
 def _bits(data: Tensor) -> Tensor:

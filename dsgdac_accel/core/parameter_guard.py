@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
+from dsgdac_accel.devices import is_on
 from dsgdac_accel.distributed.group import WorkerGroup
 
 MIXED_DTYPES = (torch.float32, torch.float64)
@@ -129,7 +130,9 @@ def _refuse_overlap(parameters: Sequence[Parameter], names: Mapping[int, str]) -
         distinct = list({(p.storage_offset(), tuple(p.shape), p.stride()): p for p in sharers}.values())
         if len(distinct) == 1:
             continue
-        owner_at = torch.full((max(p.storage_offset() + extent(p) for p in distinct),), -1, dtype=torch.int32)
+        owner_at = torch.full(
+            (max(p.storage_offset() + extent(p) for p in distinct),), -1, dtype=torch.int32, device="cpu"
+        )
         for number, parameter in enumerate(distinct):
             mine = owner_at.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
             if (mine >= 0).any():
@@ -245,10 +248,13 @@ class MixedParameters:
         for mine in selected:
             refuse_unmixable(mine, self.names)
             for parameter in mine:
-                if device is not None and parameter.device.type != device.type:
+                if device is not None and not is_on(parameter.device, device):
+                    advice = "Prepare the model before, or together with, its optimizer."
+                    if parameter.device.type == device.type:
+                        advice = "Keep all trained parameters of a process on one device."
                     raise ValueError(
                         f"{self.name_of(parameter)} is on {parameter.device}, but this run communicates on {device}. "
-                        f"Prepare the model before, or together with, its optimizer."
+                        f"{advice}"
                     )
         if any(signature_of(mine) != signature_of(selected[0]) for mine in selected):
             raise ValueError(

@@ -112,7 +112,7 @@ class Projection:
 
     def _row(self, number: int) -> tuple[float, int]:
         while len(self._rows) <= number:
-            offset = int(torch.randint(self.length, (1,), generator=self._generator))
+            offset = int(torch.randint(self.length, (1,), generator=self._generator, device="cpu"))
             self._rows.append((float(_random_signs(1, self._generator)), offset))
         return self._rows[number]
 
@@ -127,13 +127,13 @@ class Projection:
         order, signs = ("order", count, *_kind(like)), ("bin signs", count, *_kind(like))
         if order not in self._tables:
             generator = torch.Generator().manual_seed(self._seed + count)
-            self._tables[order] = torch.randperm(count, generator=generator).to(like.device)
+            self._tables[order] = torch.randperm(count, generator=generator, device="cpu").to(like.device)
             self._tables[signs] = _random_signs(count, generator).to(like)
         return self._tables[order], self._tables[signs]
 
 
 def _random_signs(count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+    return torch.randint(2, (count,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
@@ -162,7 +162,7 @@ class RadiusEstimate:
 
     def __init__(self, group: WorkerGroup, numbers: int) -> None:
         self.group = group
-        self.projection = Projection(numbers, LENGTH["cuda" if group.device.type == "cuda" else "cpu"])
+        self.projection = Projection(numbers, LENGTH["cpu" if group.device.type == "cpu" else "cuda"])
         self.step = 0
         """The last step that was posted."""
         self._posts_from = 0

@@ -24,6 +24,7 @@ from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.devices import refuse_capture
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import make_streams_differ
 from dsgdac_accel.topology import Topology, build_topology
@@ -110,7 +111,9 @@ class GossipStep:
         Raises:
             NonFiniteError: too many skipped updates in a row, or parameters that are not finite.
             WorkerLostError: a neighbor did not answer.
+            RuntimeError: a CUDA graph is being captured, which cannot hold a step.
         """
+        refuse_capture(self.group.device)
         if not self._workers_compared:
             self._workers_compared = True
             self.schedule.require_equal_lr("at the first step")

@@ -22,6 +22,7 @@ from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.topology import RoundPlan
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
+_MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Update:
             return self.square.sqrt()
         norms = [torch.linalg.vector_norm(part) for part in self.difference]
         if len(norms) < 2:
-            return norms[0] if norms else torch.zeros(())  # everything is frozen
+            return norms[0] if norms else torch.zeros((), device="cpu")  # everything is frozen
         return torch.stack([norm.double() for norm in norms]).norm()
 
     def add_to(self, number: int, x: Tensor) -> None:
@@ -163,19 +164,20 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = No
         x.add_(values, alpha=scale)
         return
     # A step of SGD, whose fused kernel can skip like that; a product with 0 would let NaN through.
-    sgd(
-        [x],
-        [values],
-        [None],
-        fused=True,
-        found_inf=skip,
-        lr=scale,
-        maximize=True,
-        weight_decay=0.0,
-        momentum=0.0,
-        dampening=0.0,
-        nesterov=False,
-    )
+    for part, added in zip(x.split(_MOST_FUSED), values.split(_MOST_FUSED), strict=True):
+        sgd(
+            [part],
+            [added],
+            [None],
+            fused=True,
+            found_inf=skip,
+            lr=scale,
+            maximize=True,
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+        )
 
 
 def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:

@@ -98,7 +98,7 @@ def lanczos(
     check_choice("which", which, ("both", "largest", "smallest"))
     check_integer("iterations", iterations, minimum=1)
     dim, dtype, device = space_of(hvp, dim, dtype, device)
-    start = torch.randn(dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    start = torch.randn(dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
     basis = [(start / start.norm()).to(device, dtype)]
     alphas: list[float] = []
     betas: list[float] = []  # the last one belongs to a vector that is not in the basis
@@ -115,8 +115,12 @@ def lanczos(
         if exhausted or len(basis) >= min(iterations, dim):
             break
         basis.append(w.div_(betas[-1]).to(dtype))
-    off_diagonal = torch.tensor(betas[:-1], dtype=torch.float64)
-    T = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + off_diagonal.diag(1) + off_diagonal.diag(-1)
+    off_diagonal = torch.tensor(betas[:-1], dtype=torch.float64, device="cpu")
+    T = (
+        torch.diag(torch.tensor(alphas, dtype=torch.float64, device="cpu"))
+        + off_diagonal.diag(1)
+        + off_diagonal.diag(-1)
+    )
     values, coefficients = torch.linalg.eigh(T)
     values, coefficients = values.flip(0), coefficients.flip(1)
     spectrum = Spectrum(values, betas[-1] * coefficients[-1].abs(), tuple(basis), coefficients)

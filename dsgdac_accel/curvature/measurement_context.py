@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dsgdac_accel.devices import accelerator_streams
 from dsgdac_accel.randomness import random_state, set_random_state
 
 Modes = Sequence[tuple[nn.Module, bool]]
@@ -47,8 +48,9 @@ def measurement_context(model: nn.Module, modes: Modes, device: torch.device) ->
     before = [(module, module.training) for module in model.modules()]
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))  # random_state saves the stream of the current device
+        if device.type in ("cuda", "xpu"):  # of which there may be several
+            # random_state saves the stream of the current device
+            stack.enter_context(torch.get_device_module(device).device(device))
         randomness = random_state()
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -105,10 +107,11 @@ def fresh_batch(model: nn.Module, seed: int, number: int) -> Iterator[None]:
     words = numpy.random.SeedSequence([seed, number]).generate_state(4)
     random.seed(int(words[0]))
     numpy.random.seed(int(words[1]))
-    # torch.manual_seed would seed the generators of all devices, and queue the seeds if CUDA is not initialized.
+    # torch.manual_seed would seed the generators of all devices, and queue the seeds if none is initialized.
     torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(int(words[2]) << 32 | int(words[3]))
+    accelerator = accelerator_streams()
+    if accelerator is not None:
+        accelerator[1].manual_seed(int(words[2]) << 32 | int(words[3]))
     slots = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     copies: dict[int, Tensor] = {}  # by identity, so that a buffer shared by several modules has one copy
     try:

@@ -154,7 +154,7 @@ def hutchinson_trace(
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(probes):
-        signs = torch.randint(0, 2, (dim,), dtype=torch.int8, generator=generator) * 2 - 1
+        signs = torch.randint(0, 2, (dim,), dtype=torch.int8, generator=generator, device="cpu") * 2 - 1
         probe = signs.to(device, dtype)
         samples.append(dot(probe, hvp(probe)))
     return _estimate(samples)

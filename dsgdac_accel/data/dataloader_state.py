@@ -22,6 +22,7 @@ from dsgdac_accel.data.loaders import (
     batch_sampler_of,
     generator_state,
     is_generator,
+    new_generator,
     parts_of,
     set_generator_state,
 )
@@ -112,7 +113,7 @@ def set_order_state(loader: Any, state: list[dict[str, Any]], lenient: bool = Fa
         for name, value in match["generators"].items():
             generator = vars(part).get(name)
             if generator is None and isinstance(value, torch.Tensor):
-                generator = torch.Generator()
+                generator = new_generator(part)
                 setattr(part, name, generator)
             if generator is not None:
                 set_generator_state(generator, value)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from accelerate.utils import synchronize_rng_states
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -44,7 +45,16 @@ def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
     for candidate in (s for s in (sampler, inner) if s is not None):
         if not isinstance(candidate, RandomSampler) and getattr(candidate, "generator", False) is None:
             candidate.shared_seed = shared_seed(group)
-            candidate.generator = torch.Generator().manual_seed(candidate.shared_seed)
+            candidate.generator = new_generator(candidate).manual_seed(candidate.shared_seed)
+
+
+def new_generator(drawing: Any = None) -> torch.Generator:
+    """Return a generator for a sampler or a loader, on the device where it draws.
+
+    torch's samplers draw on the device of their weights, or else, like its loaders, on the default device.
+    """
+    weights = getattr(drawing, "weights", None)
+    return torch.Generator(weights.device if isinstance(weights, Tensor) else torch.get_default_device())
 
 
 class SharedStream:

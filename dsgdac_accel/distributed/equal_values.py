@@ -21,14 +21,14 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
         group: the workers.
 
     Raises:
-        ValueError: on all workers, if names, shapes or dtypes differ, or a tensor cannot be compared or sent.
+        ValueError: on all workers, if names, shapes, dtypes or devices differ, or a tensor cannot be compared or sent.
     """
     if group.size == 1:
         return
     layouts, digests, problem = [], [], None
     for name, tensor in named:
         try:
-            layouts.append((name, tuple(tensor.shape), str(tensor.dtype)))
+            layouts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type))
             digests.append((digest(tensor), is_plain(tensor)))
         except Exception as error:  # the other workers wait below
             problem = f"{name} cannot be compared with that of the other workers: {error}"
@@ -60,6 +60,6 @@ def _other_layout(first: list[tuple], other: list[tuple], first_worker: int, wor
     pairs = zip_longest(first, other, fillvalue="no more tensors")
     one, another = next((mine, its) for mine, its in pairs if mine != its)
     return (
-        f"all workers must have the same model (names, shapes, dtypes); worker {first_worker} has {one} and worker "
-        f"{worker} has {another}. Build the same model on all workers."
+        f"all workers must have the same model (names, shapes, dtypes, devices); worker {first_worker} has {one} and "
+        f"worker {worker} has {another}. Build the same model on all workers."
     )

@@ -16,6 +16,11 @@ _TRANSPORT_ERRORS = re.compile(
     re.IGNORECASE,
 )
 _SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
+_OWN_MISTAKES = re.compile(
+    r"\bnccl(InvalidUsage|InvalidArgument|UnhandledCudaError)\b|NCCL built in|no GPUs found"
+    r"|Unable to (find (address|interface)|resolve hostname)"  # gloo, with a wrong GLOO_SOCKET_IFNAME
+)
+_MOST_CHARACTERS = 500  # of a cause
 
 
 class WorkerLostError(RuntimeError):
@@ -66,6 +71,9 @@ class FailureDetector:
         names one.
         """
         own = type(error).__module__.startswith("dsgdac_accel")  # raised closer to where it happened
+        if is_own_mistake(error):
+            self.reports.write(f"worker {self.members.original_rank} failed in {what}: {short_cause(error)}")
+            return None
         pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
         if own or not (isinstance(error, dist.DistError) or pattern.search(str(error))):
             return None
@@ -124,9 +132,20 @@ def _advice(failure: Failure, silent: bool) -> str:
     return f"{advice}."
 
 
+def is_own_mistake(error: BaseException) -> bool:
+    """Return whether the transport blames this very process (its settings, its GPU), and not another one."""
+    return _OWN_MISTAKES.search(str(error)) is not None
+
+
 def short_cause(error: BaseException) -> str:
-    """The first sentence of a transport error, without the place in its source."""
-    return re.sub(r"^\[\S+\] ", "", str(error).split("\n")[0]).split(". This is typically")[0]
+    """The first sentence of a transport error, without the place in its source, and NCCL's last error."""
+    first, *others = str(error).split("\n")
+    cause = re.sub(r"^\[\S+\] ", "", first).split(". This is typically")[0]
+    lines = [line.strip() for line in others]
+    if "Last error:" in lines:  # what happened stands below it; above it is only the kind of error
+        last = " ".join(filter(None, lines[lines.index("Last error:") + 1 :]))
+        cause = f"{cause}: {last}" if last else cause
+    return cause if len(cause) <= _MOST_CHARACTERS else f"{cause[:_MOST_CHARACTERS]}..."
 
 
 def _named(workers: Sequence[int]) -> str:

@@ -22,6 +22,8 @@ _ROLL_CALL = "dsgdac_accel/roll_call"  # one for all: survivors may notice the l
 _STORE_SECONDS = 3.0  # the store may live in the very process that was lost
 _CHAIN_SECONDS = 2.5  # two waits that began in one step time out about this far apart
 _ROLL_CALL_SECONDS = 4.0  # longer than the survivors' notices of one loss are apart
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class FailureReports:
@@ -122,8 +124,20 @@ def _read(store: Any, key: str) -> str | None:
 
 
 def this_machine() -> str:
-    """An identifier that differs between machines, and between containers with process ids of their own."""
+    """An identifier that differs between machines, and between containers with process ids of their own.
+
+    Machines may have equal hostnames, and the first process namespace has the same number on all of them, but every
+    start of a kernel has an id of its own. Where that cannot be read, no other worker counts as one of this machine.
+    """
     try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()} {os.readlink(_PID_NAMESPACE)} {_BOOT_ID.read_text().strip()}"
     except OSError:  # no /proc here
         return f"{socket.gethostname()} {uuid.uuid4()}"
+
+
+def this_kernel() -> str:
+    """An identifier of the running kernel, the same in all containers of a machine: they share its GPUs."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()

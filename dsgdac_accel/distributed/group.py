@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.devices import Placement, identity_of, is_on, refuse_misplaced, refuse_unsuitable
 from dsgdac_accel.distributed.failure_detection import FailureDetector
-from dsgdac_accel.distributed.failure_reports import this_machine
+from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED
 from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
@@ -40,13 +42,15 @@ class WorkerGroup:
     Construction is collective: every worker must build its groups in the same order.
 
     Args:
-        device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA).
+        device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA). A single process may use
+            another accelerator, see `devices`.
         timeout: seconds (> 0) after which a silent worker counts as lost.
         on_loss: whether a lost worker means that the others "stop", or "continue" without it (gloo only). With
             "continue", a loss also replaces the default process group.
 
     Raises:
-        ValueError: gossip is impossible on `device`, or continuing after a loss is.
+        ValueError: gossip is impossible on `device`, two processes share a GPU, or continuing after a loss is
+            impossible.
         ImportError: "continue" is not installed.
         WorkerLostError: a worker did not connect.
     """
@@ -55,6 +59,7 @@ class WorkerGroup:
 
     def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
         launched = dist.is_available() and dist.is_initialized()
+        refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         self._begin(device, timeout, Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1))
         policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
         if self.size > 1:
@@ -86,15 +91,14 @@ class WorkerGroup:
         return _copy_of, (self._key, self.device, self.timeout, self.rank, self.size)
 
     def _connect(self) -> None:
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got device '{self.device}'. "
-                f"Launch one process, or train on CPU or CUDA."
-            )
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
+        self.guarded(self.process_groups.connect_control, "connecting the workers")
+        placement = Placement(this_kernel(), socket.gethostname(), str(self.device), identity_of(self.device))
+        everyone = self.all_gather_object((this_machine(), os.getpid(), placement), "connecting the workers")
+        reports.processes = [(machine, process) for machine, process, _ in everyone]
+        refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
         self.guarded(self.process_groups.connect, "connecting the workers")
-        reports.processes = self.all_gather_object((this_machine(), os.getpid()), "connecting the workers")
         reports.tell_launcher(CONNECTED)
 
     # ---- who is here
@@ -243,6 +247,16 @@ class WorkerGroup:
                 what,
             )
 
+    def _way_of(self, tensor: Tensor) -> tuple[Any, torch.device]:
+        """Return the process group that a tensor travels through, and the device from which it does.
+
+        NCCL sends tensors of its own GPU only. All others, such as a CPU buffer of a model on a GPU, take the way of
+        objects.
+        """
+        if is_on(tensor.device, self.device):
+            return self.process_groups.reduction, tensor.device
+        return self.process_groups.control, torch.device("cpu")
+
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
 
@@ -257,15 +271,16 @@ class WorkerGroup:
             return tensor
         if self.size > 1:
             self._drain()
+        handle, device = self._way_of(tensor)
         for start in range(0, len(tensor), _MEAN_CHUNK):
             part = tensor[start : start + _MEAN_CHUNK]
 
             def mean(start: int = start, part: Tensor = part) -> Tensor:
-                wide = part.double()
+                wide = part.to(device, torch.float64, copy=True)
                 for other in others:
-                    wide.add_(other[start : start + _MEAN_CHUNK])
+                    wide.add_(other[start : start + _MEAN_CHUNK].to(device))
                 if self.size > 1:
-                    dist.all_reduce(wide, group=self.process_groups.reduction)
+                    dist.all_reduce(wide, group=handle)
                 return wide.div_(self.size * (1 + len(others)))
 
             part.copy_(self.collective(mean, what))
@@ -275,10 +290,11 @@ class WorkerGroup:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
             self._drain()
+            handle, device = self._way_of(tensor)
 
             def largest() -> Tensor:
-                found = tensor.clone()
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_groups.reduction)
+                found = tensor.to(device, copy=True)
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=handle)
                 return found
 
             tensor.copy_(self.collective(largest, what))
@@ -288,11 +304,12 @@ class WorkerGroup:
         """Overwrite `tensor` on every worker by worker 0's, bit by bit, for every dtype and stride."""
         if self.size > 1 and tensor.numel():
             self._drain()
+            handle, device = self._way_of(tensor)
 
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
-                octets = as_bytes(tensor).clone()
-                dist.broadcast(octets, 0, group=self.process_groups.reduction)
+                octets = as_bytes(tensor).to(device, copy=True)
+                dist.broadcast(octets, 0, group=handle)
                 return octets.view(tensor.dtype).view(tensor.shape)
 
             values = self.collective(first, what)

@@ -34,10 +34,15 @@ class ProcessGroups:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._created: list[Any] = []
 
-    def connect(self) -> None:
-        """Create the groups. Collective: `new_group` is, so every worker creates every group in the same order."""
+    def connect_control(self) -> None:
+        """Create the group for objects and barriers, which needs no device. Collective, before `connect`."""
         self.world = dist.group.WORLD
         self.control = self.new("gloo")
+
+    def connect(self) -> None:
+        """Create the groups. Collective: `new_group` is, so every worker creates every group in the same order."""
+        if self.control is None:
+            self.connect_control()
         self.exchange = self.new(self.backend)
         self.reduction = self.control if self.backend == "gloo" else self.new(self.backend)
 

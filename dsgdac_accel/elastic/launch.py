@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from dsgdac_accel.devices import BACKENDS, cpu_is_demanded, default_device
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED, DROPPED, EXIT_STOPPED, RUN_ID, WAITING
 from dsgdac_accel.elastic.worker_process import Worker
 
@@ -203,9 +204,10 @@ def environment(workers: int) -> dict[str, str]:
     """The environment of the workers, without their ranks and the port. Raises ValueError if there are too few GPUs."""
     variables = dict(os.environ)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
-    if not torch.accelerator.is_available():
+    device = default_device()
+    if device.type == "cpu" or (workers > 1 and device.type not in BACKENDS):
         variables.setdefault("ACCELERATE_USE_CPU", "true")
-    gpus = torch.cuda.device_count() if variables.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true") else 0
+    gpus = 0 if cpu_is_demanded(variables) else torch.cuda.device_count()
     if 0 < gpus < workers:
         raise ValueError(
             f"{workers} workers need a GPU each, and this machine has {gpus}. Let a process hold several "

@@ -31,7 +31,7 @@ class Dynamics:
     """
 
     def __init__(self, topology: Topology, lam_K: Tensor, sigma2_K: Tensor, momentum: float) -> None:
-        eye_NN = torch.eye(topology.num_workers, dtype=torch.float64)
+        eye_NN = torch.eye(topology.num_workers, dtype=torch.float64, device="cpu")
         zero_NN = torch.zeros_like(eye_NN)
         center_NN = eye_NN - 1 / topology.num_workers
         gradient_KNN = lam_K[:, None, None] * center_NN

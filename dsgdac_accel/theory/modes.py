@@ -181,7 +181,9 @@ def graph_modes(topology: Topology) -> tuple[Tensor, Tensor]:
             f"graph modes exist for a single symmetric round; got {topology!r}. "
             f"Use predicted_radius, which solves for a whole period."
         )
-    mu_N, vectors_NN = torch.linalg.eigh(torch.eye(topology.num_workers, dtype=torch.float64) - topology.matrix(0))
+    mu_N, vectors_NN = torch.linalg.eigh(
+        torch.eye(topology.num_workers, dtype=torch.float64, device="cpu") - topology.matrix(0)
+    )
     # eigh sorts ascending, so the consensus mode mu = 0 is first. It is the only one, as all workers are connected.
     return mu_N[1:].flip(0).clamp(0, 2), vectors_NN[:, 1:].flip(1)
 

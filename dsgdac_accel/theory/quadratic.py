@@ -110,8 +110,10 @@ def simulate_quadratic(
     skipped = math.ceil(check_integer("burn_in", burn_in, minimum=0) / period) * period
     num_steps = skipped + kept * period
     run = quadratic_chains(topology, [gamma] * num_steps, [lr] * num_steps, lam_K, sigma2_K, momentum, chains, seed)
-    moments_CTKNN = torch.zeros(chains, period, len(lam_K), topology.num_workers, topology.num_workers).double()
-    radius_C = torch.zeros(chains, dtype=torch.float64)
+    moments_CTKNN = torch.zeros(
+        chains, period, len(lam_K), topology.num_workers, topology.num_workers, device="cpu"
+    ).double()
+    radius_C = torch.zeros(chains, dtype=torch.float64, device="cpu")
     for step, delta_NCK in enumerate(islice(run, skipped, None)):
         moments_CTKNN[:, step % period] += torch.einsum("nck,mck->cknm", delta_NCK, delta_NCK)
         radius_C += delta_NCK.norm(dim=-1).mean(0)
@@ -165,10 +167,10 @@ def _chains(
     chains: int,
     generator: torch.Generator,
 ) -> Iterator[Tensor]:
-    x_NCK = torch.zeros(topology.num_workers, chains, len(lam_K), dtype=torch.float64)
+    x_NCK = torch.zeros(topology.num_workers, chains, len(lam_K), dtype=torch.float64, device="cpu")
     momentum_NCK = torch.zeros_like(x_NCK)
     for step, (gamma, lr) in enumerate(schedule):
-        noise_NCK = sigma2_K.sqrt() * torch.randn(x_NCK.shape, dtype=torch.float64, generator=generator)
+        noise_NCK = sigma2_K.sqrt() * torch.randn(x_NCK.shape, dtype=torch.float64, generator=generator, device="cpu")
         x_NCK, momentum_NCK = quadratic_step(
             x_NCK, momentum_NCK, lam_K * x_NCK + noise_NCK, topology.matrix(step), gamma, lr, momentum
         )

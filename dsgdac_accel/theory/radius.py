@@ -168,7 +168,7 @@ def gaussian_norm(variance_K: Tensor, counts_K: Tensor) -> Tensor:
     share_K = (variance_K / total[..., None]).nan_to_num(0.0)
     # In log t, the integrand is analytic and decays like exp(-|log t| / 2), so the trapezoidal rule converges fast.
     spacing, integral = 0.25, torch.zeros_like(total)
-    for log_t in torch.arange(-80.0, 80.0, spacing, dtype=torch.float64):
+    for log_t in torch.arange(-80.0, 80.0, spacing, dtype=torch.float64, device="cpu"):
         exponent = -0.5 * (counts_K * torch.log1p(2 * log_t.exp() * share_K)).sum(-1)
         integral -= spacing * torch.expm1(exponent) * torch.exp(-log_t / 2)
     norm = total.sqrt() * integral / (2 * math.sqrt(math.pi))

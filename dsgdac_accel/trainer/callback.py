@@ -328,7 +328,9 @@ class GossipCallback(TrainerCallback):
         labels = [{key: batch[key] for key in ("labels", "shift_labels") if key in batch} for batch in batches]
         by_worker = split_by_worker(filter(None, labels), count)
         counts = [original(mine, *args, **kwargs) for mine in by_worker]
-        return None if any(mine is None for mine in counts) else torch.stack([torch.as_tensor(mine) for mine in counts])
+        if any(mine is None for mine in counts):
+            return None
+        return torch.stack([torch.as_tensor(mine, device=getattr(mine, "device", "cpu")) for mine in counts])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop with a checkpoint where all workers agreed to after a signal."""

@@ -136,18 +136,24 @@ def _model_and_batch(
     key: str, batch: int, size: int, seconds: float
 ) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
     if key in TRANSFORMERS:
-        tokens = lambda: torch.randint(VOCABULARY, (batch, TOKENS))  # noqa: E731
+        tokens = lambda: torch.randint(VOCABULARY, (batch, TOKENS), device="cpu")  # noqa: E731
         return LanguageModel(*TRANSFORMERS[key]), lambda: (tokens(), tokens())
     if key in TRANSLATION:
-        words = lambda: torch.randint(2, _LARGE_VOCABULARY, (batch, TOKENS))  # noqa: E731
+        words = lambda: torch.randint(2, _LARGE_VOCABULARY, (batch, TOKENS), device="cpu")  # noqa: E731
         return _translator(key.removeprefix("translation-")), lambda: (words(), words())
     if found := _TINY.fullmatch(key):
         width = TinyLayers.WIDTH
-        return TinyLayers(int(found[1])), lambda: (torch.randn(batch, width), torch.randint(width, (batch,)))
+        return TinyLayers(int(found[1])), lambda: (
+            torch.randn(batch, width, device="cpu"),
+            torch.randint(width, (batch,), device="cpu"),
+        )
     if found := _SLEEPING.fullmatch(key):
-        return SleepingModel(int(found[1]), seconds), lambda: (torch.ones(1), torch.zeros(1))
+        return SleepingModel(int(found[1]), seconds), lambda: (
+            torch.ones(1, device="cpu"),
+            torch.zeros(1, device="cpu"),
+        )
     from tasks.images.models import build_image_model
 
     shape = (batch, 3, size, size)
     model = build_image_model(key, 10, 3, (size, size))
-    return model, lambda: (torch.randn(shape), torch.randint(10, (batch,)))
+    return model, lambda: (torch.randn(shape, device="cpu"), torch.randint(10, (batch,), device="cpu"))

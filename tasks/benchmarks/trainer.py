@@ -56,7 +56,7 @@ class RandomImages(Dataset):
     """Random images for one turn."""
 
     def __init__(self, length: int) -> None:
-        self.images = torch.randn(length, 3, 32, 32)
+        self.images = torch.randn(length, 3, 32, 32, device="cpu")
 
     def __len__(self) -> int:
         return len(self.images)

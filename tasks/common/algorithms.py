@@ -137,7 +137,7 @@ class SynchronousAccelerator(Accelerator):
         inner = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared: nn.Module = VirtualWorkers(inner, self.workers_per_process, shared=True)
         if self.num_processes > 1:
-            devices = [self.local_process_index] if self.device.type == "cuda" else None
+            devices = [self.device] if self.device.type == "cuda" else None
             prepared = DistributedDataParallel(prepared, device_ids=devices)
         self._models[-1] = prepared
         return prepared

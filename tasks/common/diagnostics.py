@@ -71,7 +71,7 @@ class CurvatureConfig:
         """Rows of the training data in each batch, whole batches only. They depend on `total` and `seed` alone."""
         size = min(self.batch_size, total)
         count = total // size if self.batches is None else min(self.batches, total // size)
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
         return [order[number * size : (number + 1) * size] for number in range(count)]
 
     def measure(

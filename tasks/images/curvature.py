@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsgdac_accel.devices import default_device
 from tasks.common.config import load_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.images.augment import ModelInputs
@@ -28,7 +29,7 @@ def curvature_batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Training images of these rows as model inputs, neither cropped nor flipped, with their labels."""
     batches = []
-    for row in map(torch.tensor, rows):
+    for row in (torch.tensor(numbers, device="cpu") for numbers in rows):
         images = inputs.plain(data.train_images[row])
         batches.append((images, data.train_labels[row].to(images.device)))
     return batches
@@ -38,7 +39,7 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     """The model, loss and batches of a finished run, given its config.yaml, and its seed."""
     config = load_config(CifarConfig, settings)
     data = load_configured_data(config)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = default_device()
     model = build_image_model(config.model, data.num_classes, data.in_channels, data.image_size, config.dropout)
     model.to(device)
     rows = curvature.rows(len(data.train_images), config.seed)

@@ -182,9 +182,9 @@ def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: in
     if not 0 <= fraction <= 1:
         raise ValueError(f"The fraction of noisy labels must be in [0, 1]; got {fraction}.")
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(labels), generator=generator)[: round(fraction * len(labels))]
+    rows = torch.randperm(len(labels), generator=generator, device="cpu")[: round(fraction * len(labels))]
     noisy = labels.clone()
-    noisy[rows] = torch.randint(num_classes, (len(rows),), generator=generator)
+    noisy[rows] = torch.randint(num_classes, (len(rows),), generator=generator, device="cpu")
     return noisy
 
 
@@ -214,7 +214,7 @@ class ImageTensors(TorchDataset[dict[str, Tensor]]):
         return {"images": self.images[index], "labels": self.labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        rows = torch.as_tensor(indices)
+        rows = torch.as_tensor(indices, device="cpu")
         return {"images": self.images.index_select(0, rows), "labels": self.labels.index_select(0, rows)}
 
 
@@ -234,7 +234,7 @@ def hold_out(whole: LabeledImages, fraction: float, seed: int) -> tuple[LabeledI
     size = round(fraction * total)
     if not 0 < size < total:
         raise ValueError(f"Both parts of a split need rows; test_fraction={fraction} takes {size} of {total}.")
-    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     # Evenly spaced picks from the rows sorted by class take each class's share, to within one row.
     by_class = sorted(shuffled, key=lambda row: whole.labels[row])
     held_out = {by_class[(2 * pick + 1) * total // (2 * size)] for pick in range(size)}
@@ -252,7 +252,7 @@ def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     # Counting the 256 values is exact for any number of pixels.
     counts = [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
     weights = torch.stack(counts).double() / (images.numel() / images.shape[1])
-    values = torch.arange(256, dtype=torch.float64) / 255
+    values = torch.arange(256, dtype=torch.float64, device="cpu") / 255
     mean = weights @ values
     std = (weights * (values - mean[:, None]) ** 2).sum(1).sqrt()
     constant = weights.max(dim=1).values == 1
@@ -339,9 +339,9 @@ def _assemble(
     mean, std = pixel_statistics(train_images)
     return ImageData(
         train_images=train_images,
-        train_labels=torch.tensor([numbers[label] for label in train.labels]),
+        train_labels=torch.tensor([numbers[label] for label in train.labels], device="cpu"),
         test_images=test_images,
-        test_labels=torch.tensor([numbers[label] for label in test.labels]),
+        test_labels=torch.tensor([numbers[label] for label in test.labels], device="cpu"),
         class_names=tuple(str(label) for label in train.classes),
         mean=mean,
         std=std,

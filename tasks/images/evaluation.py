@@ -32,7 +32,7 @@ def loss_and_accuracy(
         what: names the evaluation in errors.
     """
     loss = correct = 0.0
-    mine = torch.arange(group.rank, len(images), group.size)
+    mine = torch.arange(group.rank, len(images), group.size, device="cpu")
     for rows in mine.split(batch_size):
         logits = model(inputs.plain(images[rows])).float()
         wanted = labels[rows].to(logits.device)

@@ -204,7 +204,7 @@ def pad_rows(rows: Sequence[Sequence[int] | NDArray[Any]], value: int) -> Tensor
     tensor([[1, 2],
             [3, 0]])
     """
-    padded = torch.full((len(rows), max(len(row) for row in rows)), value)
+    padded = torch.full((len(rows), max(len(row) for row in rows)), value, device="cpu")
     for row, ids in zip(padded.numpy(), rows, strict=True):
         row[: len(ids)] = ids
     return padded

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dsgdac_accel.checks import check_integer
+from dsgdac_accel.devices import default_device
 from tasks.common.config import parse_config
 from tasks.common.diagnostics import measure_run
 from tasks.translation.config import DecodingConfig, TextConfig, check_length_penalty
@@ -81,7 +81,7 @@ def translate_stdin(arguments: Sequence[str]) -> None:
     given = {"beams": config.beams, "length_penalty": config.length_penalty}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     decoding = replace(decoding, extra_length=config.extra_length, batch_tokens=config.batch_tokens, **chosen)
-    nn.Module.to(model, torch.accelerator.current_accelerator() or torch.device("cpu"))
+    nn.Module.to(model, default_device())
     numbered = enumerate(sys.stdin.buffer, start=1)
     at_once = 1 if sys.stdin.isatty() else config.lines_at_once
     while chunk := list(itertools.islice(numbered, at_once)):

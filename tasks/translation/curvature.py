@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.curvature import LossFunction
+from dsgdac_accel.devices import default_device
 from tasks.common.config import load_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
 from tasks.translation.batches import IGNORED, Collate
@@ -48,7 +49,7 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     model = build_model(
         config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, max(DEFAULT_POSITIONS, longest)
     )
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = default_device()
     nn.Module.to(model, device)
     collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
     batches = curvature_batches(train.pairs, curvature.rows(len(train.pairs), config.seed), collate, device)

@@ -93,7 +93,7 @@ def _translate_batch(
     source_ids: Sequence[Sequence[int]],
     decoding: DecodingConfig,
 ) -> list[tuple[int, str, bool]]:
-    limits = torch.tensor([len(ids) + decoding.extra_length for ids in source_ids])
+    limits = torch.tensor([len(ids) + decoding.extra_length for ids in source_ids], device="cpu")
     allow_positions(model, int(limits.max()) + 1)
     device = next(model.parameters()).device
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id

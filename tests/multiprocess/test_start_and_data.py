@@ -165,7 +165,7 @@ def test_only_what_differs_is_sent_and_only_once():
         for differ, message in {
             "quantized": "packed is quantized and differs between the workers.* Load the same base",
             "no values": "worker 1: offloaded cannot be compared .* on the meta device",
-            "dtype": "worker 0 has .'2.weight', .4, 4., 'torch.float32'. and worker 1 has .* 'torch.float64'",
+            "dtype": "worker 0 has .'2.weight', .4, 4., 'torch.float32', 'cpu'. and worker 1 has .*float64', 'cpu'",
             "one more": "worker 0 has .* and worker 1 has .'more.weight', .1, 1.,",
         }.items():
             sent, error, _ = found[differ]

@@ -1,0 +1,165 @@
+"""What kinds of devices workers can train on, and what an accelerator is asked for beside tensor operations.
+
+Several processes need a backend that sends between neighbors: gloo on CPU, NCCL on CUDA. A single process, with any
+number of virtual workers, may use any accelerator that `torch.accelerator` names and on which the core's memory layout
+works, see `refuse_unsuitable`. Only CUDA is read late, by pinned copies and events; the host waits for all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend for parameters between processes, by type of device."""
+_YES, _NO = ("1", "true", "t", "yes", "y", "on"), ("", "0", "false", "f", "no", "n", "off")
+
+
+def refuse_unsuitable(device: torch.device, processes: int) -> None:
+    """Raise ValueError unless workers in this many processes can gossip on a device of this type."""
+    if device.type in BACKENDS:
+        return
+    if processes > 1:
+        raise ValueError(
+            f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got {processes} processes on '{device}'. "
+            f"Launch one process with GossipConfig(workers_per_process={processes}), or train on CPU "
+            f"(ACCELERATE_USE_CPU=true)."
+        )
+    problem = _shortcoming(device.type)
+    if problem:
+        raise ValueError(
+            f"gossip cannot run on '{device}': {problem}. Train on CPU or CUDA (cpu=True, or ACCELERATE_USE_CPU=true)."
+        )
+
+
+@functools.cache
+def _shortcoming(kind: str) -> str | None:
+    """Return why a single process cannot gossip on this type of device, found out by trying; None if it can."""
+    try:
+        numbers = torch.ones(8, device=kind)
+        part = from_dlpack(to_dlpack(numbers[4:])).as_strided((4,), (1,), 0).zero_()  # as `with_own_storage` does
+        # Where addresses are handles, as on MPS, a part would be the beginning of the bucket.
+        if part.storage_offset() or numbers.tolist() != [1.0] * 4 + [0.0] * 4:
+            return "a parameter there cannot have a storage of its own inside a bucket (DLPack with an offset)"
+    except Exception as error:  # not built in, no such device, no DLPack: each has an error of its own
+        return f"a parameter there cannot share memory with a bucket ({_first_line(error)})"
+    try:
+        exact = float(numbers.double().sum())
+    except Exception as error:
+        return f"it does not sum in float64, which averages need ({_first_line(error)})"
+    return None if exact == 4.0 else "its float64 sums are wrong"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def is_on(device: torch.device, expected: torch.device) -> bool:
+    """Return whether a tensor's device is the expected one; without an index, any of its type.
+
+    >>> is_on(torch.device("cuda:1"), torch.device("cuda:0")), is_on(torch.device("cuda:1"), torch.device("cuda"))
+    (False, True)
+    """
+    # Accelerate calls the only CPU of a process cpu:0, its tensors cpu.
+    return device.type == expected.type and (device.type == "cpu" or expected.index in (None, device.index))
+
+
+def cpu_is_demanded(variables: Mapping[str, str]) -> bool:
+    """Return whether the environment asks Accelerate for the CPU, in any spelling that Accelerate accepts.
+
+    Raises ValueError for a value that is neither yes nor no.
+
+    >>> cpu_is_demanded({"ACCELERATE_USE_CPU": "Yes"}), cpu_is_demanded({})
+    (True, False)
+    """
+    value = variables.get("ACCELERATE_USE_CPU", "")
+    if value.lower() not in (*_YES, *_NO):
+        raise ValueError(f"ACCELERATE_USE_CPU must be true or false; got {value!r}.")
+    return value.lower() in _YES
+
+
+def accelerator_streams() -> tuple[str, Any] | None:
+    """Return type and module ("cuda" and torch.cuda) of the accelerator in use; None if none is initialized.
+
+    The module has `get_rng_state`, `set_rng_state` and `manual_seed`, for its current device. Asking initializes
+    nothing.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    initialized = getattr(module, "is_initialized", torch.accelerator.is_available)  # torch.mps has nothing to ask
+    return (device.type, module) if initialized() else None
+
+
+def identity_of(device: torch.device) -> str | None:
+    """Return what tells one GPU of a machine from another, like NCCL the PCI address; None for other devices.
+
+    Parts of one GPU (MIG) have the same address: NCCL does not connect them either.
+    """
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is None:  # older torch
+        return str(getattr(properties, "uuid", "")) or None
+    return f"PCI {getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}"
+
+
+class Placement(NamedTuple):
+    """Where a process trains."""
+
+    kernel: str
+    """The running kernel, which containers of a machine share."""
+    host: str
+    device: str
+    gpu: str | None
+    """`identity_of` the device."""
+
+    def __str__(self) -> str:
+        return f"{self.device} of {self.host}"
+
+
+def refuse_misplaced(placements: Sequence[Placement]) -> None:
+    """Raise ValueError if two processes have one GPU, or some train on CPU and others on CUDA.
+
+    Args:
+        placements: of all processes, by rank, the same on all of them. So all raise.
+    """
+    seen: dict[tuple[str, str], int] = {}
+    for rank, placed in enumerate(placements):
+        if torch.device(placed.device).type != torch.device(placements[0].device).type:
+            raise ValueError(
+                f"all processes must train on the same kind of device; worker 0 is on {placements[0]} and worker "
+                f"{rank} on {placed}. Give every process a GPU, or set ACCELERATE_USE_CPU=true for all."
+            )
+        if placed.gpu is None:
+            continue
+        first = seen.setdefault((placed.kernel, placed.gpu), rank)
+        if first != rank:
+            raise ValueError(
+                f"every process needs a GPU of its own; workers {first} and {rank} have the same one ({placed.gpu}): "
+                f"{placements[first]} and {placed}. Launch at most as many processes as GPUs (--num_processes, "
+                f"CUDA_VISIBLE_DEVICES), or let each hold several workers (workers_per_process)."
+            )
+
+
+def default_device() -> torch.device:
+    """Return the accelerator of this machine, or the CPU without one, or if ACCELERATE_USE_CPU asks for it."""
+    if cpu_is_demanded(os.environ) or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: a replay would send nothing and keep gamma and the round."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "an optimizer step that gossips cannot be captured in a CUDA graph: the host chooses gamma and the "
+            "neighbors of every step. Capture forward and backward only, and call optimizer.step() outside of it."
+        )
