@@ -9,6 +9,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 TIMEOUT = 20.0
 """Seconds after which a worker of a check counts as lost."""
+_CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly
+_SLEEP_SECONDS = 0.2
 
 
 class NotHere(Exception):
@@ -101,7 +104,7 @@ class Bench:
         """Put this worker behind by a random time of up to `seconds`: on a GPU in its queue, not on the host."""
         part = random.Random(seed).random()
         if self.cuda:
-            torch.cuda._sleep(int(part * seconds * 1.5e9))  # cycles of the GPU's clock
+            torch.cuda._sleep(int(part * seconds * _CYCLES_PER_SECOND))
         else:
             time.sleep(part * seconds)
 
@@ -125,18 +128,36 @@ class Bench:
         return begin.elapsed_time(end) / 1e3 / repeats
 
 
-@contextlib.contextmanager
-def counted_waits(counts: list[int]) -> Iterator[None]:
-    """Append how many operations inside made the host wait for the GPU.
+@dataclass
+class HostWaits:
+    """How the host fared in some calls."""
 
-    torch reports copies to the host and what reads a value. It does not report the wait for an event, as when the host
-    reads what was copied in the step before.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    counts.append(sum("called a synchronizing" in str(warning.message) for warning in caught))
+    reads: int = 0
+    """Most operations of one call that torch reports as waiting for the GPU: copies to the host, values that are read.
+    It does not report waits for events."""
+    seconds: float = 0.0
+    """Longest time of a call during which the GPU slept."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a call returned only when the GPU had woken up, for whatever reason."""
+        return self.seconds > _SLEEP_SECONDS / 2
+
+    @contextlib.contextmanager
+    def watching(self, bench: Bench) -> Iterator[None]:
+        """Put the GPU to sleep, so that whatever is queued inside has to wait, and watch the host."""
+        bench.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda._sleep(int(_SLEEP_SECONDS * _CYCLES_PER_SECOND))
+            torch.cuda.set_sync_debug_mode("warn")
+            started = time.perf_counter()
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        self.seconds = max(self.seconds, time.perf_counter() - started)
+        self.reads = max(self.reads, sum("called a synchronizing" in str(warning.message) for warning in caught))
+
+    def __str__(self) -> str:
+        return f"{self.reads} reads, {'BLOCKED' if self.blocked else 'free'}"

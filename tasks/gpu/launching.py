@@ -69,7 +69,7 @@ class Machine:
 
 
 def outcomes(checks: Sequence[Check], machine: Machine, module: str, deadline: float) -> Generator[Outcome]:
-    """Make checks and yield each result as soon as it is there.
+    """Make checks and yield each result as soon as it is there; first those that say nothing on this machine.
 
     Args:
         checks: in order.
@@ -77,13 +77,12 @@ def outcomes(checks: Sequence[Check], machine: Machine, module: str, deadline: f
         module: where their processes find them, as `CHECKS`.
         deadline: `time.monotonic()` after which nothing runs any more. What is left then counts as FAIL.
     """
-    waiting = list(checks)
+    for check in checks:
+        if reason := machine.reason_to_skip(check):
+            yield Outcome(check.name, check.part, "SKIP", reason)
+    waiting = [check for check in checks if not machine.reason_to_skip(check)]
     while waiting:
         first = waiting[0]
-        if reason := machine.reason_to_skip(first):
-            yield Outcome(first.name, first.part, "SKIP", reason)
-            del waiting[0]
-            continue
         if time.monotonic() >= deadline:
             yield Outcome(first.name, first.part, "FAIL", "not run: the time of all checks is used up")
             del waiting[0]
@@ -97,8 +96,6 @@ def outcomes(checks: Sequence[Check], machine: Machine, module: str, deadline: f
 
 def _alike(one: Check, other: Check, machine: Machine) -> bool:
     """Whether two checks can run in the same processes."""
-    if machine.reason_to_skip(one):
-        return False
     return (one.part, one.environment, one.one_card, machine.processes(one)) == (
         other.part, other.environment, other.one_card, machine.processes(other),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tasks.gpu.bench import Bench, NotHere
 from tasks.gpu.check import Check, Finding, check
 from tasks.gpu.one_process import LONG
 
-FAULT_TIMEOUT = {"cpu": 3.0, "cuda": 20.0}
+FAULT_TIMEOUT = {"cpu": 5.0, "cuda": 20.0}
 """Seconds after which a lost worker is noticed at the latest, in checks that lose one."""
 NOTICE_SECONDS = 10.0
 """Seconds beyond the timeout to find out which worker was lost."""
@@ -145,8 +145,14 @@ def cpu_tensors_of_a_gpu_model(bench: Bench) -> Finding:
 
 @check("2", seconds=60, cuda_only="gloo does not coalesce messages", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 def detail_debugging_does_not_deadlock(bench: Bench) -> Finding:
-    """Suspicion: `TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps NCCL without coalescing, and receives posted first hang."""
-    training = Training.prepared(bench, "sgd", topology="ring").run()
+    """Suspicion: `TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps NCCL without coalescing, and receives posted first hang.
+
+    Older versions of torch do; they have to be refused.
+    """
+    try:
+        training = Training.prepared(bench, "sgd", topology="ring").run()
+    except ValueError as refusal:
+        return Finding(True, f"refused: {refusal}"[:150], spent=True)
     expected = simulated(bench.size, "ring", "sgd")[bench.rank]
     error = max(bench.everywhere(float((training.parameters()[0] - expected).abs().max())))
     return difference_found(bench, error)
