@@ -44,6 +44,8 @@ class Check:
     """Whether all processes are to share the first GPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its processes."""
+    good_end: str = ""
+    """Pattern of the output with which a process may end instead of an answer; empty if none may."""
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.calibration import calibrate_batch_norm
 from tasks.benchmarks.mixing import MixingBenchmarkConfig, measure
-from tasks.gpu.bench import Bench, HostWaits
+from tasks.gpu.bench import Bench, HostWaits, NotHere
 from tasks.gpu.check import Check, Finding, check
 
 WAITS = "the host waits for nothing there"
@@ -95,13 +95,15 @@ def a_mix_copies_one_flag_to_the_host(bench: Bench) -> Finding:
     waits = HostWaits()
     with waits.watching(bench):
         mixer.add(mixer.consensus_update(0.5))
-    counts = {event.key: event.count / repeats for event in profile.key_averages()}
-    on_device = {key: count for key, count in counts.items() if not key.startswith(("cuda", "Activity"))}
+    events = [event for event in profile.key_averages() if event.device_type is torch.autograd.DeviceType.CUDA]
+    if not events:
+        raise NotHere("the profiler sees nothing of the GPU here; CUPTI may need more rights")
+    on_device = {event.key: event.count / repeats for event in events}
     copies = {key: count for key, count in on_device.items() if key.startswith("Memcpy")}
     to_host = sum(count for key, count in copies.items() if "DtoH" in key)
     to_device = sum(count for key, count in copies.items() if "HtoD" in key)
     launches = sum(on_device.values()) - sum(copies.values())
-    ok = launches > 0 and to_host <= 1 and to_device == 0 and not waits.blocked
+    ok = to_host <= 1 and to_device == 0 and not waits.blocked
     figure = f"{to_host:g} copies to the host (limit 1), {to_device:g} to the GPU (limit 0), "
     figure += f"host {'BLOCKED' if waits.blocked else 'free'}, "
     figure += f"{launches:g} kernels for 8 workers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -212,13 +213,14 @@ def _fault_timeout(bench: Bench) -> float:
     return FAULT_TIMEOUT["cuda" if bench.cuda else "cpu"]
 
 
-def _error_within(bench: Bench, training: Training, steps: int) -> tuple[BaseException | None, float]:
+def _error_within(training: Training, steps: int, after_step: Callable[[], object]) -> tuple[Exception | None, float]:
     """Take steps until an error, and return it with the seconds that this took."""
     started = time.perf_counter()
     try:
         for step in range(steps):
             training.step(step)
-            bench.synchronize()
+            after_step()
+        training.accelerator.gossip_steps[0].state_dict()  # waits for what is in flight
     except Exception as error:
         return error, time.perf_counter() - started
     return None, time.perf_counter() - started
@@ -234,7 +236,7 @@ def worker_one_step_off_is_noticed(bench: Bench) -> Finding:
     mixer = training.accelerator.gossip_steps[0].mixer
     if bench.rank == 1:
         mixer.start_at(mixer.step + 2)  # discards the exchange of this step, and is one step ahead of the others then
-    error, took = _error_within(bench, training, 4)
+    error, took = _error_within(training, 4, lambda: None)
     ok = isinstance(error, RuntimeError) and took < timeout + NOTICE_SECONDS
     what = type(error).__name__ if error else "no error"
     figure = f"{what} after {took:.1f} s (limit {timeout + NOTICE_SECONDS:g} s)"
@@ -244,13 +246,26 @@ def worker_one_step_off_is_noticed(bench: Bench) -> Finding:
 @check("2", seconds=60)
 def lost_worker_is_named(bench: Bench) -> Finding:
     """Suspicion: without a lost worker the others hang until a watchdog aborts them, and nobody says who it was."""
+    return _without_the_last_worker(bench, lambda: None)
+
+
+@check("2", seconds=60, cuda_only="the host hangs nowhere there", good_end=r"worker \d+\b.*(lost|not answer)")
+def lost_worker_ends_a_script_that_hangs(bench: Bench) -> Finding:
+    """Suspicion: where the script itself waits for the GPU, as in `loss.item()`, a lost worker hangs it for ever.
+
+    Such a wait cannot be interrupted, so the process may end with a message instead of an error.
+    """
+    return _without_the_last_worker(bench, bench.synchronize)
+
+
+def _without_the_last_worker(bench: Bench, after_step: Callable[[], object]) -> Finding:
     timeout, lost = _fault_timeout(bench), bench.size - 1
     training = Training.prepared(bench, "sgd", topology="ring", timeout=timeout)
     for step in range(3):
         training.step(step)
     if bench.rank == lost:
         bench.leave()
-    error, took = _error_within(bench, training, 6)
+    error, took = _error_within(training, 6, after_step)
     named = isinstance(error, WorkerLostError) and f"worker {lost}" in str(error)
     what = f"{type(error).__name__} {'names' if named else 'does NOT name'} worker {lost}" if error else "no error"
     figure = f"{what}, after {took:.1f} s (limit {timeout + NOTICE_SECONDS:g} s)"
@@ -272,6 +287,7 @@ FAULTS: tuple[Check, ...] = (
     optimizers_in_another_order,
     cpu_tensors_of_a_gpu_model,
     lost_worker_is_named,
+    lost_worker_ends_a_script_that_hangs,
     worker_one_step_off_is_noticed,
     detail_debugging_does_not_deadlock,
 )

@@ -34,6 +34,12 @@ def dies(bench):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@check("1", seconds=20, good_end="worker 3 was lost")
+def ends_by_itself(bench):
+    print("worker 0: worker 3 was lost", flush=True)
+    os._exit(1)
+
+
 @check("1", seconds=20)
 def has_no_memory(bench):
     raise NotHere("needs 10^6 GB")
@@ -63,5 +69,5 @@ def both_agree(bench):
 
 
 CHECKS = (
-    passes, raises, is_wrong, hangs, dies, has_no_memory, needs_a_gpu, is_last, one_of_two_raises, both_agree,
+    passes, raises, is_wrong, hangs, dies, ends_by_itself, has_no_memory, needs_a_gpu, is_last, one_of_two_raises, both_agree,
 )  # fmt: skip

@@ -116,6 +116,7 @@ def test_a_check_that_raises_hangs_or_dies_does_not_stop_the_others(tmp_path, ca
         "is_wrong": "FAIL  1  is_wrong: off by 1",
         "hangs": "FAIL  1  hangs: HANGS: no answer from process 0 of 1 within 1 s",
         "dies": "FAIL  1  dies: process 0 of 1 ended with status -11",
+        "ends_by_itself": "PASS  1  ends_by_itself: a process ended by itself: worker 0: worker 3 was lost",
         "has_no_memory": "SKIP  1  has_no_memory: needs 10^6 GB",
         "is_last": "PASS  1  is_last: in process",
         "one_of_two_raises": "FAIL  2  one_of_two_raises: worker 1: RuntimeError: only here",
@@ -124,7 +125,7 @@ def test_a_check_that_raises_hangs_or_dies_does_not_stop_the_others(tmp_path, ca
         assert said[name].startswith(beginning)
     assert status == 1
     assert lines[0].startswith("dsgdac_accel: ")
-    assert lines[-1].startswith("3 passed, 5 failed, 2 skipped in ")
+    assert lines[-1].startswith("4 passed, 5 failed, 2 skipped in ")
     by_name = {each["name"]: each for each in found["checks"]}
     assert list(by_name) == list(said)
     assert by_name["passes"]["values"] == {"figure": 3}
