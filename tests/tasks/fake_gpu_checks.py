@@ -69,5 +69,6 @@ def both_agree(bench):
 
 
 CHECKS = (
-    passes, raises, is_wrong, hangs, dies, ends_by_itself, has_no_memory, needs_a_gpu, is_last, one_of_two_raises, both_agree,
+    passes, raises, is_wrong, hangs, dies, ends_by_itself, has_no_memory, needs_a_gpu, is_last,
+    one_of_two_raises, both_agree,
 )  # fmt: skip
