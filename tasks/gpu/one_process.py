@@ -16,7 +16,7 @@ from tasks.gpu.check import Check, Finding, check
 WORKERS = 4
 
 
-@check("1", seconds=40)
+@check("1", seconds=60)
 def virtual_workers_follow_algorithm_1(bench: Bench) -> Finding:
     """Suspicion: workers of one process mix otherwise on the GPU than in the simulation.
 
