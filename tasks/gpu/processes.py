@@ -105,13 +105,13 @@ def full_messages_beside_collectives(bench: Bench) -> Finding:
 @check("2", seconds=60)
 def bf16_messages_beside_collectives(bench: Bench) -> Finding:
     """Suspicion: as for full messages, with bf16 messages."""
-    return _mixed_beside_collectives(bench, "bf16", 2e-2)
+    return _mixed_beside_collectives(bench, "bf16", 2e-3)
 
 
 @check("2", seconds=60)
 def int8_messages_beside_collectives(bench: Bench) -> Finding:
     """Suspicion: as for full messages, with int8 messages."""
-    return _mixed_beside_collectives(bench, "int8", 2e-2)
+    return _mixed_beside_collectives(bench, "int8", 2e-3)
 
 
 @check("2", seconds=40)
