@@ -185,7 +185,7 @@ def optimizers_in_another_order(bench: Bench) -> Finding:
         return Finding(True, f"refused: {type(refusal).__name__}: {refusal}"[:150], spent=True)
     found = torch.stack([parameter.detach().mean().double().cpu() for parameter in parameters])
     error = max(bench.everywhere(float((found - expected[bench.rank] - torch.tensor([0.0, 100.0])).abs().max())))
-    return Finding(error < 1e-4, f"mixed values off by {error:.0e} (limit 1e-04)", {"difference": error})
+    return Finding(error < 1e-3, f"mixed values off by {error:.0e} (limit 1e-03)", {"difference": error})
 
 
 @check("2", seconds=90, cuda_only="it is about NCCL, and kernels that count in 32 bits")
