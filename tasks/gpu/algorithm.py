@@ -1,0 +1,135 @@
+"""The small training that checks compare with the simulation of Algorithm 1, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, build_topology
+from dsgdac_accel.simulation import Simulation
+from tasks.gpu.bench import Bench
+from tasks.gpu.check import Finding
+
+STEPS = 12
+SCHEDULE: Mapping[str, Any] = {"power": 2.0, "start_step": 3}
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, **kind: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.05, **kind),
+    "adam": lambda parameters, **kind: torch.optim.Adam(parameters, lr=0.02, **kind),
+}
+
+
+def limit_of(bench: Bench) -> float:
+    """Largest allowed difference to the simulation on the CPU. Rounding grows over the steps, and on a GPU more so."""
+    return 1e-9 if bench.cuda else 1e-12
+
+
+def difference_found(bench: Bench, difference: float) -> Finding:
+    """The finding of a comparison with the simulation."""
+    limit = limit_of(bench)
+    figure = f"largest difference to the simulation {difference:.0e} (limit {limit:.0e})"
+    return Finding(difference <= limit, figure, {"difference": difference})
+
+
+def make_model() -> nn.Module:
+    """The same model at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def make_scheduler(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    """A warm-up and a decay, so that gamma changes."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0) * (1 - step / 25))
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a worker, on the CPU."""
+    generator = torch.Generator(device="cpu").manual_seed(1000 * worker + step)
+    x, y = (torch.randn(4, width, generator=generator, dtype=torch.float64, device="cpu") for width in (5, 3))
+    return x, y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean square error, shape ()."""
+    return (model(x) - y).square().mean()
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters, (D,) float64 on the CPU."""
+    return torch.cat([parameter.detach().double().cpu().flatten() for parameter in model.parameters()])
+
+
+def simulated(workers: int, topology: str, optimizer: str, skip: Mapping[int, Collection[int]] | None = None) -> Tensor:
+    """Parameters of all workers after `STEPS` steps of the simulation, (workers, D).
+
+    Args:
+        workers: how many.
+        topology: name of the topology.
+        optimizer: a key of `OPTIMIZERS`.
+        skip: by step, the workers whose gradient is not finite.
+    """
+    models = [make_model() for _ in range(workers)]
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
+    schedulers = [make_scheduler(each) for each in optimizers]
+    simulation = Simulation(models, optimizers, build_topology(topology, workers), AdaptiveConsensus(**SCHEDULE))
+    for step in range(STEPS):
+        for worker, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, *batch(worker, step)).backward()
+        simulation.step(skip=(skip or {}).get(step, ()))
+        for scheduler in schedulers:
+            scheduler.step()
+    return torch.stack([flat(model) for model in models])
+
+
+@dataclass
+class Training:
+    """The small training, prepared by an accelerator."""
+
+    bench: Bench
+    accelerator: GossipAccelerator
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+    @classmethod
+    def prepared(cls, bench: Bench, optimizer: str, **settings: Any) -> Training:
+        """Prepare it with a fused optimizer. Collective."""
+        accelerator = bench.accelerator(**{**SCHEDULE, **settings})
+        model = make_model()
+        made = OPTIMIZERS[optimizer](model.parameters(), fused=True)
+        return cls(bench, accelerator, *accelerator.prepare(model, made, make_scheduler(made)))
+
+    def step(self, step: int, nonfinite: Collection[int] = ()) -> None:
+        """Take one step; `nonfinite` are the local workers whose gradients become NaN."""
+        local = self.accelerator.workers_per_process
+        mine = range(self.bench.rank * local, (self.bench.rank + 1) * local)
+        x, y = (torch.cat(parts).to(self.bench.device) for parts in zip(*(batch(w, step) for w in mine), strict=True))
+        self.accelerator.backward(loss_of(self.model, x, y))
+        for worker in nonfinite:
+            self._parameters(worker)[0].grad.fill_(math.nan)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def run(self, delays: float = 0.0, nonfinite: Mapping[int, Collection[int]] | None = None) -> Training:
+        """Take `STEPS` steps, each after a random delay of this worker of up to `delays` seconds."""
+        for step in range(STEPS):
+            if delays:
+                self.bench.delay(31 * self.bench.rank + step, delays)
+            self.step(step, (nonfinite or {}).get(step, ()))
+        return self
+
+    def parameters(self) -> Tensor:
+        """Parameters of the workers of this process, (local workers, D) float64 on the CPU."""
+        local = self.accelerator.workers_per_process
+        return torch.stack([torch.cat([p.detach().cpu().flatten() for p in self._parameters(w)]) for w in range(local)])
+
+    def _parameters(self, worker: int) -> list[Any]:
+        return list(getattr(self.model, "replicas", [self.model])[worker].parameters())
