@@ -21,7 +21,7 @@ MOST_WORKERS = 10_000_000
 MOST_PARAMETERS = 1e13
 FEWEST_BITS, MOST_BITS = 0.001, 10_000
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes; the buckets of torch's DistributedDataParallel
-_MESSAGE = 64 * 2**20  # bytes; CHUNK_BYTES of the library's exchange
+_MESSAGE = 64 * 2**20  # bytes; a piece of the library's exchange on gloo
 
 
 @dataclass(frozen=True)

@@ -7,34 +7,31 @@ round alone decides which of the two, and with whom, so all workers agree withou
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
-from typing import Any
+from concurrent import futures
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.poster import result_within
+from dsgdac_accel.distributed.transport import Message, Works
 
-CHUNK_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo, and far below every transport's limit
 _FEW_BYTES = 2**19
+_ABANDON_SECONDS = 10.0
 _CHANNELS, _ROUNDS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
 
 Outgoing = Callable[[int, int | None], Sequence[Tensor]]
 """(local worker, receiver) -> the tensors to send it; without a receiver, those to sum over an averaging group."""
 Incoming = Sequence[Sequence[Sequence[Tensor]]]
 """[local worker][k] -> the tensors to fill with what its k-th neighbor in another process sends."""
-Message = tuple[Tensor, int, int]
-"""A tensor, the process that it comes from or goes to, and its tag."""
-Works = list[tuple[Any, int | None]]
-"""The works to wait for, each with the only process that it depends on, if there is only one."""
 
 
 class Exchange:
@@ -49,23 +46,48 @@ class Exchange:
         self.group = group
         self.rounds = rounds
         self.waited_seconds = 0.0
-        """Duration of the last `wait`."""
+        """Duration of the last `wait`, or with NCCL of the last one that the device has finished."""
         self.bytes_sent = 0
         """By this process in the last exchange."""
-        self._posted: Future[Works] | None = None
+        self._posted: futures.Future[Works] | None = None
         self._works: Works = []
         self._what = ""
         self._only_peer: int | None = None
-        self.connect()
+        self._transport = group.process_groups.transport
+        self._stopwatch = self._transport.stopwatch()
+        if self._transport.connects_late:
+            group.barrier("connecting the neighbors")
+        group.guarded(self.connect, "connecting the neighbors")
 
     def connect(self) -> None:
         """Make what the rounds need in the present process group. Collective."""
-        for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not
-            self.group.process_groups.subgroup(processes)
+        self._transport.within(self.group.timeout, self._connect)
         self._channel = self.group.new_channel()
 
-    def _messages(self, round_: int, outgoing: Outgoing, incoming: Incoming) -> tuple[list[Message], list[Message]]:
-        """Return what to receive and what to send, with tags that both sides derive alike."""
+    def _connect(self) -> None:
+        for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not
+            self.group.process_groups.subgroup(processes)
+        if self._transport.connects_late:
+            for round_ in range(self.rounds.topology.period):
+                self._connect_neighbors(round_)
+            self._transport.synchronize()
+
+    def _connect_neighbors(self, round_: int) -> None:
+        """Exchange one number with each neighbor of the round that is new. Both ends know alike which ones are."""
+        groups, rank = self.group.process_groups, self.group.rank
+        new = self.rounds.messages(round_) - groups.connected
+        messages = [(torch.zeros(1, device=self.group.device), source, target) for source, target in sorted(new)]
+        receives = [(one, source, 0) for one, source, _ in messages if source != rank]
+        sends = [(one, target, 0) for one, _, target in messages if target != rank]
+        busiest = self.rounds.busiest
+        for work, _ in self._transport.send_and_receive(receives, sends, groups.exchange, busiest):
+            self._transport.wait(work, self.group.timeout)
+        groups.connected |= new
+
+    def _messages(
+        self, round_: int, outgoing: Outgoing, incoming: Incoming
+    ) -> tuple[list[Message], list[Message], int]:
+        """Return what to receive and what to send, with tags that both sides derive alike, and tensors per pair."""
         rounds = self.rounds
         pairs: list[tuple[int, int, Sequence[Tensor]]] = []
         for local, worker in enumerate(rounds.workers):
@@ -81,14 +103,14 @@ class Exchange:
         count: Counter[tuple[int, int]] = Counter()  # messages from one process to another so far
         for sender, receiver, tensors in sorted(pairs, key=operator.itemgetter(0, 1)):
             source, target = sender // rounds.local_workers, receiver // rounds.local_workers
-            for chunk in itertools.chain.from_iterable(map(_chunks, tensors)):
+            for chunk in itertools.chain.from_iterable(map(self._transport.pieces, tensors)):
                 tag = base + count[source, target]
                 count[source, target] += 1
                 if source == self.group.rank:
                     sends.append((chunk, target, tag))
                 else:
                     receives.append((chunk, source, tag))
-        return receives, sends
+        return receives, sends, len(pairs[0][2]) if pairs else 0
 
     # ---- post and wait
 
@@ -113,7 +135,8 @@ class Exchange:
             confirm: called in the background once the parameters need not be read any more, if that is before `wait`.
         """
         assert self._posted is None, "one exchange at a time"
-        receives, sends = self._messages(round_, outgoing, incoming)
+        transport = self._transport
+        receives, sends, per_pair = self._messages(round_, outgoing, incoming)
         sums = self.rounds.sums(round_)
         peers = self.rounds.peers(round_)
         self._what, self._only_peer = what, peers[0] if len(peers) == 1 else None
@@ -129,10 +152,15 @@ class Exchange:
             works = self._average(sums, outgoing, incoming)
             if confirm is not None and (sums or encode is not None):
                 confirm()
-            return [*works, *self._send_and_receive(receives, sends)]
+            handle = self.group.process_groups.exchange
+            return [*works, *transport.send_and_receive(receives, sends, handle, busiest)]
+
+        def busiest() -> int:
+            return per_pair * self.rounds.busiest()
 
         # Handing a small model to the thread takes longer than posting it.
-        self._posted = self.group.poster.submit(post, small=encode is None and self.bytes_sent <= _FEW_BYTES)
+        small = encode is None and self.bytes_sent <= _FEW_BYTES
+        self._posted = self.group.poster.submit(lambda: transport.post(post, what, self._only_peer), small)
 
     def wait(self) -> None:
         """Wait until everything has arrived and `outgoing` may change.
@@ -140,31 +168,38 @@ class Exchange:
         Raises WorkerLostError or WorkersChangedError like `WorkerGroup.guarded`; do not use what arrived then.
         """
         assert self._posted is not None, "nothing was posted"
-        posted, self._posted = self._posted, None
-        started = time.perf_counter()
-        deadline = started + self.group.timeout
+        deadline = time.perf_counter() + self.group.timeout
+        self._stopwatch.start()
         try:
-            self._works = self.group.guarded(posted.result, self._what, self._only_peer)
+            self._works = self.group.guarded(self._take_posted, self._what, self._only_peer)
             while self._works:
                 # No local variable for the work: it would keep open the connection that survivors wait to see closed.
                 self.group.guarded(lambda: self._wait_for_first(deadline), self._what, self._works[0][1])
                 del self._works[0]
         finally:
-            self.waited_seconds = time.perf_counter() - started
+            self._stopwatch.stop()
+            self.waited_seconds = self._stopwatch.seconds
+
+    def _take_posted(self) -> Works:
+        posted = self._posted
+        assert posted is not None
+        try:
+            return result_within(self.group.timeout, posted)
+        finally:
+            if posted.done():
+                self._posted = None
 
     def _wait_for_first(self, deadline: float) -> None:
-        work = self._works[0][0]
-        if self.group.process_groups.backend == "nccl":
-            work.wait()  # orders the streams, the host continues; NCCL's watchdog keeps the timeout
-        else:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.perf_counter())))
+        self._transport.wait(self._works[0][0], deadline - time.perf_counter())
 
     def abandon(self) -> None:
-        """Give up what is in flight: a worker was lost, and the connections are about to end."""
+        """Give up what is in flight: a worker was lost, and the connections are about to end.
+
+        Raises WorkerLostError if the transport blocks, so that nobody can end them.
+        """
         posted, self._posted = self._posted, None
-        if posted is not None:
-            with contextlib.suppress(RuntimeError):
-                self._works = posted.result()  # the thread that posts must have left the connections alone
+        if posted is not None and not futures.wait([posted], _ABANDON_SECONDS).done:
+            raise WorkerLostError(f"{self._what} cannot be given up, since the transport blocks. Start again.")
         self._works.clear()  # each work holds the connections open
 
     def _average(self, sums: list[tuple[int, ...]], outgoing: Outgoing, incoming: Incoming) -> Works:
@@ -179,19 +214,3 @@ class Exchange:
                     total.add_(outgoing(other, None)[number])
                 works.append((dist.all_reduce(total, group=handle, async_op=True), None))
         return works
-
-    def _send_and_receive(self, receives: list[Message], sends: list[Message]) -> Works:
-        # Receives first: posted the other way round, 40 MB waited 147 ms on gloo.
-        calls: list[tuple[Any, Message]] = [(dist.irecv, message) for message in receives]
-        calls += [(dist.isend, message) for message in sends]
-        handle = self.group.process_groups.exchange
-        if self.group.process_groups.backend == "nccl" and calls:
-            # Unbatched point-to-point would create a communicator per pair.
-            operations = [dist.P2POp(call, chunk, peer, handle, tag) for call, (chunk, peer, tag) in calls]
-            return [(work, None) for work in dist.batch_isend_irecv(operations)]
-        return [(call(chunk, peer, group=handle, tag=tag), peer) for call, (chunk, peer, tag) in calls]
-
-
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Cut a flat tensor into messages of at most `CHUNK_BYTES`; an empty one sends nothing."""
-    return tensor.split(max(1, CHUNK_BYTES // tensor.element_size())) if tensor.numel() else ()

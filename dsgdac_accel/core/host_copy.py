@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgdac_accel.distributed.group import wait_for_device
+
 
 class HostCopy:
     """Values on their way from their device to the host, which reads them later.
@@ -25,9 +27,17 @@ class HostCopy:
         else:
             self._values = values.detach().to("cpu", copy=True)
 
+    def is_ready(self) -> bool:
+        """Return whether `read` returns at once."""
+        return self._arrived is None or self._arrived.query()
+
     def read(self) -> Tensor:
-        """Return the values, on the CPU; waits until the device has reached the point where the copy was made."""
+        """Return the values, on the CPU; waits until the device has reached the point where the copy was made.
+
+        Raises WorkerLostError if the device waits for another worker in vain; see `wait_for_device`.
+        """
         if self._arrived is not None:
+            wait_for_device(self._arrived.query)
             self._arrived.synchronize()
         return self._values
 

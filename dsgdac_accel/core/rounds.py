@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -45,6 +46,7 @@ class Rounds:
         """Numbers of the workers of this process."""
         self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
         """Plans of the local workers, by round."""
+        self._busiest: int | None = None
         self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
         """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
 
@@ -93,6 +95,31 @@ class Rounds:
         """Return the averaging groups of the round that have members here and in other processes, in order."""
         groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
         return sorted(members for members in groups if self.spans_processes(members))
+
+    def messages(self, round_: int) -> set[tuple[int, int]]:
+        """Return the pairs (from, to) of processes, this one among them, between which messages go in a round."""
+        pairs = set()
+        for worker, plan in zip(self.workers, self.plans[round_ % len(self.plans)], strict=True):
+            if not plan.averaging_group:
+                here = worker // self.local_workers
+                pairs |= {(process, here) for process in self.processes(self.elsewhere(plan.weights))}
+                pairs |= {(here, process) for process in self.processes(self.elsewhere(plan.recipients))}
+        return pairs
+
+    def busiest(self) -> int:
+        """Return how many workers' parameters a process sends and receives at most in a round, over all processes."""
+        if self._busiest is None:
+            counts: Counter[tuple[int, int]] = Counter()  # by round and process
+            for round_ in range(self.topology.period):
+                for worker in range(self.topology.num_workers):
+                    plan = self._planned(round_, worker)
+                    there = worker // self.local_workers
+                    for sender in () if plan.averaging_group else plan.weights:
+                        here = sender // self.local_workers
+                        if here != there:
+                            counts.update([(round_, here), (round_, there)])
+            self._busiest = max(counts.values(), default=0)
+        return self._busiest
 
     def all_sums(self) -> list[tuple[int, ...]]:
         """Return the processes of every all-reduce of a period, of all workers, in an order that all of them share."""

@@ -28,6 +28,7 @@ from dsgdac_accel.core.consensus import Consensus
 from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.watch import is_ready_within
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,8 @@ class RadiusEstimate:
 
     def _estimate(self, handle: Any, copied: HostCopy, step: int) -> Consensus | None:
         """Runs in the thread."""
+        if not is_ready_within(self.group.timeout, copied.is_ready):  # a worker was lost, which mixing will notice
+            return None
         sketches = copied.read()
         if handle is None:
             return consensus_of(sketches, step)

@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
+from dsgdac_accel.distributed.watch import Pending, wait_until
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class WorkerGroup:
         self.steps_taken = 0
         """Optimizer steps so far, for error messages; kept by the mixer."""
         self.closed = False
-        self.poster = Poster(threaded=self.process_groups.backend == "gloo")
+        self.poster = Poster(threaded=self.process_groups.transport.posts_in_thread)
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
@@ -98,8 +100,12 @@ class WorkerGroup:
         everyone = self.all_gather_object((this_machine(), os.getpid(), placement), "connecting the workers")
         reports.processes = [(machine, process) for machine, process, _ in everyone]
         refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
-        self.guarded(self.process_groups.connect, "connecting the workers")
+        transport = self.process_groups.transport
+        self.guarded(lambda: transport.within(self.timeout, self.process_groups.connect), "connecting the workers")
         reports.tell_launcher(CONNECTED)
+        name_loss = weakref.WeakMethod(self._name_loss)
+        transport.watch.start(lambda pending: (name_loss() or str)(pending), self.timeout)
+        weakref.finalize(self, transport.watch.stop)
 
     # ---- who is here
 
@@ -161,6 +167,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
+        self.process_groups.transport.watch.stop()
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
@@ -200,10 +207,20 @@ class WorkerGroup:
         try:
             return communicate()
         except RuntimeError as error:
-            failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
-            if failure is None:
-                raise
+            self._handle(error, what, peer, strict)
+            raise
+
+    def _handle(self, error: RuntimeError, what: str, peer: int | None, strict: bool = False) -> None:
+        """Raise what the loss of a worker means to the caller, if the error shows one."""
+        failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
+        if failure is not None:
+            self.process_groups.transport.watch.stop()
             self.policy.handle(failure, error)
+
+    def _name_loss(self, pending: Pending) -> str:
+        error = pending.error()
+        failure = self.detector.failure_in(error, pending.what, self.steps_taken, pending.peer)
+        return str(error if failure is None else self.detector.worker_lost(failure))
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
         """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
@@ -254,8 +271,15 @@ class WorkerGroup:
         objects.
         """
         if is_on(tensor.device, self.device):
-            return self.process_groups.reduction, tensor.device
+            return self.process_groups.exchange, tensor.device
         return self.process_groups.control, torch.device("cpu")
+
+    def _run(self, collective: Callable[[], Any], handle: Any, what: str) -> None:
+        """Run a collective of torch in a process group that `_way_of` returned."""
+        if handle is self.process_groups.exchange:
+            self.process_groups.transport.run(collective, what)
+        else:
+            collective()  # control is on gloo, where the host waits
 
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
@@ -280,7 +304,7 @@ class WorkerGroup:
                 for other in others:
                     wide.add_(other[start : start + _MEAN_CHUNK].to(device))
                 if self.size > 1:
-                    dist.all_reduce(wide, group=handle)
+                    self._run(partial(dist.all_reduce, wide, group=handle), handle, what)
                 return wide.div_(self.size * (1 + len(others)))
 
             part.copy_(self.collective(mean, what))
@@ -294,7 +318,7 @@ class WorkerGroup:
 
             def largest() -> Tensor:
                 found = tensor.to(device, copy=True)
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=handle)
+                self._run(partial(dist.all_reduce, found, dist.ReduceOp.MAX, group=handle), handle, what)
                 return found
 
             tensor.copy_(self.collective(largest, what))
@@ -309,7 +333,7 @@ class WorkerGroup:
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
                 octets = as_bytes(tensor).to(device, copy=True)
-                dist.broadcast(octets, 0, group=handle)
+                self._run(partial(dist.broadcast, octets, 0, group=handle), handle, what)
                 return octets.view(tensor.dtype).view(tensor.shape)
 
             values = self.collective(first, what)
@@ -350,6 +374,21 @@ class WorkerGroup:
                     f"all workers must have the same {what}; worker {names[0]} has {_short(values[0])} and worker "
                     f"{names[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
+
+
+def wait_for_device(is_ready: Callable[[], bool]) -> None:
+    """Wait until the device of this process is ready, as long as it may wait for other workers.
+
+    Raises like `WorkerGroup.guarded` once a communication that the device waits for is overdue. Without other workers,
+    returns at once.
+    """
+    if is_ready():
+        return
+    groups = [group for group in list(_LIVE.values()) if group.size > 1 and not group.closed and not group._moved]
+    found = wait_until(is_ready, [group.process_groups.transport.watch for group in groups])
+    for group in groups:
+        if found is not None and found[0] is group.process_groups.transport.watch:
+            group._handle(found[1].error(), found[1].what, found[1].peer)
 
 
 def _copy_of(key: str, device: torch.device, timeout: float, rank: int, size: int) -> WorkerGroup:

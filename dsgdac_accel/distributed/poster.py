@@ -1,14 +1,19 @@
-"""A thread that posts communication, so that the training thread goes on at once."""
+"""A thread that posts communication, so that the training thread goes on at once, or at the latest after a timeout."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dsgdac_accel.distributed.fork_lock import no_fork
 
 T = TypeVar("T")
+
+_LAST_SECONDS = 5.0  # for a post that is under way when the interpreter ends
 
 
 class Poster:
@@ -22,7 +27,8 @@ class Poster:
     """
 
     def __init__(self, threaded: bool) -> None:
-        self._thread = ThreadPoolExecutor(1, "dsgdac-post") if threaded else None
+        self._threaded = threaded
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._last: Future[Any] | None = None
         self._result: Any = None
 
@@ -34,22 +40,73 @@ class Poster:
             small: `post` takes less time than handing it to the thread. It is then called at once, unless something is
                 waiting that was submitted before.
         """
-        if self._thread is not None and not (small and (self._last is None or self._last.done())):
-            self._last = self._thread.submit(self._in_thread, post)
-            return self._last
         posted: Future[T] = Future()
+        if self._threaded and not (small and (self._last is None or self._last.done())):
+            if self._tasks is None:
+                self._tasks = _start_thread(self)
+            self._last = posted
+            self._tasks.put(lambda: self._post(post, posted))
+            return posted
         try:
             posted.set_result(post())
         except RuntimeError as error:
             posted.set_exception(error)
         return posted
 
-    def _in_thread(self, post: Callable[[], T]) -> T:
-        with no_fork:
-            # Keep a reference outside the thread, so that a forked child does not destroy the works in the result.
-            self._result = post()
-        return self._result
+    def _post(self, post: Callable[[], T], posted: Future[T]) -> None:
+        try:
+            with no_fork:
+                # Keep a reference outside the thread, so that a forked child does not destroy the works in the result.
+                self._result = post()
+            posted.set_result(self._result)
+        except BaseException as error:
+            posted.set_exception(error)
 
     def forget(self) -> None:
         """Drop the latest result, whose works hold connections open."""
         self._last = self._result = None
+
+
+def _start_thread(poster: Poster) -> queue.SimpleQueue[Callable[[], None] | None]:
+    """Start a thread that ends with its poster. The interpreter does not wait for it for long: it may be blocked."""
+    tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    thread = threading.Thread(target=_run, args=(tasks,), name="dsgdac-post", daemon=True)
+    thread.start()
+    weakref.finalize(poster, _end, tasks, thread)
+    return tasks
+
+
+def _run(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds tensors and works
+
+
+def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_LAST_SECONDS)
+
+
+def run_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return `call()`, run in a thread of its own. Raises RuntimeError after `seconds`; the thread is left behind."""
+    called: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            called.set_result(call())
+        except BaseException as error:
+            called.set_exception(error)
+
+    threading.Thread(target=run, name="dsgdac-connect", daemon=True).start()
+    return result_within(seconds, called)
+
+
+def result_within(seconds: float, posted: Future[T]) -> T:
+    """Return what was posted. Raises RuntimeError if it is not posted after `seconds`."""
+    try:
+        return posted.result(seconds)
+    except TimeoutError:
+        if posted.done():
+            return posted.result()
+        raise RuntimeError(f"timed out: the transport blocks for more than {seconds:.0f} s") from None

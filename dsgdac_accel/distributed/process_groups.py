@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsgdac_accel.distributed.transport import Gloo, transport_for
+
 
 class ProcessGroups:
     """Creates, limits and closes the process groups of one `WorkerGroup`; touches nothing but torch.distributed.
@@ -21,18 +23,23 @@ class ProcessGroups:
         self.limit = timedelta(seconds=timeout)
         """Timeout of groups when they are created; shorter while survivors of a loss connect."""
         launched = dist.is_available() and dist.is_initialized()
-        self.backend = "nccl" if launched and dist.get_world_size() > 1 and device.type == "cuda" else "gloo"
-        """Backend for parameters."""
+        self.transport = transport_for(device, launched and dist.get_world_size() > 1)
+        """For parameters."""
         self.world: Any = dist.group.WORLD if launched else None
         """The default process group, for which these were made."""
         self.control: Any = None
         """For objects and barriers; gloo."""
         self.exchange: Any = None
-        """For parameters on their way to neighbors."""
-        self.reduction: Any = None
-        """For reductions and broadcasts of tensors."""
+        """For parameters on their way to neighbors, and between exchanges for reductions and broadcasts of tensors."""
+        self.connected: set[tuple[int, int]] = set()
+        """Pairs (from, to) of ranks that have exchanged a message, where that connects them."""
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._created: list[Any] = []
+
+    @property
+    def backend(self) -> str:
+        """Backend for parameters."""
+        return self.transport.backend
 
     def connect_control(self) -> None:
         """Create the group for objects and barriers, which needs no device. Collective, before `connect`."""
@@ -44,11 +51,11 @@ class ProcessGroups:
         if self.control is None:
             self.connect_control()
         self.exchange = self.new(self.backend)
-        self.reduction = self.control if self.backend == "gloo" else self.new(self.backend)
 
     def disconnect(self) -> None:
         """Close every connection, so that a worker that waits for this one gets an error at once."""
-        self.world = self.control = self.exchange = self.reduction = None
+        self.world = self.control = self.exchange = None
+        self.connected.clear()
         self._subgroups.clear()
         self._created.clear()
         if dist.is_initialized():
@@ -58,13 +65,10 @@ class ProcessGroups:
 
     def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         """A process group of `ranks`, by default of all workers. Collective over ALL workers. Ends with a loss."""
-        device = self.device if backend == "nccl" and self.device.index is not None else None
-        members = list(range(dist.get_world_size()) if ranks is None else ranks)
-        handle = dist.new_group(members, backend=backend, timeout=self.limit, device_id=device)
+        members = range(dist.get_world_size()) if ranks is None else ranks
+        transport = self.transport if backend == self.backend else Gloo()
+        handle = transport.new_group(members, self.limit)
         if dist.get_rank() in members:
-            if backend == "nccl":
-                # Point-to-point as a communicator's very first call is undefined where some rank has nothing to send.
-                dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
             self._created.append(handle)
         return handle
 

@@ -1,0 +1,140 @@
+"""NCCL as a CPU can imitate it over gloo, so that the library's code for NCCL runs: what blocks, and what does not.
+
+Tags are ignored. A wait only puts a work into the queue of the device, which events then follow. The first message
+between two workers blocks its caller, without a timeout, until the other one is there. Nobody hears of a lost worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.distributed import process_groups
+from dsgdac_accel.distributed.poster import run_within
+from dsgdac_accel.distributed.transport import Gloo, Nccl
+
+_DEVICE_SECONDS = 2.0  # a wait holds the host, which is the device here, for so long; then the device has hung
+
+queue: list[FakeWork] = []
+"""What the device waits for, in order."""
+connections: list[tuple[int, int]] = []
+"""Pairs (own rank, peer) that were connected in this process, in order; twice if it sends and receives."""
+batches: list[int] = []
+"""How many operations each NCCL group had."""
+groups: list[dict[str, Any]] = []
+"""The arguments of `new_group`, for NCCL."""
+
+
+class FakeNccl(Nccl):
+    backend = "fake"  # not refused where going on after a loss is asked for
+
+    def coalesces(self, handle: Any) -> bool:
+        return True
+
+    def within(self, seconds: float, connect: Callable[[], Any]) -> Any:
+        return run_within(seconds, connect)
+
+    def event(self) -> Any:
+        return FakeEvent()
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.before = list(queue)
+        self.made = time.monotonic()
+
+    def query(self) -> bool:
+        return all(work.is_completed() for work in self.before)
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.01)
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 1e3 * (later.reached() - self.reached())
+
+    def reached(self) -> float:
+        assert self.query(), "the time of an event that is not reached yet"
+        return max([self.made, *(work.ended for work in self.before)])
+
+
+class FakeWork:
+    def __init__(self, works: list[Any]) -> None:
+        self.ended = 0.0
+        self.hung = False
+        self.over = threading.Event()
+        threading.Thread(target=self._follow, args=(works,), daemon=True).start()
+
+    def _follow(self, works: list[Any]) -> None:
+        with contextlib.suppress(RuntimeError):
+            for work in works:
+                work.wait()
+            self.ended = time.monotonic()
+            self.over.set()
+
+    def is_completed(self) -> bool:
+        return self.over.is_set() and not self.hung
+
+    def wait(self) -> None:
+        queue.append(self)
+        self.hung = not self.over.wait(0.0 if any(work.hung for work in queue) else _DEVICE_SECONDS)
+
+
+def install(tells: bool = False) -> None:
+    """Use it in this process, for groups of workers made from now on. With `tells`, waits are those of gloo."""
+    new_group, all_reduce, broadcast, copy = dist.new_group, dist.all_reduce, dist.broadcast, HostCopy.__init__
+
+    def fake_group(ranks: Any, backend: str, **options: Any) -> Any:
+        if backend == FakeNccl.backend:
+            groups.append({"ranks": ranks, **options})
+        return new_group(ranks, backend="gloo", timeout=options["timeout"])
+
+    def batch(operations: list[Any]) -> list[FakeWork]:
+        batches.append(len(operations))  # an operation would keep the connections of its process group open
+        _connect([(op.op is dist.isend, op.peer) for op in operations])
+        works = [op.op(op.tensor, op.peer, op.group) for op in operations]
+        return works if tells else [FakeWork(works)]
+
+    def in_queue(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            work = collective(*args, async_op=True, **kwargs)
+            return FakeWork([work]) if async_op else work.wait()
+
+        return call
+
+    def mark(self: HostCopy, values: torch.Tensor) -> None:
+        copy(self, values)
+        self._arrived = FakeEvent()
+
+    process_groups.transport_for = lambda device, distributed: FakeNccl(device) if distributed else Gloo()
+    dist.new_group, dist.batch_isend_irecv = fake_group, batch
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)
+    if not tells:
+        dist.all_reduce, dist.broadcast = in_queue(all_reduce), in_queue(broadcast)
+        HostCopy.__init__ = mark
+
+
+class _Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=0, max_ctas=0)
+
+
+def _connect(ends: list[tuple[bool, int]]) -> None:
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    new = [(f"{me}>{peer}" if sends else f"{peer}>{me}", peer) for sends, peer in ends]
+    new = [(edge, peer) for edge, peer in new if not store.check([f"fake_nccl/{edge}/{me}"])]
+    for edge, _ in new:
+        store.set(f"fake_nccl/{edge}/{me}", "")
+    for edge, peer in new:
+        while not store.check([f"fake_nccl/{edge}/{peer}"]):
+            time.sleep(0.01)
+        connections.append((me, peer))

@@ -1,0 +1,196 @@
+"""The code for NCCL on gloo, by a fake that orders only the device's queue; see `tests.fake_nccl`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.distributed import transport, watch
+from tests import fake_nccl
+from tests.multiprocess.small_model import flat, inputs, make_model
+from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
+from tests.multiprocess.test_against_simulation import make_model as simulated_model
+from tests.multiprocess.test_late_checks import FUSED
+from tests.selection import slow_except
+from tests.workers import run_workers, try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT = 2.0
+
+
+def prepared(model: nn.Module, optimizer_name: str = "sgd", **options: object):
+    accelerator = GossipAccelerator(gossip=GossipConfig(**{"timeout": TIMEOUT, "log_every": 0} | options))
+    optimizer = FUSED[optimizer_name](model.parameters())
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    (gossip,) = accelerator.gossip_steps
+    gossip.mixer.arrivals.checks_late = True  # as on a GPU
+    return accelerator, model, optimizer, scheduler, gossip
+
+
+# ---- a run
+
+
+def train(rank: int, topology: str, options: dict) -> dict:
+    fake_nccl.install()
+    transport._GLOO_BYTES = 64  # a bucket would be cut into several messages
+    accelerator, model, optimizer, scheduler, gossip = prepared(
+        simulated_model(), topology=topology, power=2.0, start_step=6, timeout=30, **options
+    )
+    buckets = len(gossip.mixer.flats[0].buckets)
+    connections, batches, waits = len(fake_nccl.connections), len(fake_nccl.batches), []
+    for step in range(STEPS):
+        if step == STEPS - 3 and rank == 1:
+            time.sleep(0.4)
+        accelerator.backward(loss_of(model, rank, step))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        waits.append(gossip.metrics()["wait_seconds"])
+    gossip.mixer.release()
+    return {
+        "x": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "connected late": len(fake_nccl.connections) - connections,
+        "operations": set(fake_nccl.batches[batches:]),
+        "buckets": buckets,
+        "groups": fake_nccl.groups,
+        "waits": waits,
+    }
+
+
+CASES = slow_except(
+    [("ring", 4, {"overlap": False})],
+    [("ring", 4, {"overlap": False}), ("one_peer_ring", 4, {}), ("complete", 3, {})],
+)
+
+
+@pytest.mark.parametrize(("topology", "workers", "options"), CASES, ids=lambda x: str(x))
+def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(topology, workers, options):
+    _, expected = simulate(workers, topology, "sgd")
+    results = run_workers(train, workers, topology, options)
+    for rank, (found, parameters) in enumerate(zip(results, expected, strict=True)):
+        torch.testing.assert_close(found["x"], torch.cat([p.flatten() for p in parameters]), rtol=1e-9, atol=1e-11)
+        assert found["connected late"] == 0, "the first exchange of a pair blocks without a timeout"
+        # Every bucket, and the sums that tell edits, is one message.
+        neighbors = {"one_peer_ring": 1, "ring": 2, "complete": 0}[topology]
+        expected_operations = {2 * neighbors * (found["buckets"] + 1)} if neighbors else set()
+        assert found["operations"] == expected_operations, "a bucket is several messages"
+        assert len(found["groups"]) == 1, "of all the library, besides that of `init_process_group`"
+        options = found["groups"][0]["pg_options"]
+        assert options.is_high_priority_stream
+        assert 4 <= options.config.max_ctas <= 8
+        assert found["groups"][0]["timeout"].total_seconds() > 30, "NCCL aborts before the library names anybody"
+        if topology != "one_peer_ring" and rank in (0, 2):
+            assert max(found["waits"][STEPS - 4 :]) > 0.3, "waiting for a late worker is not measured"
+
+
+# ---- lost workers
+
+
+def lose(rank: int, where: str, folder: str, options: dict) -> str:
+    sys.stderr = open(f"{folder}/{rank}", "w")  # noqa: SIM115
+    os.dup2(sys.stderr.fileno(), 2)
+    fake_nccl.install()
+    watch._GRACE = 0.5
+    if where == "connecting" and rank == 1:
+        torch.distributed.batch_isend_irecv = lambda operations: os._exit(0)
+    accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="ring", **options)
+    began = time.monotonic()
+    for step in range(8):
+        accelerator.backward(model(inputs(rank, step)).square().mean())
+        if step == 4 and rank == 1:
+            os._exit(0)
+        if where == "in a reduction" and step == 4:
+            gossip.mixer.drain()
+            accelerator.group.all_reduce_max_(torch.ones(1), "a reduction")
+        if where != "reading" and step >= 4:
+            fake_nccl.FakeEvent().synchronize()  # as `loss.item()`, and as in `step()` for what is read there
+        try:
+            optimizer.step()
+        except BaseException:
+            assert time.monotonic() - began < TIMEOUT + 20
+            raise
+        optimizer.zero_grad()
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["reading", "connecting"])
+def test_a_lost_worker_is_named_where_the_host_would_wait_without_end(where, tmp_path):
+    outcomes = try_workers(lose, 4, where, str(tmp_path), {}, timeout=60.0)
+    for rank in (0, 2, 3):
+        assert outcomes[rank].exit_code == 1
+        assert "WorkerLostError" in outcomes[rank].error
+        assert outcomes[rank].seconds < TIMEOUT + 15
+    told = " ".join(outcomes[rank].error for rank in (0, 2, 3))
+    assert "worker 1 did not answer" in told or "worker 1 was lost" in told
+    assert ("the exchange of step" if where == "reading" else "connecting the neighbors") in told
+
+
+@pytest.mark.parametrize("where", ["elsewhere", pytest.param("in a reduction", marks=pytest.mark.slow)])
+def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost_worker(where, tmp_path):
+    outcomes = try_workers(lose, 4, where, str(tmp_path), {}, timeout=60.0)
+    told = ""
+    for rank in (0, 2, 3):
+        assert outcomes[rank].exit_code == 1, "it hangs"
+        assert outcomes[rank].error is None, "it was ended, since nothing else was possible"
+        told += (tmp_path / str(rank)).read_text()
+    assert "worker 1 did not answer" in told or "worker 1 was lost" in told
+    assert ("a reduction" if where == "in a reduction" else "the exchange of step") in told
+    assert "in synchronize" in told, "where it hung"
+
+
+def survive(rank: int) -> dict:
+    fake_nccl.install(tells=True)
+    accelerator, model, optimizer, _, gossip = prepared(
+        make_model(), topology="one_peer_ring", on_worker_loss="continue", timeout=20
+    )
+    gossip.mixer.arrivals.checks_late = False
+    late = []
+    for step in range(16):
+        accelerator.backward(model(inputs(rank, step)).square().mean())
+        if step == 5 and rank == 1:
+            os._exit(0)
+        before, size = len(fake_nccl.connections), accelerator.group.size
+        optimizer.step()
+        optimizer.zero_grad()
+        if size == accelerator.group.size:
+            late += fake_nccl.connections[before:]
+    return {"late": late, "size": accelerator.group.size, "x": flat(model)}
+
+
+def test_survivors_connect_to_their_new_neighbors_at_once():
+    outcomes = try_workers(survive, 4, timeout=80.0)
+    for rank in (0, 2, 3):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value["size"] == 3
+        assert not outcomes[rank].value["late"]
+
+
+# ---- a post that blocks
+
+
+def block(rank: int) -> str:
+    model = nn.Linear(512, 512)  # too large to be posted in the training thread
+    accelerator, model, optimizer, _, _ = prepared(model, topology="complete")
+    send = torch.distributed.isend
+    for step in range(6):
+        if step == 3 and rank == 0:
+            torch.distributed.isend = lambda *args, **kwargs: time.sleep(3600) or send(*args, **kwargs)
+        accelerator.backward(model(torch.ones(2, 512)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return "no error"
+
+
+def test_a_post_that_blocks_ends_in_time():
+    outcomes = try_workers(block, 2, timeout=60.0)
+    for outcome in outcomes:
+        assert "WorkerLostError" in (outcome.error or "it hangs")
+        assert outcome.seconds < 2 * TIMEOUT + 15
+    assert "the transport blocks" in outcomes[0].error

@@ -1,0 +1,271 @@
+"""What the two transports do without workers: NCCL groups that fit together, posts that block, late figures."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.poster import Poster, result_within
+from dsgdac_accel.distributed.transport import DeviceStopwatch, Nccl
+from dsgdac_accel.distributed.watch import Watch, wait_until
+from dsgdac_accel.topology import Topology, build_topology
+from tests.workers import fork
+
+# ---- NCCL groups
+
+Operation = namedtuple("Operation", "call tensor peer handle tag")
+
+
+class Connected(Nccl):
+    connects_late = False
+
+    def within(self, seconds, connect):
+        return connect()
+
+
+def groups_of(topology: Topology, local_workers: int, monkeypatch) -> list[list[list[tuple[str, int, int]]]]:
+    """[rank][NCCL group] -> its operations: what, with whom, and the size of the message."""
+    size = topology.num_workers // local_workers
+    posted: list[list[list[tuple[str, int, int]]]] = [[] for _ in range(size)]
+    monkeypatch.setattr(dist, "P2POp", Operation)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    for rank in range(size):
+
+        def batch(operations, rank=rank):
+            posted[rank].append([(op.call.__name__, op.peer, len(op.tensor)) for op in operations])
+            return []
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        members = Members(rank, size)
+        groups = SimpleNamespace(transport=Connected(torch.device("cpu")), exchange=None)
+        group = SimpleNamespace(
+            rank=rank, members=members, process_groups=groups, timeout=1.0, poster=Poster(False),
+            guarded=lambda call, *_: call(), new_channel=lambda: 0,
+        )  # fmt: skip
+        rounds = Rounds(topology, members, local_workers, all_reduce=False)
+
+        def message(sender: int) -> list[torch.Tensor]:
+            return [torch.empty(2 * sender + 1), torch.empty(2 * sender + 2)]
+
+        incoming = [[message(s) for s in rounds.elsewhere(plan.weights)] for plan in rounds.plans[0]]
+        exchange = Exchange(group, rounds)
+        exchange.post(0, "a test", lambda local, _, rounds=rounds: message(rounds.workers[local]), incoming)
+    return posted
+
+
+def unfinished(posted: list[list[list[tuple[str, int, int]]]]) -> list[int]:
+    """Run the groups of each rank one after the other; a message travels once both of its groups have begun."""
+    place: dict[tuple[str, int, int, int], tuple[int, int]] = {}  # (what, from, to, number) -> group and size
+    for rank, groups in enumerate(posted):
+        count: Counter[tuple[str, int]] = Counter()
+        for number, group in enumerate(groups):
+            for what, peer, size in group:
+                ends = (rank, peer) if what == "isend" else (peer, rank)
+                place[what, *ends, count[what, peer]] = number, size
+                count[what, peer] += 1
+    assert {key[1:]: size for key, (_, size) in place.items() if key[0] == "isend"} == {
+        key[1:]: size for key, (_, size) in place.items() if key[0] == "irecv"
+    }, "a message is received as another one"
+    done = [0] * len(posted)
+    moved = True
+    while moved:
+        moved = False
+        for rank, groups in enumerate(posted):
+            mine = [key for key, (number, _) in place.items() if number == done[rank] and _owner(key) == rank]
+            partners = [("irecv" if key[0] == "isend" else "isend", *key[1:]) for key in mine]
+            if done[rank] < len(groups) and all(done[_owner(other)] >= place[other][0] for other in partners):
+                done[rank] += 1
+                moved = True
+    return [rank for rank, groups in enumerate(posted) if done[rank] < len(groups)]
+
+
+def _owner(key: tuple[str, int, int, int]) -> int:
+    return key[1] if key[0] == "isend" else key[2]
+
+
+def directed(num_workers: int) -> Topology:
+    generator = np.random.default_rng(0)
+    shuffled = [np.eye(num_workers)[generator.permutation(num_workers)] for _ in range(20)]
+    return Topology.from_matrices([(np.eye(num_workers) + sum(shuffled)) / 21])
+
+
+def star(num_workers: int) -> Topology:
+    matrix = np.eye(num_workers)
+    matrix[0, 1:] = matrix[1:, 0] = 1 / num_workers
+    np.fill_diagonal(matrix, 0)
+    return Topology.from_matrices([matrix + np.diag(1 - matrix.sum(0))])
+
+
+@pytest.mark.parametrize(
+    ("topology", "local_workers"),
+    [
+        (build_topology("complete", 40), 1),
+        (build_topology("complete", 24), 4),
+        (build_topology("exponential", 16), 1),
+        (directed(24), 2),
+        (directed(17), 1),
+        (star(70), 1),
+    ],
+    ids=lambda x: str(x),
+)
+def test_nccl_groups_are_small_and_fit_together_on_all_workers(topology, local_workers, monkeypatch):
+    posted = groups_of(topology, local_workers, monkeypatch)
+    sizes = [len(group) for groups in posted for group in groups]
+    assert max(sizes) <= 128
+    if topology.name == "exponential":
+        assert set(map(len, posted)) == {1}, "what fits into one group is posted at once"
+    assert not unfinished(posted), "groups wait for each other"
+
+
+def test_a_group_that_cannot_send_and_receive_at_once_is_refused(monkeypatch):
+    class Backend:
+        supports_coalescing = False
+
+    class Wrapped:
+        def _get_backend(self, device):
+            return Backend
+
+    monkeypatch.setattr(dist, "ProcessGroup", Wrapped)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: Wrapped())
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(Nccl, "options", lambda *_: None)
+    with pytest.raises(ValueError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
+        Nccl(torch.device("cpu")).new_group([0, 1], limit=dist.distributed_c10d.default_pg_timeout)
+    Backend.supports_coalescing = True
+    Nccl(torch.device("cpu")).new_group([0, 1], limit=dist.distributed_c10d.default_pg_timeout)
+
+
+# ---- posts that block
+
+
+def post_for_ever() -> None:
+    poster = Poster(threaded=True)
+    with pytest.raises(RuntimeError, match="timed out"):
+        result_within(0.1, poster.submit(lambda: time.sleep(3600)))
+
+
+def test_a_process_whose_post_blocks_ends():
+    process = fork(post_for_ever)
+    process.join(40.0)
+    hangs = process.is_alive()
+    process.kill()
+    assert not hangs
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_an_error_of_a_post_arrives(threaded):
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    poster = Poster(threaded)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        result_within(10.0, poster.submit(fail))
+    assert result_within(10.0, poster.submit(lambda: 3)) == 3
+
+
+# ---- figures of a device
+
+
+class Event:
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+def test_a_wait_of_the_device_is_measured_once_it_is_over():
+    events: list[Event] = []
+
+    def event() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    watch = DeviceStopwatch(event)
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+    assert watch.seconds == 0.0
+    events[0].at, events[1].at = 1.0, 3.5
+    assert watch.seconds == 2.5
+    events[2].at, events[3].at = 4.0, 4.25
+    assert watch.seconds == 0.25
+
+
+class Work:
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_only_what_is_waited_for_is_overdue(monkeypatch):
+    watch, first, second = Watch(), Work(), Work()
+    watch.post(lambda: [first], "the exchange of step 1", 2)
+    watch.post(lambda: [second], "the exchange of step 2", 3)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+    assert watch.overdue(2.0) is None, "a worker may do something else between posting and waiting"
+    watch.waits_for(second)
+    watch.waits_for(first)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 8)
+    assert watch.overdue(4.0) is None
+    assert watch.overdue(2.0).what == "the exchange of step 1"
+    first.done = True
+    assert watch.overdue(2.0).peer == 3
+    second.done = True
+    assert watch.overdue(2.0) is None
+
+
+def test_a_post_that_fails_is_never_overdue():
+    watch = Watch()
+
+    def post() -> list:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="memory"):
+        watch.post(post, "the exchange of step 1", None)
+    assert watch.overdue(-1.0) is None
+    watch.post(lambda: [Work()], "the exchange of step 2", None)
+    assert len(watch._pending) == 1
+
+
+def test_a_device_that_hangs_in_something_else_is_not_waited_for_either():
+    watch, ready = Watch(), Work()
+    watch.start(str, 0.05)
+    watch.post(lambda: [Work()], "the exchange of step 1", 2)
+    assert wait_until(ready.is_completed, [watch])[1].what == "waiting for the device"
+    ready.done = True
+    assert wait_until(ready.is_completed, [watch]) is None
+    assert wait_until(Work().is_completed, []) is None, "nobody else is there"
+
+
+def test_a_post_that_blocks_is_overdue_too(monkeypatch):
+    watch, found = Watch(), []
+
+    def post() -> list:
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+        found.append(watch.overdue(2.0))
+        return []
+
+    watch.post(post, "the exchange of step 1", None)
+    assert found[0].what == "the exchange of step 1"
+    assert watch.overdue(0.0) is None
