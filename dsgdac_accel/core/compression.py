@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.exchange import Exchange, Outgoing
 from dsgdac_accel.core.flat_parameters import FlatParameters
 from dsgdac_accel.core.update import Update, add_scaled
 from dsgdac_accel.topology import RoundPlan, Topology
@@ -265,8 +265,8 @@ class Compressor:
 
     # ---- one round
 
-    def post(self, round_: int, what: str, confirm: Callable[[], None]) -> None:
-        """Round the parameters and post their exchange, both in the background; see `Exchange.post`."""
+    def messages(self, round_: int) -> tuple[Outgoing, Callable[[], None]]:
+        """Return the messages of a round, and a function that rounds the parameters into them; see `Exchange.post`."""
         self._saved = None  # from now on the references move
 
         def outgoing(worker: int, receiver: int | None) -> list[Tensor]:
@@ -279,7 +279,7 @@ class Compressor:
                     for number, reference in enumerate(self.references[worker][peer]):
                         self.rounding[number].encode(x[number], reference, messages[number])
 
-        self.exchange.post(round_, what, outgoing, self.buckets.received, encode, confirm)
+        return outgoing, encode
 
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""

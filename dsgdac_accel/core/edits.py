@@ -1,179 +1,343 @@
-"""Noticing weights that a script changes while their exchange is in flight.
+"""Noticing weights that a script changes while their exchange is in flight, and workers that are not in step.
 
 The transport reads the parameters at a time of its own, so a neighbor could receive a mixture of old and new values.
-The bits of the parameters are summed when an exchange is posted. The sums travel with them, so that a receiver notices
-even an edit that was undone before the exchange ended. The sender compares its own parameters when it ends.
+Four looks, each for what the others cannot see:
 
-A bucket of up to 1 MiB is summed whole. Of a larger one every sixteenth row of 4 KiB is, other rows at each step: three
-passes over 40 MB would cost 6 % of a step. So an edit of 68 KiB or more is noticed at once, and a smaller one that is
-repeated at every step within sixteen. A mere change of order inside a block of rows goes unnoticed.
+- A parameter whose version counter moved was written in place. Writes through `.data` leave no such trace.
+- The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
+  receiver notices even an edit that was undone before the end. A bucket of up to 1 MiB is summed whole; of a larger one
+  every sixteenth row of 4 KiB is, other rows at each step: three whole passes over 40 MB would cost 6 % of a step.
+- Two workers that are a pair must form the same difference, bit for bit. They sum all of it while it is in the cache,
+  and compare when they next meet.
+- Channel and step travel, too: NCCL ignores tags, and an all-reduce has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.flat_parameters import ALIGNMENT
+from dsgdac_accel.core.exchange import Exchange
+from dsgdac_accel.core.flat_parameters import ALIGNMENT, Bucket
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
-from dsgdac_accel.core.rounds import Rounds
-from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.core.update import SUMMED_BYTES, Update
 
 _MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
 _WHOLE_BYTES = 2**20
 _EVERY, _ROW_BYTES = 16, 2**12
+_HEAD = 4  # words: channel, step, whether sums of parameters follow, and the step of the difference that was summed
+_MOST_NAMES = 8
+_VERSION = operator.attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a bucket of some bytes is cut into stretches, each with a sum of its own."""
+
+    size: Callable[[int], int]
+    """In bytes; the last ones are shorter."""
+    count: Callable[[int], int]
+
+
+def _rows(nbytes: int) -> tuple[int, int]:
+    """Return of how many rows of a bucket one is summed at a time, and their size in bytes."""
+    return (1, ALIGNMENT) if nbytes <= _WHOLE_BYTES else (_EVERY, _ROW_BYTES)
+
+
+def _block_bytes(nbytes: int) -> int:
+    group = math.prod(_rows(nbytes))
+    return -(-max(1, nbytes) // (group * _MOST_BLOCKS)) * group
+
+
+OF_PARAMETERS = Blocks(_block_bytes, lambda nbytes: nbytes // _block_bytes(nbytes) + 2)
+OF_DIFFERENCES = Blocks(lambda nbytes: SUMMED_BYTES, lambda nbytes: -(-nbytes // SUMMED_BYTES))
+
+
+@dataclass
+class _Change:
+    """What may have changed: one flag for each block of a worker's parameters."""
+
+    workers: Sequence[int]
+    """The one that changed it, or the two that may have."""
+    step: int
+    changed: Tensor
+    blocks: Blocks = OF_PARAMETERS
+
+
+@dataclass
+class _Findings:
+    found: HostCopy
+    """Whether there is anything."""
+    heads: list[tuple[int, Tensor]]
+    """Workers, with the channel and step that they sent."""
+    expected: list[int]
+    changes: list[_Change]
 
 
 class EditGuard:
     """Compares what was posted with what was sent; only reads the parameters.
 
     Args:
-        group: the processes.
-        rounds: who exchanges with whom.
+        exchange: sends what `outgoing` returns beside the parameters, or their messages.
         buckets: the parameters.
         parameters: their names, for messages.
+        uncompressed: whether the parameters are sent as they are.
     """
 
-    def __init__(self, group: WorkerGroup, rounds: Rounds, buckets: Buckets, parameters: MixedParameters) -> None:
-        self.group = group
-        self.rounds = rounds
+    def __init__(self, exchange: Exchange, buckets: Buckets, parameters: MixedParameters, uncompressed: bool) -> None:
+        self.exchange = exchange
+        self.group = exchange.group
+        self.rounds = exchange.rounds
         self.buckets = buckets
         self.parameters = parameters
-        self.sent: dict[int, Tensor] = {}
+        self.uncompressed = uncompressed
+        self.watched = False
+        """Whether a script may run between the posting of this exchange and its end."""
+        self._step = 0
+        self._sent: dict[int, Tensor] = {}
+        """[local worker] the words that travel with its parameters."""
+        self._received: dict[int, list[Tensor]] = {}
+        """[local worker][k] the words of its k-th neighbor in another process; those of a whole averaging group."""
+        self._posted: dict[int, Tensor] = {}
         """[local worker] the sums of its parameters when they were posted, (blocks,); only of those that send."""
-        self.received: dict[int, list[Tensor]] = {}
-        """[local worker][k] the sums that its k-th neighbor in another process sent."""
-        self._turn = 0
+        self._versions: dict[int, list[int]] = {}
+        """[local worker] the version of each of its parameters then."""
         self._read: dict[int, Tensor] = {}
         """The sums of parameters that were copied or rounded for sending, right after that."""
-        self._unread: tuple[HostCopy, list[tuple[int, Tensor]], int] | None = None
-        """Whether anything has changed; workers with, for each of their blocks, whether it has; and the step."""
+        self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        """[local worker, partner] the step of their last difference, and the sums of its bits."""
+        self._unread: _Findings | None = None
 
-    def seal(self, round_: int, step: int) -> None:
-        """Sum the parameters as they are now; their exchange, for the mix of `step`, is about to be posted."""
-        self._turn = step
-        self.sent = {
-            local: self._sums(local) for local in range(self.rounds.local_workers) if self._sends(round_, local)
-        }
-        self.received = {
-            local: [torch.empty_like(sums) for _ in range(self.rounds.slots[local])]
-            for local, sums in self.sent.items()
-        }
-        self._read = {}
+    # ---- before
 
-    def outgoing(self, local: int, receiver: int | None) -> list[Tensor]:
-        """Return the parameters of a local worker with their sums, or without these if there is no single receiver."""
-        x = self.buckets.values(local)
-        return x if receiver is None else [*x, self.sent[local]]
+    def seal(self, round_: int, step: int, watched: bool) -> None:
+        """Sum the parameters as they are now; their exchange, for the mix of `step`, is about to be posted.
+
+        Args:
+            round_: decides who sends.
+            step: the present one.
+            watched: whether a script may run before the exchange ends.
+        """
+        self.watched, self._step = watched, step
+        senders = [local for local in range(self.rounds.local_workers) if watched and self._sends(round_, local)]
+        self._posted = {local: self._sums(self.buckets.values(local)) for local in senders}
+        self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
+        self._sent, self._received, self._read = {}, {}, {}
+        for local in range(self.rounds.local_workers):
+            plan = self.rounds.plan(round_, local)
+            if plan.averaging_group is None and self.rounds.elsewhere([*plan.weights, *plan.recipients]):
+                words = self._sent[local] = self._words(round_, local)
+                self._received[local] = [torch.zeros_like(words) for _ in range(self.rounds.slots[local])]
+        for members in self.rounds.sums(round_):
+            # A sum of tables in which each process fills its own row gathers them.
+            processes = self.rounds.processes(members)
+            table = torch.zeros((len(processes), 2), dtype=torch.int64, device=self.group.device)
+            first, *others = self.rounds.local(members)
+            self._sent |= dict.fromkeys(others, table)
+            self._sent[first], self._received[first] = table.clone(), [torch.zeros_like(table)]
+            self._fill(self._sent[first][processes.index(self.group.rank)], self.exchange.channel, step)
+
+    def outgoing(self, local: int) -> list[Tensor]:
+        """Return what a local worker sends beside its parameters."""
+        return [self._sent[local]] if local in self._sent else []
 
     def incoming(self) -> list[list[list[Tensor]]]:
-        """Return the receive buffers of all local workers, with room for sums."""
+        """Return the receive buffers of all local workers, with room for what is sent beside the parameters."""
         return [
-            [[*slot, sums] for slot, sums in zip(slots, self.received[local], strict=True)]
-            if local in self.sent
+            [[*slot, words] for slot, words in zip(slots, self._received[local], strict=False)]
+            if local in self._received
             else slots
             for local, slots in enumerate(self.buckets.received)
         ]
 
     def confirm(self) -> None:
         """Sum the parameters that were just copied or rounded for sending. Runs in the thread that posts."""
-        self._read = {local: self._sums(local) for local in self.sent}
+        self._read = {local: self._sums(self.buckets.values(local)) for local in self._posted}
 
-    def check(self, round_: int, step: int, uncompressed: bool, late: bool) -> None:
+    def _words(self, round_: int, local: int) -> Tensor:
+        head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
+        values = [self.exchange.channel, self._step, int(self.watched)]
+        if not self.uncompressed:
+            return self._fill(head, *values)
+        parts = [head, self._posted[local] if local in self._posted else head.new_zeros(self._count(OF_PARAMETERS))]
+        partner = self.rounds.partner(round_, local)
+        if partner is not None:
+            step, sums = self._met.get((local, partner), (-1, head.new_zeros(self._count(OF_DIFFERENCES))))
+            parts.append(sums)
+            values.append(step)
+        self._fill(head, *values)
+        return torch.cat(parts)
+
+    def _fill(self, words: Tensor, *values: int) -> Tensor:
+        for place, value in enumerate(values):
+            words[place] = value  # a tensor made of a list would let the host wait for a GPU
+        return words
+
+    # ---- after
+
+    def check(self, round_: int, late: bool) -> None:
         """Raise RuntimeError if this worker's parameters, or those that a neighbor sent, are not what was posted.
+
+        Also if a neighbor sent those of another step or optimizer.
 
         Args:
             round_: decides who sent.
-            step: the present one, for messages.
-            uncompressed: whether the parameters were sent as they are.
             late: leave it to a later `settle` to read and raise what was found, so that the host does not wait.
         """
-        changes: list[tuple[int, Tensor]] = []
-        for local, sent in self.sent.items():
-            worker = self.rounds.workers[local]
-            changes.append((worker, self._sums(local) != sent))
+        self._refuse_written()
+        heads, changes = [], []
+        for local, posted in self._posted.items():
+            changes.append(self._change(local, self._sums(self.buckets.values(local)) != posted))
             if local in self._read:
-                changes.append((worker, self._read[local] != sent))
-            for k, sender in enumerate(self._senders(round_, local) if uncompressed else ()):
-                arrived = block_sums(self.buckets.received[local][k], self._turn)
-                changes.append((sender, arrived != self.received[local][k]))
-        self.sent = {}
-        if changes:
-            self._unread = HostCopy(torch.cat([changed for _, changed in changes]).any()), changes, step
+                changes.append(self._change(local, self._read[local] != posted))
+        for local, received in self._received.items():
+            members = self.rounds.plan(round_, local).averaging_group
+            if members:
+                firsts = [process * self.rounds.local_workers for process in self.rounds.processes(members)]
+                heads += list(zip(firsts, received[0], strict=True))
+                continue
+            senders = self.rounds.elsewhere(self.rounds.plan(round_, local).weights)
+            for k, sender in enumerate(senders):
+                heads.append((sender, received[k][:2]))
+                if self.uncompressed:
+                    changes += self._changes_by(sender, local, k, self.rounds.partner(round_, local) == sender)
+        self._posted, self._versions, self._received = {}, {}, {}
+        expected = [self.exchange.channel, self._step]
+        if heads or changes:
+            mine = self._fill(torch.zeros(2, dtype=torch.int64, device=self.group.device), *expected)
+            flags = [change.changed for change in changes] + [theirs != mine for _, theirs in heads]
+            self._unread = _Findings(HostCopy(torch.cat(flags).any()), heads, expected, changes)
         if not late:
             self.settle()
 
+    def _changes_by(self, sender: int, local: int, k: int, paired: bool) -> list[_Change]:
+        """Compare what a sender sent with its words; of a partner, the last difference, too."""
+        words, changes = self._received[local][k], []
+        count = self._count(OF_PARAMETERS)
+        if self.watched:
+            arrived = self._sums(self.buckets.received[local][k])
+            changed = (arrived != words[_HEAD : _HEAD + count]) & (words[2] != 0)
+            changes.append(_Change([sender], self._step, changed))
+        if paired and (local, sender) in self._met:
+            step, sums = self._met[local, sender]
+            changed = (sums != words[_HEAD + count :]) & (words[3] == step)
+            pair = sorted([self.rounds.workers[local], sender])
+            changes.append(_Change(pair, step, changed, OF_DIFFERENCES))
+        return changes
+
+    def _change(self, local: int, changed: Tensor) -> _Change:
+        return _Change([self.rounds.workers[local]], self._step, changed)
+
+    def remember(self, updates: Sequence[Update], round_: int) -> None:
+        """Keep the sums of the differences that were just formed, until the same workers meet again."""
+        for update in updates:
+            partner = self.rounds.partner(round_, update.worker)
+            if partner is not None and update.sums is not None:
+                self._met[update.worker, partner] = self._step, update.sums
+            elif partner is not None:
+                self._met.pop((update.worker, partner), None)
+
     def settle(self) -> None:
-        """Raise RuntimeError if the latest `check` found an edit, unless that was read already."""
+        """Raise RuntimeError if the latest `check` found something, unless that was read already."""
         unread, self._unread = self._unread, None
-        if unread is None or not unread[0].is_set():
+        if unread is None or not unread.found.is_set():
             return
-        worker, changed = next((worker, changed) for worker, changed in unread[1] if bool(changed.any()))
-        self._raise(worker, changed.nonzero().flatten().tolist(), step=unread[2])
+        for worker, theirs in unread.heads:
+            if theirs.tolist() != unread.expected:
+                self._raise_not_in_step(worker, theirs.tolist(), unread.expected)
+        change = next(change for change in unread.changes if bool(change.changed.any()))
+        blocks = change.changed.nonzero().flatten().tolist()
+        # Small parameters share a block.
+        suspects = min((self._parameters_in(block, change) for block in blocks), key=len)
+        self._raise_changed(change.workers, suspects, change.step)
 
     def forget(self) -> None:
         """Drop what was posted and what was not read: the exchange is given up, or the run continues elsewhere."""
-        self.sent, self._unread = {}, None
+        self._posted, self._versions, self._received, self._unread = {}, {}, {}, None
+        self.forget_meetings()
+
+    def forget_meetings(self) -> None:
+        """Drop the sums of differences: the parameters are laid out anew, on all workers."""
+        self._met = {}
+
+    # ---- errors
+
+    def _refuse_written(self) -> None:
+        for local, versions in self._versions.items():
+            parameters = self.buckets.flats[local].parameters
+            if list(map(_VERSION, parameters)) != versions:
+                written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
+                self._raise_changed([self.rounds.workers[local]], written, self._step)
+
+    def _raise_changed(self, workers: Sequence[int], suspects: Sequence[Parameter], step: int) -> None:
+        names = list(dict.fromkeys(map(self.parameters.name_of, suspects)))
+        more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
+        who = " or ".join(f"worker {self.rounds.original_number(worker)}" for worker in workers)
+        what = f"{' or '.join(names[:_MOST_NAMES])}{more}"
+        self._raise(
+            f"{who}: {what} was changed while its exchange was in flight at step {step}",
+            ", so neighbors may have received other values. Change weights inside `with deployed_model(...)` if it is "
+            "for an evaluation, or set GossipConfig(overlap=False).",
+        )
+
+    def _raise_not_in_step(self, worker: int, theirs: list[int], mine: list[int]) -> None:
+        them, me = (f"worker {self.rounds.original_number(w)}" for w in (worker, self.rounds.workers[0]))
+        if theirs[1] != mine[1]:
+            self._raise(
+                f"{them} is at step {theirs[1]} and {me} at step {mine[1]}",
+                ", but their parameters were exchanged. All workers must take every optimizer step, and continue from "
+                "the same checkpoint.",
+            )
+        self._raise(
+            f"{them} and {me} exchanged the parameters of different optimizers at step {mine[1]}",
+            ". Prepare and step several optimizers in the same order on all workers.",
+        )
+
+    def _raise(self, message: str, detail: str) -> None:
+        self.buckets.drop()
+        self.group.report(message)
+        raise RuntimeError(f"{message}{detail}")
+
+    # ---- blocks
 
     def _sends(self, round_: int, local: int) -> bool:
         plan = self.rounds.plan(round_, local)
         return bool(self.rounds.elsewhere([*plan.weights, *plan.recipients]))
 
-    def _senders(self, round_: int, local: int) -> list[int]:
-        plan = self.rounds.plan(round_, local)
-        return [] if plan.averaging_group else self.rounds.elsewhere(plan.weights)
+    def _sums(self, buckets: Sequence[Tensor]) -> Tensor:
+        return block_sums(buckets, self._step).to(self.group.device)
 
-    def _sums(self, local: int) -> Tensor:
-        return block_sums(self.buckets.values(local), self._turn)
+    def _count(self, blocks: Blocks) -> int:
+        return sum(blocks.count(x.nbytes) for x in self.buckets.values(0))
 
-    def _raise(self, worker: int, blocks: Sequence[int], step: int) -> None:
-        self.buckets.drop()
-        found = [self._parameters_in(block, turn=step) for block in blocks]
-        suspects = min(found, key=len)  # small parameters share a block
-        where = " or ".join(map(self.parameters.name_of, suspects[:4]))
-        message = (
-            f"worker {self.rounds.original_number(worker)}: {where} was changed while its exchange was in flight at "
-            f"step {step}"
-        )
-        self.group.report(message)
-        raise RuntimeError(
-            f"{message}, so neighbors may have received other values. Change weights inside `with deployed_model(...)` "
-            f"if it is for an evaluation, or set GossipConfig(overlap=False)."
-        )
-
-    def _parameters_in(self, block: int, turn: int) -> list[Parameter]:
-        """Return the parameters of the first local worker that have elements in a block, counted over all buckets."""
-        for bucket in self.buckets.flats[0].buckets:
-            blocks = block_places(bucket.data.nbytes, turn)
-            if block < len(blocks):
-                begin = bucket.data.data_ptr()
-                places = zip(bucket.parameters, bucket.addresses, bucket.targets, strict=True)
-                return [
-                    parameter
-                    for parameter, address, target in places
-                    if any(
-                        address < begin + last and address + target.untyped_storage().nbytes() > begin + first
-                        for first, last in blocks[block]
-                    )
-                ]
-            block -= len(blocks)
+    def _parameters_in(self, block: int, change: _Change) -> list[Parameter]:
+        """Return the parameters in a block, counted over all buckets: those of the worker, or of one like it here."""
+        here = [worker for worker in change.workers if worker in self.rounds.workers]
+        for bucket in self.buckets.flats[self.rounds.local(here)[0] if here else 0].buckets:
+            size, nbytes = change.blocks.size(bucket.data.nbytes), bucket.data.nbytes
+            if block < change.blocks.count(nbytes):
+                first = min(block, nbytes // size) * size
+                return parameters_between(bucket, first, first + size)
+            block -= change.blocks.count(nbytes)
         raise AssertionError("there are as many sums as blocks")
 
 
-def block_places(nbytes: int, turn: int) -> list[list[tuple[int, int]]]:
-    """Return the rows of each block of a bucket: where they begin and end, in bytes. See `block_sums`."""
-    row = ALIGNMENT if nbytes <= _WHOLE_BYTES else _ROW_BYTES
-    rows = [(first, first + row) for first in range(0, nbytes - row + 1, row)]
-    if nbytes > _WHOLE_BYTES:
-        rows = rows[turn % _EVERY :: _EVERY]
-    per_block = -(-len(rows) // _MOST_BLOCKS)
-    blocks = [rows[first : first + per_block] for first in range(0, len(rows), max(1, per_block))]
-    return blocks + [[(nbytes // row * row, nbytes)]] * bool(nbytes % row)
+def parameters_between(bucket: Bucket, first: int, last: int) -> list[Parameter]:
+    """Return the parameters with elements between two places of a bucket, in bytes."""
+    begin = bucket.data.data_ptr()
+    return [
+        parameter
+        for parameter, address, target in zip(bucket.parameters, bucket.addresses, bucket.targets, strict=True)
+        if address < begin + last and address + target.untyped_storage().nbytes() > begin + first
+    ]
 
 
 def block_sums(buckets: Sequence[Tensor], turn: int) -> Tensor:
@@ -183,27 +347,24 @@ def block_sums(buckets: Sequence[Tensor], turn: int) -> Tensor:
         buckets: (D,) each, padded to whole rows of 128 bytes.
         turn: which rows of a large bucket are summed; the step.
 
+    Returns:
+        (blocks,); of each bucket the last two are those of what is less than a block and less than sixteen rows.
+
     >>> len(block_sums([torch.zeros(64), torch.zeros(2**20)], turn=0))
-    66
+    70
     """
     sums = []
     for bucket in buckets:
+        every, row = _rows(bucket.nbytes)
         words = bucket.view(torch.int64)
-        if bucket.nbytes <= _WHOLE_BYTES:
-            sums += _sums_of_rows(words.view(-1, ALIGNMENT // 8))
-            continue
-        count = bucket.nbytes // _ROW_BYTES
-        whole = words[: count * _ROW_BYTES // 8]
-        sums += _sums_of_rows(whole.view(count, -1)[turn % _EVERY :: _EVERY])
-        if len(whole) < len(words):
-            sums.append(words[len(whole) :].sum().view(1))
+        groups = bucket.nbytes // (every * row)  # of neighboring rows, one of which is summed
+        tail = words[groups * every * row // 8 :]
+        rows = words[: len(words) - len(tail)].view(groups, every, row // 8)[:, turn % every]
+        per_block = _block_bytes(bucket.nbytes) // (every * row)
+        whole = groups // per_block
+        sums += [
+            rows[: whole * per_block].view(whole, per_block, row // 8).sum((1, 2)),
+            rows[whole * per_block :].sum().view(1),
+            tail.sum().view(1),
+        ]
     return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")  # everything is frozen
-
-
-def _sums_of_rows(rows: Tensor) -> list[Tensor]:
-    if not len(rows):
-        return []
-    per_block = -(-len(rows) // _MOST_BLOCKS)
-    whole = len(rows) // per_block
-    sums = [rows[: whole * per_block].unflatten(0, (whole, per_block)).sum((1, 2))]
-    return sums if whole * per_block == len(rows) else [*sums, rows[whole * per_block :].sum().view(1)]

@@ -62,7 +62,7 @@ class Exchange:
     def connect(self) -> None:
         """Make what the rounds need in the present process group. Collective."""
         self._transport.within(self.group.timeout, self._connect)
-        self._channel = self.group.new_channel()
+        self.channel = self.group.new_channel()
 
     def _connect(self) -> None:
         for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not
@@ -99,7 +99,7 @@ class Exchange:
         receives: list[Message] = []
         sends: list[Message] = []
         # A worker that is a round off must not be taken for one in step, nor one optimizer's parameters for another's.
-        base = (self._channel % _CHANNELS * _ROUNDS + round_ % _ROUNDS) * _MAX_CHUNKS
+        base = (self.channel % _CHANNELS * _ROUNDS + round_ % _ROUNDS) * _MAX_CHUNKS
         count: Counter[tuple[int, int]] = Counter()  # messages from one process to another so far
         for sender, receiver, tensors in sorted(pairs, key=operator.itemgetter(0, 1)):
             source, target = sender // rounds.local_workers, receiver // rounds.local_workers

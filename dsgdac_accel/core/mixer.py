@@ -7,10 +7,11 @@ Together this is Algorithm 1 to the letter, for every optimizer; `GossipStep` pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
@@ -80,7 +81,7 @@ class Mixer:
         self.buckets = Buckets()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
-        self.edits = EditGuard(group, self.rounds, self.buckets, self.parameters)
+        self.edits = EditGuard(self.exchange, self.buckets, self.parameters, uncompressed=not compressed)
         self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits)
         self._lay_out()
 
@@ -88,6 +89,10 @@ class Mixer:
 
     def start_exchange(self) -> None:
         """Post the exchange of the parameters as they are now; the next `consensus_update` uses it."""
+        self._post(watched=True)
+
+    def _post(self, watched: bool) -> None:
+        """Post the exchange, unless it is posted; `watched` if a script may run before it ends."""
         if self.group.size == 1 or self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
             return
         if not self._mixes_now:
@@ -96,16 +101,22 @@ class Mixer:
         self.group.require_open()
         self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
-        self.edits.seal(self._round, self.step)
+        self.edits.seal(self._round, self.step, watched)
         self.buckets.claim(Use.RECEIVING)
         self.group.hold(self)
-        what = f"the exchange of step {self.step}"
-        if self.compressor is None:
-            self.exchange.post(
-                self._round, what, self.edits.outgoing, self.edits.incoming(), confirm=self.edits.confirm
-            )
-        else:
-            self.compressor.post(self._round, what, self.edits.confirm)
+        messages, encode = self.compressor.messages(self._round) if self.compressor else (self._parameters_of, None)
+        self.exchange.post(
+            self._round,
+            f"the exchange of step {self.step}",
+            lambda local, receiver: [*messages(local, receiver), *self.edits.outgoing(local)],
+            self.edits.incoming(),
+            encode,
+            self.edits.confirm,
+        )
+
+    def _parameters_of(self, local: int, receiver: int | None) -> Sequence[Tensor]:
+        """Return x, which is sent as it is to every receiver."""
+        return self.buckets.values(local)
 
     def drain(self) -> None:
         """Wait for the exchange in flight. The received parameters are kept for the next `consensus_update`."""
@@ -135,13 +146,14 @@ class Mixer:
             WorkerLostError: a neighbor died or did not answer within the timeout.
             NonFiniteError: a neighbor's or this worker's parameters are not finite, or on a GPU were so in the step
                 before; nothing is mixed then.
-            RuntimeError: parameters were changed while their exchange was in flight, see `EditGuard`.
+            RuntimeError: parameters were changed while their exchange was in flight, or are of another step or
+                optimizer than this worker's, see `EditGuard`.
         """
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         if self.buckets.use is Use.UPDATE:
             self.buckets.drop()  # the local step before failed
         self.parameters.equalize_newcomers(self.group)
-        self.start_exchange()
+        self._post(watched=False)
         self.drain()
         self.arrivals.settle()
         if not self._mixes_now:
@@ -154,14 +166,15 @@ class Mixer:
             return []
         if self.group.size == 1:
             self._follow_changes()  # with several processes, `start_exchange` has done it
-        self.edits.check(self._round, self.step, uncompressed=self.compressor is None, late=self.arrivals.checks_late)
+        self.edits.check(self._round, late=self.arrivals.checks_late)
         self.buckets.claim(Use.UPDATE)
         # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
         # that keeps the mean of the workers exact.
         if self.compressor is None:
-            updates = form_updates(gamma, self._round, self.rounds, self.buckets)
+            updates = form_updates(gamma, self._round, self.rounds, self.buckets, with_sums=self.edits.watched)
         else:
             updates = self.compressor.form_updates(gamma, self._round)
+        self.edits.remember(updates, self._round)
         self.arrivals.check(updates, self.step, self._round)
         if self.order == "mix_first":
             self._add(updates)
@@ -210,6 +223,7 @@ class Mixer:
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)
+        self.edits.forget_meetings()
         if self.compressor is None:
             self.buckets.reserve(self.rounds.slots)
         else:

@@ -47,6 +47,9 @@ class Rounds:
         self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
         """Plans of the local workers, by round."""
         self._busiest: int | None = None
+        self._partners = [
+            [self._partner_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)
+        ]
         self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
         """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
 
@@ -77,6 +80,17 @@ class Rounds:
     def local(self, workers: Iterable[int]) -> list[int]:
         """Return those of `workers` that this process holds, counted from its first one."""
         return [worker - self.workers.start for worker in workers if worker in self.workers]
+
+    def partner(self, round_: int, local: int = 0) -> int | None:
+        """Return the worker of another process that a local worker is paired with: neither has other neighbors."""
+        return self._partners[round_ % len(self._partners)][local]
+
+    def _partner_of(self, round_: int, worker: int) -> int | None:
+        plan = self._planned(round_, worker)
+        if plan.averaging_group or len(plan.weights) != 1 or not self.elsewhere(plan.weights):
+            return None
+        (other,) = plan.weights
+        return other if list(self.topology.plan(round_, other).weights) == [worker] else None
 
     def peers(self, round_: int) -> tuple[int, ...]:
         """Return the ranks of the other processes that send to this one in a round."""

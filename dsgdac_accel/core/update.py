@@ -10,6 +10,7 @@ An update is kept as scale * difference, so that gamma costs no pass over memory
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from dsgdac_accel.topology import RoundPlan
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
 _MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
+SUMMED_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Update:
     """(D,) for each bucket."""
     square: Tensor | None = None
     """Squared norm of the difference, shape (), if it was measured while the difference was formed."""
+    sums: Tensor | None = None
+    """Sums of the bits of the difference, one for each `SUMMED_BYTES` of a bucket, if asked for; see `pair_update`."""
     skip: Tensor | None = None
     """1 on the device, shape (), if nothing may be added."""
     worker: int = 0
@@ -91,6 +95,38 @@ def consensus_update(
     return Update(gamma * total, list(out), torch.stack(squares).sum() if squares else None)
 
 
+def pair_update(
+    gamma: float,
+    weight: float,
+    x: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    comes_first: bool,
+    out: Sequence[Tensor],
+    with_sums: bool = False,
+) -> Update:
+    """Form the same update for one of two workers i < j that only have each other as neighbors.
+
+    Both form x_j - x_i, with equal bits, if each received what the other still has. Sums of these bits tell.
+
+    Args:
+        gamma, x, out: as for `consensus_update`; `out` may be `theirs`.
+        weight: W_ij.
+        theirs: the parameters of the other worker, a tensor (D,) for each bucket.
+        comes_first: whether this worker is i.
+        with_sums: whether to sum the bits.
+    """
+    squares: list[Tensor] = []
+    sums: list[Tensor] | None = [] if with_sums else None
+    for own, other, target in zip(x, theirs, out, strict=True):
+        squares += _subtract(other, own, target, sums) if comes_first else _subtract(own, other, target, sums)
+    return Update(
+        gamma * weight if comes_first else -gamma * weight,
+        list(out),
+        torch.stack(squares).sum() if squares else None,
+        torch.cat(sums) if sums else None,
+    )
+
+
 def group_update(
     gamma: float, weights: Sequence[float], x: Sequence[Tensor], total: Sequence[Tensor], out: Sequence[Tensor]
 ) -> Update:
@@ -108,8 +144,11 @@ def group_update(
     return Update(gamma * sum(weights), list(out))
 
 
-def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets) -> list[Update]:
-    """Form the updates of the local workers that take part in the round, in place of what they received."""
+def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_sums: bool = False) -> list[Update]:
+    """Form the updates of the local workers that take part in the round, in place of what they received.
+
+    With sums of the bits of the differences of pairs, if they are asked for.
+    """
     first = rounds.workers.start
     updates: dict[int, Update] = {}
     for local, worker in enumerate(rounds.workers):
@@ -118,6 +157,12 @@ def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets) ->
             continue
         if plan.averaging_group:
             updates |= _updates_of_group(gamma, plan, plan.averaging_group, rounds, buckets)
+            continue
+        other = rounds.partner(round_, local)
+        if other is not None:
+            theirs = buckets.received[local][0]
+            x, weight = buckets.values(local), plan.weights[other]
+            updates[local] = pair_update(gamma, weight, x, theirs, worker < other, theirs, with_sums)
             continue
         update = updates[local] = _update_of(gamma, local, plan, rounds, buckets)
         partner = next(iter(plan.weights))
@@ -180,10 +225,30 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = No
         )
 
 
-def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
-    """out <- a - b, all (D,); return the squared norms of its pieces, each taken while the piece is in the cache."""
-    if out.device.type != "cpu":  # nothing stays in the cache, and `dot` would read the difference twice
-        return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
-    piece = _PIECE * torch.get_num_threads()
+def _subtract(a: Tensor, b: Tensor, out: Tensor, sums: list[Tensor] | None = None) -> list[Tensor]:
+    """out <- a - b, all (D,); return the squared norms of its pieces, each taken while the piece is in the cache.
+
+    Likewise append the sums of its bits to `sums`, if it is given.
+    """
+    on_cpu = out.device.type == "cpu"  # elsewhere nothing stays in the cache, and `dot` would read the difference twice
+    piece = _PIECE * torch.get_num_threads() if on_cpu else max(1, len(out))
+    words = out.view(torch.int64) if sums is not None else out.new_empty(0, dtype=torch.int64)
+    parts = words.split(piece * out.element_size() // 8)
+    squares = []
     pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
-    return [torch.dot(torch.sub(theirs, mine, out=difference), difference) for theirs, mine, difference in pieces]
+    for (theirs, mine, difference), part in itertools.zip_longest(pieces, parts):
+        torch.sub(theirs, mine, out=difference)
+        norm = torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square()
+        squares.append(norm)
+        if sums is not None:
+            sums += _bit_sums(part)
+    return squares
+
+
+def _bit_sums(words: Tensor) -> list[Tensor]:
+    """Return sums of int64 words, modulo 2^64, over `SUMMED_BYTES` each but for the last."""
+    row = SUMMED_BYTES // 8
+    if len(words) % row == 0:
+        return [words.view(-1, row).sum(1)]
+    whole = len(words) // row * row
+    return [words[:whole].view(-1, row).sum(1), words[whole:].sum(0, keepdim=True)]

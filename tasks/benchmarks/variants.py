@@ -167,19 +167,12 @@ class NoEditGuard(EditGuard):
     """Looks for no edits: what `EditGuard` costs is the difference to it."""
 
     def __init__(self, mixer: Mixer) -> None:
-        super().__init__(mixer.group, mixer.rounds, mixer.buckets, mixer.parameters)
+        super().__init__(mixer.exchange, mixer.buckets, mixer.parameters, uncompressed=True)
 
-    def seal(self, round_: int, step: int) -> None:
-        """Sum nothing."""
+    def seal(self, round_: int, step: int, watched: bool) -> None:
+        """Sum and send nothing."""
 
-    def outgoing(self, local: int, receiver: int | None) -> list[Tensor]:
-        """Return the parameters alone."""
-        return self.buckets.values(local)
-
-    def confirm(self) -> None:
-        """Sum nothing."""
-
-    def check(self, round_: int, step: int, uncompressed: bool, late: bool) -> None:
+    def check(self, round_: int, late: bool) -> None:
         """Compare nothing."""
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.edits import block_sums
+from dsgdac_accel.core.edits import OF_DIFFERENCES, block_sums
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
 from tests.selection import slow_except
 from tests.workers import run_workers
@@ -58,8 +58,10 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
         _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
-        sums = block_sums([torch.zeros(size // 4)], 0).nbytes if comm_dtype == "full" else 0
-        assert (sent - sums) / size == pytest.approx(share, rel=0.02)
+        words = 4  # channel, step and two more, then sums of the parameters and of the last difference
+        if comm_dtype == "full":
+            words += len(block_sums([torch.zeros(size // 4)], 0)) + OF_DIFFERENCES.count(size)
+        assert (sent - 8 * words) / size == pytest.approx(share, rel=0.02)
 
 
 RUNS = [

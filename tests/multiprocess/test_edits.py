@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
+from dsgdac_accel.core import exchange
+from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
 STEPS = 3
@@ -44,6 +46,11 @@ def edit(weight: nn.Parameter, how: str) -> None:
         weight.data.fill_(1000.0)
         time.sleep(0.8)
         weight.data.copy_(kept)
+    elif how == "element":  # once everything was sent; in a row that the sums of this step leave out
+        time.sleep(0.8)
+        weight.data.view(-1)[1_000_000] += 1e-3
+    elif how == "element of a view":
+        weight.detach().view(-1)[1_000_000] = weight.detach().view(-1)[1_000_000]
     elif how == "data":
         weight.data.add_(6.0)
     elif how == "no_grad":
@@ -70,6 +77,14 @@ def test_an_edit_in_flight_ends_the_run_by_name_or_does_no_harm(workers, options
     for error in errors:
         assert f"worker {EDITOR}: 1.weight was changed while its exchange was in flight" in error
     assert any("overlap=False" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("how", "who"), [("element", "worker 0 or worker 1"), ("element of a view", f"worker {EDITOR}")]
+)
+def test_one_element_that_is_changed_once_in_a_large_model_is_noticed(how, who):
+    for outcome in try_workers(train, 2, how, {"topology": "one_peer_ring"}, False, timeout=60):
+        assert f"{who}: 1.weight was changed while its exchange was in flight at step 1" in outcome.error
 
 
 def test_without_overlap_weights_may_be_changed_between_steps():
@@ -102,3 +117,49 @@ def test_workers_can_be_made_equal_in_the_middle_of_training():
     (first, change), (second, other_change) = run_workers(make_equal_again, 2)
     assert first == second
     assert (change, other_change) == pytest.approx((0.0, -1.0))
+
+
+# ---- workers that are not in step
+
+
+def mix_with_equal_tags(rank: int, what: str, topology: str, options: dict, late: bool) -> str:
+    """Mix the parameters of two optimizers, as on NCCL, which ignores tags. Return the error."""
+    exchange._CHANNELS = exchange._ROUNDS = 1
+    group = WorkerGroup(torch.device("cpu"), 10)
+    mixers: dict[str, Mixer] = {}
+    for name in sorted("a" if what == "nothing" else "ab", reverse=what == "order" and rank == 1):
+        parameter = nn.Parameter(torch.full((3,), float(rank)))
+        mixers[name] = Mixer([parameter], build_topology(topology, group.size), group, **options)
+        mixers[name].arrivals.checks_late = late
+    if what == "step" and rank == 1:
+        mixers["a"].start_at(1)
+    try:
+        for _ in range(2):
+            for _, mixer in sorted(mixers.items()):
+                mixer.add(mixer.consensus_update(0.5))
+                if what == "nothing" and rank == 0:  # worker 1 posts within the next step, and sums nothing
+                    mixer.start_exchange()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+KINDS = [("ring", 2, {}), ("complete", 3, {}), ("ring", 2, {"comm_dtype": "int8"}), ("ring", 3, {})]
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "options", "late", "what"),
+    slow_except(
+        [("ring", 2, {}, False, "order"), ("ring", 2, {}, False, "nothing"), ("complete", 3, {}, True, "step")],
+        [(*kind, late, what) for kind in KINDS for late in (False, True) for what in ("step", "order", "nothing")],
+    ),
+)
+def test_workers_of_different_steps_or_optimizers_are_not_mixed_silently(topology, workers, options, late, what):
+    messages = run_workers(mix_with_equal_tags, workers, what, topology, options, late)
+    expected = {
+        "step": ("worker 1", "at step 0", "at step 1", "All workers must take every optimizer step"),
+        "order": ("different optimizers", "in the same order on all workers"),
+        "nothing": ("no error",),
+    }
+    for words in expected[what]:
+        assert all(words in message for message in messages)

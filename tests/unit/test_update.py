@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.core.update import add_scaled, consensus_update, group_update
+from dsgdac_accel.core.update import SUMMED_BYTES, add_scaled, consensus_update, group_update, pair_update
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import Topology
 
@@ -32,6 +32,28 @@ def test_the_update_is_gamma_times_the_weighted_differences(weights):
     moved = x.clone()
     update.add_to(0, moved)
     torch.testing.assert_close(moved, x + expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_pair_forms_one_difference_whose_bits_tell_of_any_edit(threads):
+    size = 2**19 + 96
+    low, high = (x.float() for x in tensors(2, size))
+    before, *_ = torch.get_num_threads(), torch.set_num_threads(threads)
+    try:
+        pairs = [(low, high, True), (high, low, False)]
+        first, second = (pair_update(GAMMA, 0.5, [x], [o], c, [torch.empty(size)], True) for x, o, c in pairs)
+        for x, other, update in ((low, high, first), (high, low, second)):
+            moved = x.clone()
+            update.add_to(0, moved)
+            torch.testing.assert_close(moved, x + GAMMA * 0.5 * (other - x))
+        assert torch.equal(first.sums, second.sums)
+        for place in (0, size // 2, size - 1):
+            edited = low.clone()
+            edited[place] += 1e-5
+            third = pair_update(GAMMA, 0.5, [edited], [high], True, [torch.empty(size)], True)
+            assert (third.sums != first.sums).nonzero().flatten().tolist() == [place * 4 // SUMMED_BYTES]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("count", [3, 5])
