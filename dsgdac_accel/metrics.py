@@ -100,7 +100,8 @@ class ConsensusLogger:
             The merged record.
         """
         copies = {name: HostCopy(value) for name, value in values.items() if _is_number(value)}
-        numbers = {name: copy.read().item() for name, copy in reversed(copies.items())}  # the first read is the last copy
+        # The last copy first: when it has arrived, the others have, too.
+        numbers = {name: copy.read().item() for name, copy in reversed(copies.items())}
         merged = {name: numbers.get(name, value) for name, value in values.items()}
         merged |= {name: value for name, value in self.metrics().items() if name not in values}
         for sink in self.sinks:

@@ -61,8 +61,8 @@ class ArrivalGuard:
     def disagreement(self) -> float:
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part.
 
-        That is its distance to the mean of its neighbors; for several local workers the mean of theirs. On a GPU, asking
-        waits until the mix of that round is done.
+        That is its distance to the mean of its neighbors; for several local workers the mean of theirs. On a GPU,
+        asking waits until the mix of that round is done.
         """
         if isinstance(self._disagreement, HostCopy):
             self._disagreement = float(self._disagreement.read())
@@ -99,9 +99,11 @@ class ArrivalGuard:
             NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
             RuntimeError: they were changed while their exchange was in flight.
         """
-        self.edits.settle()
         unread, self._unread = self._unread, None
-        if unread is not None and not math.isfinite(self.disagreement):
+        # Read first what was queued last: if the host has to wait, then only once.
+        far = unread is not None and not math.isfinite(self.disagreement)
+        self.edits.settle()
+        if unread is not None and far:
             self._raise_nonfinite(*unread, perhaps=", or too far away for the square of the distance")
 
     def forget(self) -> None:
@@ -160,7 +162,7 @@ class GradientGuard:
         self._step = 0
         self._by_worker: list[list[Parameter]] = []
         self._found: HostCopy | list[int] = []
-        """The local workers whose gradient is not finite, or a flag for each of them; for fp16 training a single one."""
+        """The local workers whose gradient is not finite, or a flag for each; for fp16 training a single flag."""
         self._scaler: Any = None
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._found_inf: Tensor | None = None

@@ -6,18 +6,15 @@ Here on the CPU, where the same code runs when told to; on a GPU only the way of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
-from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.update import add_scaled
+from tests.host_waits import HostWaits
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
 from tests.multiprocess.test_against_simulation import make_model as simulated_model
@@ -34,50 +31,6 @@ FUSED = {
 # ---- no waiting
 
 
-class _RefusesOperations(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        waits = func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
-        assert not waits or _Guard.reading, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-class _RefusesMethods(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        waits = func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu)
-        assert not waits or _Guard.reading, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-class _Guard:
-    reading = False
-    """Whether something is read that was copied to the host in an earlier step."""
-
-    @classmethod
-    @contextlib.contextmanager
-    def refuses_to_wait(cls) -> Iterator[None]:
-        """Inside, whatever would wait for what a GPU has queued in this step fails."""
-        begin, is_set, new = HostCopy.__init__, HostCopy.is_set, []
-
-        def noted(copy: HostCopy, values: torch.Tensor) -> None:
-            begin(copy, values)
-            new.append(copy)
-
-        def read(copy: HostCopy) -> bool:
-            assert copy not in new, "a figure of this very step is waited for"
-            cls.reading = True
-            try:
-                return is_set(copy)
-            finally:
-                cls.reading = False
-
-        HostCopy.__init__, HostCopy.is_set = noted, read
-        try:
-            with _RefusesMethods(), _RefusesOperations():
-                yield
-        finally:
-            HostCopy.__init__, HostCopy.is_set = begin, is_set
-
-
 def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     accelerator = GossipAccelerator(
         gossip=GossipConfig(topology=topology, power=2.0, start_step=6, timeout=30, log_every=0, **options)
@@ -87,12 +40,15 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.arrivals.checks_late = True
+    waits = HostWaits()
     for step in range(STEPS):
         accelerator.backward(loss_of(model, rank, step))
-        with contextlib.nullcontext() if step == 0 else _Guard.refuses_to_wait():  # the first one compares settings
+        waits.next_step()
+        with contextlib.nullcontext() if step == 0 else waits.counted():  # the first one compares settings
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    assert not waits.places, "a step waits for the device"
     return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.guard.skipped}
 
 
@@ -119,13 +75,6 @@ def test_a_normal_step_of_a_rounded_exchange_never_waits(comm_dtype):
     x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
     found = torch.stack([r["x"] for r in run_workers(train, 3, "one_peer_ring", "sgd", {"comm_dtype": comm_dtype})])
     assert 0 < float((found - x).norm()) < 0.03 * float((x - x.mean(0)).norm())
-
-
-def test_the_guard_of_these_tests_sees_a_step_that_waits():
-    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
-    for wait in (lambda x: bool(x > 0), float, torch.Tensor.tolist, lambda x: HostCopy(x).is_set()):
-        with pytest.raises(AssertionError, match="wait"), _Guard.refuses_to_wait():
-            wait(optimizer.param_groups[0]["params"][0].detach().sum())
 
 
 # ---- gradients
