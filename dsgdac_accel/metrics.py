@@ -110,7 +110,7 @@ class ConsensusLogger:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is Tensor and value.numel() == 1
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _plain(value: Any) -> Any:

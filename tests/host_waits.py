@@ -41,6 +41,7 @@ class HostWaits:
         self._step_began = 0
         self._host: dict[int, torch.Tensor] = {}
         self._made: dict[int, tuple[HostCopy, int]] = {}
+        self._paused = False
         self.after_wait: Any = None
         """Called at each wait, if set."""
 
@@ -65,7 +66,11 @@ class HostWaits:
         gather = WorkerGroup.all_gather_object
 
         def gathered(group: WorkerGroup, *args: Any) -> list[Any]:
-            answers = gather(group, *args)
+            outside, self._paused = self._paused, True  # objects are pickled and sent by the host
+            try:
+                answers = gather(group, *args)
+            finally:
+                self._paused = outside
             for leaf in tree_leaves(answers):
                 if isinstance(leaf, torch.Tensor):
                     self.on_host(leaf)
@@ -95,7 +100,7 @@ class HostWaits:
 
     def wait(self, place: str | None, until: int | None = None) -> None:
         """Count a wait."""
-        if place is not None:
+        if place is not None and not self._paused:
             self._reached = max(self._reached, self.queued if until is None else until)
             self.places[place] += 1
             if self.after_wait is not None:

@@ -33,14 +33,14 @@ class Update:
     difference: list[Tensor]
     """(D,) for each bucket."""
     square: Tensor | None = None
-    """Squared norm of the difference, shape (), if it was measured while the difference was formed."""
+    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), if it was measured while the difference was formed."""
     skip: Tensor | None = None
     """1 on the device, shape (), if nothing may be added."""
     worker: int = 0
     """The local worker."""
 
     def norm(self) -> Tensor:
-        """Return the Euclidean norm of the difference over all buckets, shape ()."""
+        """Return the distance of the worker to the mean of its neighbors, over all buckets, shape ()."""
         if self.square is not None:
             return self.square.sqrt()
         norms = [torch.linalg.vector_norm(part) for part in self.difference]
@@ -96,16 +96,18 @@ def group_update(
 ) -> Update:
     """Form the same update for one of m workers that average, from the sum of x over the group.
 
-    With W_j = 1 / m, the difference is (total - m x) / (m - 1).
+    With W_j = 1 / m, the difference to the mean of the others is (total - m x) / (m - 1). Its denominator goes into the
+    scale, where it costs no pass.
 
     Args:
         gamma, weights, x, out: as for `consensus_update`; `out` may be `total`.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
-    others = len(weights)
+    others, squares = len(weights), []
     for own, everybody, target in zip(x, total, out, strict=True):
-        torch.sub(everybody, own, alpha=others + 1, out=target).div_(others)
-    return Update(gamma * sum(weights), list(out))
+        squares += _subtract(everybody, own, target, factor=others + 1)
+    square = torch.stack(squares).sum() / others**2 if squares else None
+    return Update(gamma * sum(weights) / others, list(out), square)
 
 
 def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets) -> list[Update]:
@@ -180,10 +182,13 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = No
         )
 
 
-def _subtract(a: Tensor, b: Tensor, out: Tensor) -> list[Tensor]:
-    """out <- a - b, all (D,); return the squared norms of its pieces, each taken while the piece is in the cache."""
+def _subtract(a: Tensor, b: Tensor, out: Tensor, factor: int = 1) -> list[Tensor]:
+    """out <- a - factor * b, all (D,); return the squared norms of its pieces, each taken while it is in the cache."""
     if out.device.type != "cpu":  # nothing stays in the cache, and `dot` would read the difference twice
-        return [torch.linalg.vector_norm(torch.sub(a, b, out=out)).square()]
+        return [torch.linalg.vector_norm(torch.sub(a, b, alpha=factor, out=out)).square()]
     piece = _PIECE * torch.get_num_threads()
     pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
-    return [torch.dot(torch.sub(theirs, mine, out=difference), difference) for theirs, mine, difference in pieces]
+    return [
+        torch.dot(torch.sub(theirs, mine, alpha=factor, out=difference), difference)
+        for theirs, mine, difference in pieces
+    ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
-from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
+from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, nonfinite_workers, skips_on_device
 from dsgdac_accel.core.update import add_scaled
 from tests.host_waits import HostWaits
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
@@ -23,9 +23,10 @@ from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
-FUSED = {
+OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=1e-2, foreach=True),  # not fused: the host is asked
 }
 
 # ---- no waiting
@@ -36,7 +37,7 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
         gossip=GossipConfig(topology=topology, power=2.0, start_step=6, timeout=30, log_every=0, **options)
     )
     model = simulated_model()
-    optimizer = FUSED[optimizer_name](model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.arrivals.checks_late = True
@@ -85,7 +86,7 @@ def poison(rank: int, optimizer_name: str, late: bool, steps: set[int], limit: i
         gossip=GossipConfig(topology="complete", power=0, max_consecutive_nonfinite=limit, **FAST)
     )
     model = make_model()
-    model, optimizer = accelerator.prepare(model, FUSED[optimizer_name](model.parameters()))
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS[optimizer_name](model.parameters()))
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.arrivals.checks_late = late
     history = []
@@ -105,8 +106,8 @@ def poison(rank: int, optimizer_name: str, late: bool, steps: set[int], limit: i
 @pytest.mark.parametrize(
     ("steps", "optimizer"),
     slow_except(
-        [({0, 1}, "adam"), ({2, 4}, "sgd")],
-        [(steps, optimizer) for optimizer in ("sgd", "adam") for steps in ({0, 1}, {2, 4}, {5})],
+        [({0, 1}, "adam"), ({2, 4}, "sgd"), ({2, 4}, "foreach")],
+        [(steps, optimizer) for optimizer in OPTIMIZERS for steps in ({0, 1}, {2, 4}, {5})],
     ),
     ids=str,
 )
@@ -154,6 +155,8 @@ def test_the_flag_on_the_device_says_what_the_host_would_find(gradients):
     flag = nonfinite_flag(parameters)
     assert flag.shape == ()
     assert float(flag) == len(nonfinite_workers([parameters]))
+    others = [with_gradients(None), with_gradients(torch.ones(2))]
+    assert nonfinite_flags([others[0], parameters, others[1]]).tolist() == [0.0, float(flag), 0.0]
 
 
 def test_without_gradients_there_is_no_flag():
@@ -198,7 +201,7 @@ def test_a_sum_is_left_out_where_the_flag_is_set():
 def diverge(rank: int, topology: str, options: dict, then: str) -> str:
     accelerator = GossipAccelerator(gossip=GossipConfig(topology=topology, **FAST, **options))
     model = make_model()
-    model, optimizer = accelerator.prepare(model, FUSED["adam"](model.parameters()))
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["adam"](model.parameters()))
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.arrivals.checks_late = True
     try:
