@@ -77,7 +77,9 @@ class HostWaits:
             return answers
 
         def noted(copy: HostCopy, values: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            outside, self._paused = self._paused, True
             begin(copy, values, *args, **kwargs)
+            self._paused = outside
             self.queued += 1
             self._made[id(copy)] = copy, self.queued
 
@@ -188,3 +190,33 @@ class _Functions(TorchFunctionMode):
             result = result.detach().clone()  # another tensor, as between a GPU and the host
             self.waits.on_host(result) if down else self.waits.off_host(result)
         return result
+
+
+class GPUStandIn:
+    """Stands in for events of a GPU and for page-locked memory, of which a machine without a GPU has none."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.events: list[Any] = []
+        self.pinned: list[int] = []
+        empty = torch.empty
+
+        def allocated(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            self.pinned += [args[0]] if pin_memory else []
+            return empty(*args, **kwargs)
+
+        stand_in = self
+
+        class Event:
+            def __init__(self, blocking: bool = False) -> None:
+                self.blocking, self.recorded, self.waits = blocking, 0, 0
+                stand_in.events.append(self)
+
+            def record(self, stream: Any) -> None:
+                self.recorded += 1
+
+            def synchronize(self) -> None:
+                self.waits += 1
+
+        monkeypatch.setattr(torch, "empty", allocated)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

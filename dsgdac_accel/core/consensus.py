@@ -81,7 +81,7 @@ class Average:
         The mean is formed in the receive buffers if they are free, or else in new memory of the size of a bucket.
         """
         if self.mixer.topology.num_workers == 1:
-            self._latest = Consensus(0.0, 0.0, self.mixer.step)
+            self._latest, self._arriving = Consensus(0.0, 0.0, self.mixer.step), None
             return
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         self.mixer.drain()

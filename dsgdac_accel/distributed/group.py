@@ -346,7 +346,7 @@ class WorkerGroup:
         return tensor
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
-        """The small picklable `value` of every worker, by rank, on every worker: one collective for up to 1 KiB, or two.
+        """The small picklable `value` of every worker, by rank, on every worker. One collective, or two above 1 KiB.
 
         Raises RuntimeError if the workers are in different collectives.
         """

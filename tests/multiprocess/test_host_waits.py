@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
+from dsgdac_accel.checkpoint import staging
 from dsgdac_accel.core import update
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.pytorch import Gossip
-from tests.host_waits import HostWaits
+from tests.host_waits import GPUStandIn, HostWaits
 from tests.kernel_launches import KernelLaunches
 from tests.workers import run_workers
 
@@ -54,6 +55,9 @@ def steps_of(optimizer_name: str, options: dict, dtype: torch.dtype, scaled: boo
     for step in range(4):
         loss = model(torch.randn(4 * workers, 8).to(dtype)).float().square().mean()
         (loss if scaler is None else scaler.scale(loss)).backward()
+        if dtype is torch.bfloat16:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)  # a script that writes weights
         waits.next_step()
         if step < 2:  # the first step compares settings, and momentum has no buffers yet
             optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
@@ -168,6 +172,26 @@ def test_a_log_and_a_radius_wait_once_and_a_calibration_for_its_result_alone(tmp
             "calibration": 2,  # the statistics of all layers, and their way back to the device
             "pooling": 2,
         }
+
+
+def test_a_background_save_waits_for_the_digests_of_what_is_not_trained_alone(tmp_path, monkeypatch):
+    GPUStandIn(monkeypatch)
+    monkeypatch.setattr(staging, "_is_on_gpu", lambda tensor: True)
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(log_every=0, workers_per_process=2))
+    model = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.BatchNorm1d(300), nn.Linear(300, 1))
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["default"](model.parameters()))
+    look_late(accelerator.gossip_steps, accelerator.group)
+    accelerator.backward(model(torch.randn(8, 8)).square().mean())
+    optimizer.step()
+    waits = HostWaits()
+    with waits.counted():
+        accelerator.save_state(tmp_path / "state", wait=False)
+    assert waits.take() == {"tensor_bytes.py:<dictcomp>": 1}
+    accelerator.finish_saving()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    accelerator.load_state(tmp_path / "state")
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 # ---- kernels

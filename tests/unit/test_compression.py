@@ -149,7 +149,7 @@ def test_mixed_dtypes_save_launches_and_change_no_bit(name, dtype, monkeypatch):
     def exchanged(mixes):
         monkeypatch.setattr(compression, "_mixes_dtypes", lambda device: mixes)
         rounding, skip = Rounding(CODECS[name](), x), torch.zeros(())
-        edge = Edge(0.5, torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16(), None, None)
+        edge = Edge(1.0, torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16(), None, None)
         moved = x.clone()
         with KernelLaunches(ignored=(torch.ops.aten.zeros,)) as launched:
             edge.mine, edge.theirs = (sent_with(rounding, value, edge.reference) for value in (x, y))

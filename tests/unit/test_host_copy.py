@@ -6,35 +6,7 @@ import torch
 from dsgdac_accel.checkpoint import staging
 from dsgdac_accel.checkpoint.serialization import decode, encode
 from dsgdac_accel.core.host_copy import HostCopy
-
-
-class StandIn:
-    """Events of a GPU and page-locked memory."""
-
-    def __init__(self, monkeypatch):
-        self.events, self.pinned = [], []
-        empty = torch.empty
-
-        def allocated(*args, pin_memory=False, **kwargs):
-            self.pinned += [args[0]] if pin_memory else []
-            return empty(*args, **kwargs)
-
-        stand_in = self
-
-        class Event:
-            def __init__(self, blocking=False):
-                self.blocking, self.recorded, self.waits = blocking, 0, 0
-                stand_in.events.append(self)
-
-            def record(self, stream):
-                self.recorded += 1
-
-            def synchronize(self):
-                self.waits += 1
-
-        monkeypatch.setattr(torch, "empty", allocated)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+from tests.host_waits import GPUStandIn
 
 
 class OnGPU(torch.Tensor):
@@ -42,15 +14,15 @@ class OnGPU(torch.Tensor):
 
 
 def test_whoever_waits_for_a_copy_sleeps(monkeypatch):
-    gpu = StandIn(monkeypatch)
+    gpu = GPUStandIn(monkeypatch)
     copy = HostCopy(torch.tensor([1.0, 2.0]).as_subclass(OnGPU))
     assert copy.read().tolist() == [1.0, 2.0]
-    ((event),) = gpu.events
+    (event,) = gpu.events
     assert (event.blocking, event.recorded, event.waits) == (True, 1, 1), "a thread would spin on a processor"
 
 
 def test_a_state_is_staged_in_one_buffer_and_waited_for_once(monkeypatch):
-    gpu = StandIn(monkeypatch)
+    gpu = GPUStandIn(monkeypatch)
     monkeypatch.setattr(staging, "_is_on_gpu", lambda tensor: True)
     state = {
         "weight": torch.randn(3, 5),
@@ -77,7 +49,7 @@ def test_a_state_is_staged_in_one_buffer_and_waited_for_once(monkeypatch):
 
 
 def test_page_locked_memory_is_bounded_and_what_does_not_fit_is_copied_all_the_same(monkeypatch):
-    gpu = StandIn(monkeypatch)
+    gpu = GPUStandIn(monkeypatch)
     monkeypatch.setattr(staging, "_is_on_gpu", lambda tensor: tensor.numel() < 1000)
     monkeypatch.setattr(staging, "MOST_PINNED_BYTES", 1000)
     tensors = {str(size): torch.randn(size) for size in (100, 200, 20, 90, 1000)}
@@ -90,7 +62,7 @@ def test_page_locked_memory_is_bounded_and_what_does_not_fit_is_copied_all_the_s
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_tensors_of_the_cpu_are_staged_nowhere(monkeypatch, copy):
-    gpu = StandIn(monkeypatch)
+    gpu = GPUStandIn(monkeypatch)
     value = torch.ones(3)
     encoded = encode({"x": value}, copy=copy)
     assert gpu.events == gpu.pinned == []
