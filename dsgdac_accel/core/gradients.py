@@ -34,7 +34,7 @@ def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
 def nonfinite_flags(parameters: Sequence[Iterable[Parameter]]) -> Tensor:
     """Return for each worker 1 if one of its gradients is not finite, else 0, (workers,), like `nonfinite_flag`."""
     flags = [nonfinite_flag(mine) for mine in parameters]
-    like = next((flag for flag in flags if flag is not None), torch.zeros(()))
+    like = next((flag for flag in flags if flag is not None), torch.zeros((), device="cpu"))
     return torch.stack([torch.zeros_like(like) if flag is None else flag.to(like.device) for flag in flags])
 
 
