@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
@@ -192,6 +193,28 @@ def test_a_background_save_waits_for_the_digests_of_what_is_not_trained_alone(tm
     optimizer.step()
     accelerator.load_state(tmp_path / "state")
     assert all(map(torch.equal, before, model.parameters()))
+
+
+# ---- collectives of the host
+
+
+def gathers(rank: int) -> list[int]:
+    """Gather objects of different lengths; return how many collectives each took."""
+    group, calls, original = WorkerGroup(CPU, 20), [], dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+    found = []
+    for length in (0, 900, 970, 980, 990, 1000, 1010, 1100, 5000):
+        calls.clear()
+        assert group.all_gather_object("x" * (length + 7 * rank), "a") == ["x" * (length + 7 * n) for n in range(2)]
+        found.append(len(calls))
+    return found
+
+
+def test_small_objects_such_as_whether_there_is_another_batch_take_one_collective():
+    for found in run_workers(gathers, 2):
+        assert found[:2] == [1, 1]
+        assert found == sorted(found)
+        assert found[-1] == 2
 
 
 # ---- kernels
