@@ -214,6 +214,9 @@ class GPUStandIn:
             def record(self, stream: Any) -> None:
                 self.recorded += 1
 
+            def query(self) -> bool:
+                return True
+
             def synchronize(self) -> None:
                 self.waits += 1
 

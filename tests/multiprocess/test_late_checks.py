@@ -23,10 +23,13 @@ from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
-OPTIMIZERS = {
+FUSED = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-2, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=1e-2, fused=True),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=1e-2, foreach=True),  # not fused: the host is asked
+}
+OPTIMIZERS = {
+    **FUSED,
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=1e-2, foreach=True),  # the host is asked
 }
 
 # ---- no waiting
