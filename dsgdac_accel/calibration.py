@@ -57,25 +57,27 @@ class _Moments:
 
     Args:
         channels: number of channels C.
+        device: where they are kept; the host does not wait for it.
     """
 
-    def __init__(self, channels: int) -> None:
-        self.count = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.mean = torch.zeros(channels, dtype=torch.float64, device="cpu")
-        self.squares = torch.zeros(channels, dtype=torch.float64, device="cpu")
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.count = 0
+        self.mean = torch.zeros(channels, dtype=torch.float64, device=device)
+        self.squares = torch.zeros_like(self.mean)
 
     def add(self, activations: Tensor) -> None:
         """Add a batch of activations, shape (N, C, ...)."""
-        values = activations.detach().transpose(0, 1).flatten(1)
+        values = activations.detach()
         values = values if values.dtype == torch.float64 else values.float()
-        variance, mean = torch.var_mean(values, dim=1, correction=0)
-        count = torch.tensor(float(values.shape[1]), dtype=torch.float64, device="cpu")
-        self.merge(count, mean.double().cpu(), variance.double().cpu() * count)
+        count = values.numel() // max(1, values.shape[1])
+        others = [dimension for dimension in range(values.ndim) if dimension != 1]
+        variance, mean = torch.var_mean(values, dim=others, correction=0)
+        self.merge(count, mean.double(), variance.double() * count)
 
-    def merge(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
+    def merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
         """Add the moments of another set of samples (Chan, Golub and LeVeque's pairwise update)."""
         total = self.count + count
-        if total == 0:
+        if count == 0:
             return
         delta = mean - self.mean
         self.squares += squares + delta**2 * (self.count * count / total)
@@ -111,7 +113,7 @@ def calibrate_batch_norm(
     if not layers:
         return
     forward = forward or run_model
-    moments = {layer: _Moments(layer.num_features) for layer in layers}
+    moments = {layer: _Moments(layer.num_features, _device_of(layer)) for layer in layers}
     model.eval()
     tracked = [layer.track_running_stats for layer in layers]
     hooks = []
@@ -135,27 +137,51 @@ def calibrate_batch_norm(
             hook.remove()
             layer.track_running_stats = flag
         model.eval()
-    for layer in layers:
-        _merge_over_workers(layer, moments[layer], group)
+    _merge_over_workers(layers, [moments[layer] for layer in layers], group)
 
 
-def _merge_over_workers(layer: _BatchNorm, mine: _Moments, group: WorkerGroup) -> None:
-    shares = group.all_gather_object((mine.count, mine.mean, mine.squares), "calibrating BatchNorm")
-    total = _Moments(layer.num_features)
-    for share in shares:  # in rank order, so that all workers get the same bits
-        total.merge(*share)
-    if total.count == 0:
+def _merge_over_workers(layers: Sequence[_BatchNorm], mine: Sequence[_Moments], group: WorkerGroup) -> None:
+    counts = [moments.count for moments in mine]
+    values = _joined([(moments.mean, moments.squares) for moments in mine]).cpu()  # the only wait for the device
+    shares = group.all_gather_object((counts, values), "calibrating BatchNorm")
+    totals = [_Moments(layer.num_features, torch.device("cpu")) for layer in layers]
+    for counts, values in shares:  # in rank order, so that all workers get the same bits
+        for total, count, (mean, squares) in zip(totals, counts, _of_layers(values, layers), strict=True):
+            total.merge(count, mean, squares)
+    if not all(total.count for total in totals):
         raise ValueError(
             "BatchNorm calibration saw no samples: the calibration loader is empty on every worker. "
             "Pass a loader with data, or calibrate=None to pool the workers' running statistics."
         )
-    if not bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()):
+    if not all(bool(torch.isfinite(total.mean).all() and torch.isfinite(total.squares).all()) for total in totals):
         raise NonFiniteError(
             "BatchNorm calibration saw activations that are not finite: the deployed model has diverged. Train with a "
             "lower learning rate, or deploy an earlier checkpoint."
         )
-    layer.running_mean.copy_(total.mean)  # type: ignore[union-attr]
-    layer.running_var.copy_(total.squares / (total.count - 1).clamp(min=1))  # type: ignore[union-attr]
+    _set_statistics(layers, [(total.mean, total.squares / max(1, total.count - 1)) for total in totals])
+
+
+def _device_of(layer: _BatchNorm) -> torch.device:
+    return layer.running_mean.device  # type: ignore[union-attr]
+
+
+def _joined(of_layers: Sequence[tuple[Any, Any]]) -> Tensor:
+    """Return two tensors (C,) of each layer as one in float64, (sum of 2 C,)."""
+    return torch.cat([part.double() for parts in of_layers for part in parts])
+
+
+def _of_layers(values: Tensor, layers: Sequence[_BatchNorm]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Undo `_joined`, for values (..., sum of 2 C)."""
+    parts = iter(values.split([layer.num_features for layer in layers for _ in range(2)], dim=-1))
+    return zip(parts, parts, strict=True)
+
+
+def _set_statistics(layers: Sequence[_BatchNorm], statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Set running mean and variance of each layer; everything is moved to the device at once."""
+    everything = _joined(statistics).to(_device_of(layers[0]))
+    for layer, (mean, variance) in zip(layers, _of_layers(everything, layers), strict=True):
+        layer.running_mean.copy_(mean)  # type: ignore[union-attr]
+        layer.running_var.copy_(variance)  # type: ignore[union-attr]
 
 
 @torch.no_grad()
@@ -168,16 +194,18 @@ def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGrou
         layers_of: the layers of each worker of this process, in the same order. The first worker's are overwritten.
         group: the processes.
     """
-    for layers in zip(*layers_of, strict=True):
-        mine = [(layer.running_mean.double().cpu(), layer.running_var.double().cpu()) for layer in layers]
-        gathered = group.all_gather_object(mine, "pooling BatchNorm statistics")
-        every = [share for process in gathered for share in process]
+    first = layers_of[0]
+    if not first:
+        return
+    mine = [_joined([(layer.running_mean, layer.running_var) for layer in layers]) for layers in layers_of]
+    gathered = group.all_gather_object(torch.stack(mine).cpu(), "pooling BatchNorm statistics")
+    pooled = []
+    for means, variances in _of_layers(torch.cat(gathered), first):  # (workers, C)
         # One batch that is not finite makes a worker's running statistics useless for good.
-        shares = [share for share in every if all(bool(torch.isfinite(part).all()) for part in share)] or every
-        means = torch.stack([share[0] for share in shares])
-        variances = torch.stack([share[1] for share in shares])
-        layers[0].running_mean.copy_(means.mean(0))
-        layers[0].running_var.copy_(variances.mean(0) + means.var(0, correction=0))
+        finite = torch.isfinite(means).all(1) & torch.isfinite(variances).all(1)
+        used = finite if bool(finite.any()) else ~finite
+        pooled.append((means[used].mean(0), variances[used].mean(0) + means[used].var(0, correction=0)))
+    _set_statistics(first, pooled)
 
 
 class StatisticsCache:

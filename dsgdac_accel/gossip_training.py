@@ -176,9 +176,8 @@ class GossipTraining:
             again: False skips the optimizers whose radius was measured at this very step.
         """
         for step in self.steps:
-            latest = step.average.latest
-            if again or latest is None or latest.step != step.mixer.step:
-                step.average.measure()
+            if again or step.average.latest_step != step.mixer.step:
+                step.average.start_measurement()
         return self.metrics()
 
     def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:

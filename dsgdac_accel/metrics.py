@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.step import GossipStep
 
 PREFIX = "gossip/"
@@ -26,10 +29,11 @@ def consensus_metrics(steps: Iterable[GossipStep]) -> dict[str, float]:
 
     The first optimizer's are named "gossip/gamma", "gossip/radius", and so on; the second one's "gossip/1/gamma", ...
     """
+    newest_first = [step.metrics() for step in reversed(list(steps))]  # whoever waits for the last waits for all
     return {
         f"{PREFIX}{f'{number}/' if number else ''}{name}": value
-        for number, step in enumerate(steps)
-        for name, value in step.metrics().items()
+        for number, figures in enumerate(reversed(newest_first))
+        for name, value in figures.items()
     }
 
 
@@ -86,6 +90,8 @@ class ConsensusLogger:
     def log(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         """Pass `values` and the latest consensus metrics to every sink.
 
+        Tensors of one element are passed as numbers. The host waits for a GPU once, for all of them.
+
         Args:
             values: what to log. A value wins over a consensus metric of the same name.
             step: the optimizer step, passed to the sinks.
@@ -93,10 +99,18 @@ class ConsensusLogger:
         Returns:
             The merged record.
         """
-        merged = {**values, **{name: value for name, value in self.metrics().items() if name not in values}}
+        copies = {name: HostCopy(value) for name, value in values.items() if _is_number(value)}
+        # The last copy first: when it has arrived, the others have, too.
+        numbers = {name: copy.read().item() for name, copy in reversed(copies.items())}
+        merged = {name: numbers.get(name, value) for name, value in values.items()}
+        merged |= {name: value for name, value in self.metrics().items() if name not in values}
         for sink in self.sinks:
             sink(merged, step)
         return merged
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _plain(value: Any) -> Any:

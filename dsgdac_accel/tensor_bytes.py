@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -31,13 +32,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return own.view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device=own.device)
 
 
-def as_words(tensor: Tensor) -> tuple[Tensor, bytes]:
-    """Return the bits of a dense tensor as int64 words, (numel * element_size // 8,), and the bytes that remain."""
+def as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bits of a dense tensor as int64 words, (numel * element_size // 8,), and the bytes that remain.
+
+    Both are on the tensor's device.
+    """
     octets = as_bytes(tensor)
     if octets.data_ptr() % 8 or octets.storage_offset() % 8:  # `view` looks at the offset
         octets = octets.clone()
     whole = octets.numel() // 8 * 8
-    return octets[:whole].view(torch.int64), octets[whole:].cpu().numpy().tobytes()
+    return octets[:whole].view(torch.int64), octets[whole:].clone()  # without the memory of the others
 
 
 def narrowed(tensor: Tensor, like: Tensor) -> Tensor:
@@ -76,15 +80,37 @@ def digest(tensor: Tensor) -> str:
     >>> digest(zero) == digest(zero.clone()), digest(zero) == digest(-zero)
     (True, False)
     """
-    found = hashlib.sha256()
-    for part in _parts(tensor):
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+    return finish_digests([begin_digest(tensor)])[0]
 
 
-def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """Yield what describes a value, in an order that is the same in all processes."""
+def begin_digest(tensor: Tensor) -> list[bytes | Tensor]:
+    """Return what `finish_digests` needs of a tensor for its `digest`; the host does not wait for its device."""
+    return list(_parts(tensor))
+
+
+def finish_digests(begun: Sequence[list[bytes | Tensor]]) -> list[str]:
+    """Return a digest for each result of `begin_digest`. The host waits once for all those of a device."""
+    on_devices: dict[torch.device, list[Tensor]] = {}
+    for part in itertools.chain.from_iterable(begun):
+        if isinstance(part, Tensor):
+            on_devices.setdefault(part.device, []).append(as_bytes(part))
+    arrived = {
+        device: iter(torch.cat(parts).cpu().split([len(part) for part in parts]))
+        for device, parts in on_devices.items()
+    }
+    digests = []
+    for parts in begun:
+        found = hashlib.sha256()
+        for part in parts:
+            content = next(arrived[part.device]).numpy().tobytes() if isinstance(part, Tensor) else part
+            found.update(len(content).to_bytes(8, "little"))
+            found.update(content)
+        digests.append(found.hexdigest())
+    return digests
+
+
+def _parts(value: Any, depth: int = 0) -> Iterator[bytes | Tensor]:
+    """Yield what describes a value, in an order that is the same in all processes. Tensors stand for their bytes."""
     if isinstance(value, Tensor):
         yield from _parts_of_tensor(value, depth)
         return
@@ -95,7 +121,7 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield from _parts(child, depth + 1)
 
 
-def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
+def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes | Tensor]:
     yield f"{tensor.dtype} {list(tensor.shape)}".encode()
     if is_traceable_wrapper_subclass(tensor):
         inner, context = tensor.__tensor_flatten__()
@@ -117,7 +143,7 @@ def _parts_of_tensor(tensor: Tensor, depth: int) -> Iterator[bytes]:
     yield from _parts(_attached(tensor), depth) if _attached(tensor) else ()
 
 
-def _row_hashes(words: Tensor) -> Iterator[bytes]:
+def _row_hashes(words: Tensor) -> Iterator[Tensor]:
     """Yield sum_c k_c x_rc and sum_c l_c floor(x_rc / 2^32), mod 2^64, for the rows r of `words`, some rows at a time.
 
     Where two rows differ in the upper half of a word, the second sums are equal with
@@ -131,7 +157,7 @@ def _row_hashes(words: Tensor) -> Iterator[bytes]:
     for block in blocks if len(words) > whole else blocks[:-1]:
         columns = block.shape[1]
         sums = _times(block, first[:columns]), _times(block >> 32, second[:columns])
-        yield torch.stack(sums).cpu().numpy().tobytes()
+        yield torch.stack(sums)
 
 
 def _times(rows: Tensor, key: Tensor) -> Tensor:

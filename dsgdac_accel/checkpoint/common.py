@@ -12,7 +12,7 @@ from torch import Tensor
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.tensor_bytes import digest, is_plain
+from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
 MIN_BYTES = 1024
 """Smaller tensors stay with each worker: their line in the manifest would take as much."""
@@ -73,15 +73,15 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
     They are read anew each time. A version counter does not show writes through `.data`, which is how target networks
     are updated.
     """
-    found = {}
+    begun = {}
     for place, tensor in tensors_by_place(models).items():
         large = tensor.numel() * tensor.element_size() >= MIN_BYTES
         if not tensor.requires_grad and (large or not is_plain(tensor)):
             try:
-                found[place] = digest(tensor)
+                begun[place] = begin_digest(tensor)
             except ValueError as error:
                 raise ValueError(f"{place.name}: {error}") from error
-    return found
+    return dict(zip(begun, finish_digests(list(begun.values())), strict=True))
 
 
 def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[Place, str]) -> Common:

@@ -25,6 +25,8 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsgdac_accel.checkpoint.staging import staged
+
 FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
 
@@ -58,6 +60,10 @@ class CheckpointError(RuntimeError):
 # ---- trees of state
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass
 class Encoded:
     """A tree of state, ready to be written."""
@@ -66,6 +72,8 @@ class Encoded:
     """The tree as JSON, with the name of a tensor in place of each."""
     tensors: dict[str, Tensor]
     """Contiguous tensors on the CPU, by name."""
+    wait: Callable[[], None] = _do_nothing
+    """Returns when their values are there; from a GPU they are on their way."""
 
 
 def encode(state: Any, copy: bool = False) -> Encoded:
@@ -88,7 +96,8 @@ def encode(state: Any, copy: bool = False) -> Encoded:
     """
     encoder = _Encoder(copy)
     tree = encoder.encoded(state, ())
-    return Encoded(json.dumps(tree), encoder.tensors)
+    on_host = staged(encoder.tensors)
+    return Encoded(json.dumps(tree), on_host.tensors, on_host.wait)
 
 
 def decode(encoded: Encoded) -> Any:
@@ -97,6 +106,7 @@ def decode(encoded: Encoded) -> Any:
     Raises:
         CheckpointError: the text is not from `encode`.
     """
+    encoded.wait()
     try:
         return _decoded(json.loads(encoded.text), encoded.tensors)
     except Exception as error:  # a forged tree can lead to any error
@@ -109,6 +119,7 @@ class _Encoder:
     def __init__(self, copy: bool) -> None:
         self.copy = copy
         self.tensors: dict[str, Tensor] = {}
+        """Contiguous tensors, on their devices."""
 
     def encoded(self, value: Any, path: tuple) -> Any:
         kind = type(value)
@@ -168,7 +179,7 @@ class _Encoder:
                 f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
             )
-        own = value.detach().resolve_conj().resolve_neg().to("cpu")
+        own = value.detach().resolve_conj().resolve_neg()
         order = sorted(range(own.ndim), key=own.stride, reverse=True)
         if not own.is_contiguous() and own.permute(order).is_contiguous():
             # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
@@ -190,7 +201,7 @@ class _Encoder:
         return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
     def _encoded_values(self, own: Tensor, original: Tensor, path: tuple) -> Any:
-        if self.copy and own.data_ptr() == original.data_ptr():
+        if self.copy and own.device.type == "cpu" and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
             return {"$tensor": self._put(own, path)}
@@ -398,6 +409,7 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
         )
     yield struct.pack("<Q", len(text))
     yield text
+    encoded.wait()
     for tensor in encoded.tensors.values():
         if tensor.numel():
             yield tensor.reshape(-1).view(torch.uint8).numpy().data

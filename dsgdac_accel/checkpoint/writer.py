@@ -67,6 +67,9 @@ def save_checkpoint(
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time. Training waits only for a copy of the state in host memory.
 
+    On a GPU it does not wait for that either, up to 8 GiB of state: the copy is queued before the next step. See
+    `staging.staged`.
+
     A checkpoint becomes complete while training continues: the thread of each worker writes a receipt beside its file,
     and worker 0's thread waits for all receipts and writes the manifest. The threads use files, not messages, which
     would interleave with those of training. The next `save` or `finish` raises errors on all workers.

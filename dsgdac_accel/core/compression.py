@@ -69,16 +69,23 @@ class Int8:
             spare = torch.empty_like(values)
         blocks = values.view(-1, _BLOCK)
         # A value that is not finite shows in the scale; its level is some number.
-        scales.copy_(torch.amax(torch.abs(values, out=spare).view(-1, _BLOCK), dim=1).div_(_LARGEST))
+        if _mixes_dtypes(values.device):
+            largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
+        else:
+            largest = torch.amax(torch.abs(values, out=spare).view(-1, _BLOCK), dim=1)
+        torch.div(largest, _LARGEST, out=scales)
         steps = scales.to(values.dtype).reciprocal()
-        steps.masked_fill_(torch.isinf(steps), 0.0)  # the whole block is 0, or too near to it
+        steps.nan_to_num_(nan=torch.nan, posinf=0.0)  # the whole block is 0, or too near to it
         levels.copy_(blocks.mul_(steps[:, None]).round_())
 
     def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
         """Like `Bf16.read`."""
         levels, scales = self._parts(payload, begin, len(out))
         whole = out if len(out) == levels.numel() else out.new_empty(levels.numel())
-        whole.view(-1, _BLOCK).copy_(levels).mul_(scales[:, None])
+        if _mixes_dtypes(out.device):
+            torch.mul(levels, scales.to(out.dtype)[:, None], out=whole.view(-1, _BLOCK))
+        else:
+            whole.view(-1, _BLOCK).copy_(levels).mul_(scales[:, None])
         if whole is not out:
             out.copy_(whole[: len(out)])
 
@@ -88,6 +95,14 @@ class Int8:
         rows = slice(begin // _BLOCK, -(-(begin + count) // _BLOCK))
         levels = payload[: total * _BLOCK].view(torch.int8).view(total, _BLOCK)
         return levels[rows], payload[total * _BLOCK :].view(torch.float32)[rows]
+
+
+def _mixes_dtypes(device: torch.device) -> bool:
+    """Return whether operations take tensors of two dtypes at once, which saves passes over memory.
+
+    On a CPU, converting first is a quarter faster: the piece stays in the cache.
+    """
+    return device.type != "cpu"
 
 
 Codec = Bf16 | Int8
@@ -135,8 +150,8 @@ class Rounding:
     def encode(self, x: Tensor, reference: Tensor, message: Tensor) -> None:
         """message <- Q(x - reference)."""
         for begin, part, (values, spare, _, _) in self._pieces():
-            values.copy_(reference[part])
-            torch.sub(x[part], values, out=values)
+            near = reference[part] if _mixes_dtypes(x.device) else values.copy_(reference[part])
+            torch.sub(x[part], near, out=values)
             self.codec.write(message, begin, values, spare)
 
     def advance(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
@@ -162,7 +177,11 @@ class Rounding:
                 elif edge.weight != 1.0:
                     total.mul_(edge.weight)
                 reference = edge.reference[part]
-                reference.copy_(spare.copy_(reference).add_(other.add_(own), alpha=0.5))
+                other.add_(own)
+                if _mixes_dtypes(reference.device):
+                    reference.add_(other, alpha=0.5)
+                else:
+                    reference.copy_(spare.copy_(reference).add_(other, alpha=0.5))
             if near is not None:
                 total.add_(near[part])
             squares.append(torch.dot(total, total))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.core.buckets import Use
+from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
 
 
@@ -46,29 +47,53 @@ class Average:
         self.mixer = mixer
         self.group = mixer.group
         self.buckets = mixer.buckets
-        self.latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
-        """The latest exact measurement."""
+        self._latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
+        self._arriving: tuple[HostCopy, int, int] | None = None
+        """Means over the workers of ||x_i - x_bar|| and its square, number of workers, and step of a measurement that
+        the host has not looked at yet."""
+
+    @property
+    def latest(self) -> Consensus | None:
+        """The latest exact measurement; None before the first. On a GPU, asking waits until it is done."""
+        if self._arriving is not None:
+            (means, workers, step), self._arriving = self._arriving, None
+            distance, square = means.read().tolist()
+            self._latest = Consensus(distance, (workers * square) ** 0.5, step)
+        return self._latest
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the latest measurement; never waits."""
+        if self._arriving is not None:
+            return self._arriving[2]
+        return None if self._latest is None else self._latest.step
+
+    def measure(self) -> Consensus:
+        """Measure the exact consensus error and return it. Collective."""
+        self.start_measurement()
+        assert self.latest is not None
+        return self.latest
 
     @torch.no_grad()
-    def measure(self) -> Consensus:
-        """Measure the exact consensus error. Collective.
+    def start_measurement(self) -> None:
+        """Measure the exact consensus error, for `latest`, without waiting for a GPU. Collective.
 
         The mean is formed in the receive buffers if they are free, or else in new memory of the size of a bucket.
         """
         if self.mixer.topology.num_workers == 1:
-            self.latest = Consensus(0.0, 0.0, self.mixer.step)
-            return self.latest
+            self._latest, self._arriving = Consensus(0.0, 0.0, self.mixer.step), None
+            return
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         self.mixer.drain()
         what = f"measuring the consensus radius at step {self.mixer.step}"
-        squared = [0.0] * len(self.buckets.flats)
+        squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
         for number, (first, *others) in enumerate(zip(*self._values(), strict=True)):
             with self.buckets.scratch(number) as mean:
                 mean.copy_(first)
                 self.group.all_reduce_mean_(mean, what, others=others)
-                for worker, x in enumerate((first, *others)):
-                    squared[worker] += _squared_distance(mean, x)
-        return self._measured(squared)
+                for mine, x in zip(squares, (first, *others), strict=True):
+                    mine.append(_squared_distance(mean, x))
+        self._measured(squares)
 
     @torch.no_grad()
     def swap_in(self) -> None:
@@ -82,15 +107,15 @@ class Average:
         self.buckets.back_up()
         if self.mixer.topology.num_workers == 1:
             return
-        squared = [0.0] * len(self.buckets.flats)
+        squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
         for number, mean in enumerate(self.buckets.values(0)):
             own = [kept[number] for kept in self.buckets.backup]
             self.group.all_reduce_mean_(mean, f"averaging the workers at step {self.mixer.step}", others=own[1:])
             for worker, x in enumerate(own):
-                squared[worker] += _squared_distance(mean, x)
+                squares[worker].append(_squared_distance(mean, x))
                 if worker > 0:
                     self.buckets.values(worker)[number].copy_(mean)
-        self._measured(squared)
+        self._measured(squares)
 
     def restore(self) -> None:
         """Give the workers of this process their own parameters back, every byte."""
@@ -130,20 +155,22 @@ class Average:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved measurement."""
-        self.latest = None if state["latest"] is None else Consensus(**state["latest"])
+        self._latest, self._arriving = None if state["latest"] is None else Consensus(**state["latest"]), None
 
     def _values(self) -> list[list[Tensor]]:
         return [self.buckets.values(worker) for worker in range(len(self.buckets.flats))]
 
-    def _measured(self, squared_distances: list[float]) -> Consensus:
-        step = self.mixer.step
-        shares = self.group.all_gather_object(squared_distances, f"measuring the consensus radius at step {step}")
-        squares = [square for share in shares for square in share]
-        self.latest = Consensus(sum(square**0.5 for square in squares) / len(squares), sum(squares) ** 0.5, step)
-        return self.latest
+    def _measured(self, squared_distances: list[list[Tensor]]) -> None:
+        """Reduce the squared distances of the local workers, [worker][bucket], over all workers."""
+        step, workers = self.mixer.step, self.mixer.topology.num_workers
+        nothing = torch.zeros((), dtype=torch.float64, device="cpu")  # everything may be frozen
+        squares = torch.stack([torch.stack(mine or [nothing]).sum() for mine in squared_distances])
+        means = torch.stack([squares.sqrt().mean(), squares.mean()])
+        self.group.all_reduce_mean_(means, f"measuring the consensus radius at step {step}")
+        self._arriving = HostCopy(means), workers, step
 
 
-def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> float:
-    """Return ||a - b||^2 of flat tensors without a temporary of their size."""
+def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> Tensor:
+    """Return ||a - b||^2 of flat tensors, shape (), without a temporary of their size."""
     parts = zip(a.split(chunk), b.split(chunk), strict=True)
-    return sum(float(torch.linalg.vector_norm(x - y, dtype=torch.float64)) ** 2 for x, y in parts)
+    return torch.stack([torch.linalg.vector_norm(x - y, dtype=torch.float64) for x, y in parts]).square().sum()

@@ -14,7 +14,8 @@ class HostCopy:
     """Values on their way from their device to the host, which reads them later.
 
     From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
-    On the CPU they are cloned. For other accelerators the constructor waits.
+    On the CPU they are cloned. For other accelerators the constructor waits. A thread that reads too early sleeps: by
+    default it would spin on a processor.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -22,7 +23,7 @@ class HostCopy:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record(torch.cuda.current_stream(values.device))
         else:
             self._values = values.detach().to("cpu", copy=True)

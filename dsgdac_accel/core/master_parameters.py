@@ -78,8 +78,8 @@ class MasterParameters:
         """Whether edits through `.data` are reported a step later, as on an accelerator."""
         self._written = _fingerprints([])
         """Fingerprints of the model's parameters at the last `write_back`."""
-        self._unread: HostCopy | None = None
-        """Which parameters were changed without a trace before the last step."""
+        self._unread: tuple[HostCopy, list[bool]] | None = None
+        """Which parameters were changed before the last step, and which of these left a trace."""
         self._seen: list[Parameter] = []
         """The parameters of the optimizer at the last look."""
         self._frozen: list[Parameter] = []
@@ -287,9 +287,7 @@ class MasterParameters:
             if changed.device.type == "cpu" and not self.checks_late:
                 edited = [touched or other for touched, other in zip(edited, changed.tolist(), strict=True)]
             else:
-                if any(edited):
-                    changed &= ~torch.tensor(edited, device=changed.device)
-                self._unread = HostCopy(changed)
+                self._unread = HostCopy(changed), edited
         found = [pair for pair, touched in zip(self._pairs, edited, strict=True) if touched]
         distinct = {pair.master.data_ptr(): pair for pair in found}  # tied memory is edited once
         self._edits = [pair.edit(self.names) for pair in distinct.values()]
@@ -298,8 +296,10 @@ class MasterParameters:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        for pair, changed in zip(self._pairs, unread.read().tolist(), strict=False):  # newer masters come last
-            if changed:
+        copy, traced = unread
+        # Newer masters come last.
+        for pair, changed, touched in zip(self._pairs, copy.read().tolist(), traced, strict=False):
+            if changed and not touched:
                 raise RuntimeError(
                     f"{name_of(pair.master, self.names)} was changed through `.data`, and the float32 master that is "
                     f"trained did not follow. Change weights between steps under `torch.no_grad()` instead."

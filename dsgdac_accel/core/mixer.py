@@ -291,7 +291,7 @@ class Mixer:
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,
-            "disagreement": float(self.arrivals.disagreement),
+            "disagreement": self.arrivals.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
         }
         return state if self.compressor is None else state | self.compressor.state_dict()

@@ -2,12 +2,14 @@
 
 A worker whose gradient is not finite skips its local update and mixes all the same (`GradientGuard`). Parameters that
 are not finite are never mixed and end the run (`ArrivalGuard`). On a GPU both are decided on the device; the host reads
-the outcome a step later.
+the outcome a step later. Only an optimizer that cannot skip a step on the device has to be asked for it: the host then
+reads the flags once the whole mix is queued, so that the device still has work when the host goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,13 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.edits import EditGuard
-from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_workers, skips_on_device
+from dsgdac_accel.core.gradients import (
+    nonfinite,
+    nonfinite_flag,
+    nonfinite_flags,
+    nonfinite_workers,
+    skips_on_device,
+)
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
@@ -45,24 +53,39 @@ class ArrivalGuard:
         self.edits = edits
         self.checks_late = group.device.type == "cuda"
         """Whether the host reads a step later what was found. The device then skips the update by itself."""
-        self.disagreement: Tensor | float = 0.0
-        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part: its distance to the
-        mean of its neighbors; for several local workers the mean of theirs."""
-        self._unread: tuple[HostCopy, int, int] | None = None
-        """Whether an update was skipped on the device, the step and the round."""
+        self._disagreement: HostCopy | float = 0.0
+        self._unread: tuple[int, int] | None = None
+        """Step and round of a disagreement that the host has not looked at yet."""
+
+    @property
+    def disagreement(self) -> float:
+        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part.
+
+        That is its distance to the mean of its neighbors; for several local workers the mean of theirs. On a GPU,
+        asking waits until the mix of that round is done.
+        """
+        if isinstance(self._disagreement, HostCopy):
+            self._disagreement = float(self._disagreement.read())
+        return self._disagreement
+
+    @disagreement.setter
+    def disagreement(self, value: float) -> None:
+        self._disagreement = value
 
     def check(self, updates: Sequence[Update], step: int, round_: int) -> None:
         """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not."""
         if not updates:  # every local worker sits the round out: the last disagreement stays
             return
         norms = [update.norm() for update in updates]
-        total = self.disagreement = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
         if self.checks_late:
-            skip = torch.isfinite(total).logical_not_().float()
+            skip = nonfinite(total)
             for update in updates:
                 update.skip = skip
-            self._unread = HostCopy(skip), step, round_
-        elif not bool(torch.isfinite(total)):
+            self._disagreement, self._unread = HostCopy(total), (step, round_)
+            return
+        self.disagreement = float(total)
+        if not math.isfinite(self.disagreement):
             self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
@@ -76,10 +99,12 @@ class ArrivalGuard:
             NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
             RuntimeError: they were changed while their exchange was in flight.
         """
-        self.edits.settle()
         unread, self._unread = self._unread, None
-        if unread is not None and unread[0].is_set():
-            self._raise_nonfinite(*unread[1:], perhaps=", or too far away for the square of the distance")
+        # Read first what was queued last: if the host has to wait, then only once.
+        far = unread is not None and not math.isfinite(self.disagreement)
+        self.edits.settle()
+        if unread is not None and far:
+            self._raise_nonfinite(*unread, perhaps=", or too far away for the square of the distance")
 
     def forget(self) -> None:
         """Drop what was not read: the run continues from a checkpoint."""
@@ -113,8 +138,8 @@ class ArrivalGuard:
 class GradientGuard:
     """Skips the local updates of workers whose gradient is not finite, and counts them.
 
-    `gradients_are_finite` looks, `hide_nonfinite` and `put_back` enclose the optimizer's step. May only hide gradients
-    and set the optimizer's `found_inf`.
+    `look` begins before the mix, `allows_step` and `put_back` enclose the optimizer's step. May only hide gradients and
+    set the optimizer's `found_inf`.
 
     Args:
         optimizer: takes the local step.
@@ -134,44 +159,72 @@ class GradientGuard:
         """Local updates that the workers of this process have skipped."""
         self.in_a_row = [0] * parameters.local_workers
         """For each local worker, how many of its last updates were skipped in a row."""
-        self._to_hide: list[Parameter] = []
+        self._step = 0
+        self._by_worker: list[list[Parameter]] = []
+        self._found: HostCopy | list[int] = []
+        """The local workers whose gradient is not finite, or a flag for each; for fp16 training a single flag."""
+        self._scaler: Any = None
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._found_inf: Tensor | None = None
+        """Makes the optimizer skip the step on the device, without the host."""
         self._unread: tuple[HostCopy, int] | None = None
 
-    def gradients_are_finite(self, step: int, scaler: Any = None) -> bool:
-        """Find the gradients that are not finite; return whether the optimizer is to be called at all.
+    def look(self, step: int, scaler: Any = None) -> None:
+        """Begin to find the gradients that are not finite. On a GPU the host does not wait for them here.
 
         Args:
             step: the present one, for messages.
             scaler: the GradScaler of fp16 training; an overflow on any worker then counts on all workers.
 
         Raises:
-            NonFiniteError: too many skipped updates in a row.
+            NonFiniteError: too many skipped updates in a row, if the device has skipped them by itself.
         """
         self._unhide()  # the last local step raised if `put_back` was not called, and there are new gradients now
         self._hidden.clear()
         self.settle()
+        self._step, self._scaler, self._found = step, None, []
         if scaler is not None and scaler.is_enabled():
-            overflow = self._agree_on_overflow(step, scaler)
-            # Overflows while the loss scale is still falling are how fp16 training finds its scale.
-            self._count(range(len(self.in_a_row)) if overflow and scaler.get_scale() <= 1 else (), step)
-            return not overflow
-        parameters = self.parameters.by_worker(self.parameters.find())
-        if self.arrivals.checks_late and len(parameters) == 1 and skips_on_device(self.optimizer):
+            self._scaler, self._found = scaler, HostCopy(self._agree_on_overflow(step, scaler))
+            return
+        parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
+        if not self.arrivals.checks_late:
+            self._found = nonfinite_workers(parameters)
+        elif len(parameters) == 1 and skips_on_device(self.optimizer):
             self._found_inf = nonfinite_flag(parameters[0])
             if self._found_inf is not None:
                 self._unread = HostCopy(self._found_inf), step
+        else:
+            self._found = HostCopy(nonfinite_flags(parameters))
+
+    def allows_step(self) -> bool:
+        """Return whether the optimizer is to be called at all, and hide what it has to skip until `put_back`.
+
+        Raises:
+            NonFiniteError: too many skipped updates in a row.
+        """
+        if self._found_inf is not None:
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale, optimizer.found_inf = None, self._found_inf
             return True
-        nonfinite = nonfinite_workers(parameters)
-        self._count(nonfinite, step)
-        if len(nonfinite) == len(parameters):
+        found = self._found
+        if isinstance(found, HostCopy):
+            found = [number for number, flag in enumerate(found.read().tolist()) if flag]
+        if self._scaler is not None:
+            # Overflows while the loss scale is still falling are how fp16 training finds its scale.
+            self._count(range(len(self.in_a_row)) if found and self._scaler.get_scale() <= 1 else (), self._step)
+            return not found
+        self._count(found, self._step)
+        if found and len(found) == len(self._by_worker):
             return False
-        self._to_hide = [parameter for worker in nonfinite for parameter in parameters[worker]]
+        for worker in found:
+            for parameter in self._by_worker[worker]:  # optimizers skip a parameter without a gradient, and its state
+                if parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
         return True
 
-    def _agree_on_overflow(self, step: int, scaler: Any) -> bool:
-        """Return whether any worker overflowed, so that loss scales stay equal; the scaler then skips by itself."""
+    def _agree_on_overflow(self, step: int, scaler: Any) -> Tensor:
+        """Return 1 if any worker overflowed, (1,), so that loss scales stay equal; the scaler then skips by itself."""
         if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
         flags = list(scaler._found_inf_per_device(self.optimizer).values())  # one for each device with gradients
@@ -181,21 +234,10 @@ class GradientGuard:
         self.arrivals.group.all_reduce_max_(found, f"comparing fp16 overflows at step {step}")
         for flag in flags:
             flag.copy_(found.view(flag.shape))
-        return bool(found)
-
-    def hide_nonfinite(self) -> None:
-        """Let the local step that follows skip what is not finite."""
-        for parameter in self._to_hide:  # optimizers skip a parameter without a gradient, and its state
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-        self._to_hide = []
-        if self._found_inf is not None:
-            optimizer: Any = self.optimizer
-            optimizer.grad_scale, optimizer.found_inf = None, self._found_inf
+        return found
 
     def put_back(self) -> None:
-        """Undo `hide_nonfinite`, after the local step."""
+        """Undo `allows_step`, after the local step."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()

@@ -121,11 +121,10 @@ class GossipStep:
         self.watch.check(self.optimizer, self.masters.parameter_of)
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
-        finite = self.guard.gradients_are_finite(self.mixer.step, scaler)
+        self.guard.look(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
-        self.guard.hide_nonfinite()
-        return finite
+        return self.guard.allows_step()
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
@@ -135,7 +134,7 @@ class GossipStep:
         if self.config.log_every and self.mixer.step % self.config.log_every == 0:
             self.group.require_equal(self.mixer.step, "number of optimizer steps")
             self.schedule.require_equal_lr(f"at step {self.mixer.step}")
-            self.average.measure()  # between two exchanges, when the receive buffers are free
+            self.average.start_measurement()  # between two exchanges, when the receive buffers are free
         if self.config.overlap:
             self.mixer.start_exchange()
         if self.estimate is not None:
@@ -195,7 +194,7 @@ class GossipStep:
         if self.estimate is not None and self.estimate.latest is not None:
             figures |= self.estimate.latest.figures("_estimate")
         return figures | {
-            "neighbor_disagreement": float(self.mixer.arrivals.disagreement),
+            "neighbor_disagreement": self.mixer.arrivals.disagreement,
             "wait_seconds": self.mixer.exchange.waited_seconds,
             "bytes_sent": float(self.mixer.exchange.bytes_sent),
             "nonfinite_steps": float(self.guard.skipped),

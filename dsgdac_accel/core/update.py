@@ -35,7 +35,7 @@ class Update:
     difference: list[Tensor]
     """(D,) for each bucket."""
     square: Tensor | None = None
-    """Squared norm of the difference, shape (), if it was measured while the difference was formed."""
+    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), if it was measured while the difference was formed."""
     sums: Tensor | None = None
     """Sums of the bits of the difference, one for each `SUMMED_BYTES` of a bucket, if asked for; see `pair_update`."""
     skip: Tensor | None = None
@@ -44,7 +44,7 @@ class Update:
     """The local worker."""
 
     def norm(self) -> Tensor:
-        """Return the Euclidean norm of the difference over all buckets, shape ()."""
+        """Return the distance of the worker to the mean of its neighbors, over all buckets, shape ()."""
         if self.square is not None:
             return self.square.sqrt()
         norms = [torch.linalg.vector_norm(part) for part in self.difference]
@@ -118,7 +118,7 @@ def pair_update(
     squares: list[Tensor] = []
     sums: list[Tensor] | None = [] if with_sums else None
     for own, other, target in zip(x, theirs, out, strict=True):
-        squares += _subtract(other, own, target, sums) if comes_first else _subtract(own, other, target, sums)
+        squares += _subtract(other, own, target, sums=sums) if comes_first else _subtract(own, other, target, sums=sums)
     return Update(
         gamma * weight if comes_first else -gamma * weight,
         list(out),
@@ -132,16 +132,18 @@ def group_update(
 ) -> Update:
     """Form the same update for one of m workers that average, from the sum of x over the group.
 
-    With W_j = 1 / m, the difference is (total - m x) / (m - 1).
+    With W_j = 1 / m, the difference to the mean of the others is (total - m x) / (m - 1). Its denominator goes into the
+    scale, where it costs no pass.
 
     Args:
         gamma, weights, x, out: as for `consensus_update`; `out` may be `total`.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
-    others = len(weights)
+    others, squares = len(weights), []
     for own, everybody, target in zip(x, total, out, strict=True):
-        torch.sub(everybody, own, alpha=others + 1, out=target).div_(others)
-    return Update(gamma * sum(weights), list(out))
+        squares += _subtract(everybody, own, target, factor=others + 1)
+    square = torch.stack(squares).sum() / others**2 if squares else None
+    return Update(gamma * sum(weights) / others, list(out), square)
 
 
 def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_sums: bool = False) -> list[Update]:
@@ -225,8 +227,8 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = No
         )
 
 
-def _subtract(a: Tensor, b: Tensor, out: Tensor, sums: list[Tensor] | None = None) -> list[Tensor]:
-    """out <- a - b, all (D,); return the squared norms of its pieces, each taken while the piece is in the cache.
+def _subtract(a: Tensor, b: Tensor, out: Tensor, factor: int = 1, sums: list[Tensor] | None = None) -> list[Tensor]:
+    """out <- a - factor * b, all (D,); return the squared norms of its pieces, each taken while it is in the cache.
 
     Likewise append the sums of its bits to `sums`, if it is given.
     """
@@ -237,7 +239,7 @@ def _subtract(a: Tensor, b: Tensor, out: Tensor, sums: list[Tensor] | None = Non
     squares = []
     pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
     for (theirs, mine, difference), part in itertools.zip_longest(pieces, parts):
-        torch.sub(theirs, mine, out=difference)
+        torch.sub(theirs, mine, alpha=factor, out=difference)
         norm = torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square()
         squares.append(norm)
         if sums is not None:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import Tensor
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.tensor_bytes import digest, is_plain
+from dsgdac_accel.tensor_bytes import begin_digest, finish_digests, is_plain
 
 
 def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None:
@@ -25,14 +25,16 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
     """
     if group.size == 1:
         return
-    layouts, digests, problem = [], [], None
+    layouts, begun, problem = [], [], None
     for name, tensor in named:
         try:
             layouts.append((name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type))
-            digests.append((digest(tensor), is_plain(tensor)))
+            begun.append(begin_digest(tensor))
         except Exception as error:  # the other workers wait below
             problem = f"{name} cannot be compared with that of the other workers: {error}"
             break
+    plain = [is_plain(tensor) for _, tensor in named[: len(begun)]]
+    digests = list(zip(finish_digests(begun), plain, strict=True))
     everyone = group.all_gather_object((layouts, digests, problem), "comparing the models of all workers")
     workers = group.members.original_ranks
     first_layouts = everyone[0][0]

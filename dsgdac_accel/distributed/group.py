@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import socket
 import uuid
 import weakref
@@ -31,6 +32,9 @@ T = TypeVar("T")
 
 _LIVE: weakref.WeakValueDictionary[str, WorkerGroup] = weakref.WeakValueDictionary()
 """The groups of this process, for their copies."""
+
+_FRAME_BYTES = 2**10
+"""Bytes of an object that one collective gathers."""
 
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
 
@@ -342,19 +346,15 @@ class WorkerGroup:
         return tensor
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
-        """The small picklable `value` of every worker, by rank, on every worker.
+        """The small picklable `value` of every worker, by rank, on every worker. One collective, or two above 1 KiB.
 
         Raises RuntimeError if the workers are in different collectives.
         """
         if self.size == 1:
             return [value]
-
-        def everyone() -> list[Any]:
-            answers: list[Any] = [None] * self.size
-            dist.all_gather_object(answers, (what, value), group=self.process_groups.control)
-            return answers
-
-        answers, names = self.collective(everyone, what), self.members.original_ranks
+        content = pickle.dumps((what, value))
+        gathered = self.collective(lambda: self._gather(content), what)
+        answers, names = list(map(pickle.loads, gathered)), self.members.original_ranks
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
@@ -363,6 +363,21 @@ class WorkerGroup:
                     f"`deployed_model`."
                 )
         return [answer for _, answer in answers]
+
+    def _gather(self, content: bytes) -> list[bytes]:
+        """Gather `content` of every worker: its length and first bytes, and if any is longer, the rest of all."""
+        frames = self._gather_frames(len(content).to_bytes(8, "little") + content, _FRAME_BYTES)
+        lengths = [int.from_bytes(frame[:8], "little") for frame in frames]
+        more = max(lengths) + 8 - _FRAME_BYTES
+        rests = self._gather_frames(content[_FRAME_BYTES - 8 :], more) if more > 0 else [b""] * self.size
+        return [(frame + rest)[8 : 8 + length] for frame, rest, length in zip(frames, rests, lengths, strict=True)]
+
+    def _gather_frames(self, content: bytes, size: int) -> list[bytes]:
+        """Gather the first `size` bytes of `content`, filled up with zeros."""
+        mine = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        frames = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(frames, mine, group=self.process_groups.control)
+        return [frame.numpy().tobytes() for frame in frames]
 
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
         """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it."""

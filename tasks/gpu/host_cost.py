@@ -134,7 +134,7 @@ def background_checkpoint_copies_fast(bench: Bench) -> Finding:
     accelerator = bench.accelerator()
     parameter = nn.Parameter(torch.zeros(elements, device=bench.device))
     accelerator.prepare(torch.optim.SGD([parameter], lr=0.1))
-    pinned = torch.empty(elements, pin_memory=True)
+    pinned = torch.empty(elements, device="cpu", pin_memory=True)
     best = bench.seconds(lambda: pinned.copy_(parameter.detach(), non_blocking=True), repeats=3)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()

@@ -44,7 +44,7 @@ def first_exchange_does_not_block(bench: Bench) -> Finding:
     mixer.start_exchange()
     took = max(bench.everywhere(time.perf_counter() - started))
     mixer.add(mixer.consensus_update(1.0))
-    expected = topology.matrix(0)[bench.rank] @ torch.arange(bench.size, dtype=torch.float64)
+    expected = topology.matrix(0)[bench.rank] @ torch.arange(bench.size, dtype=torch.float64, device="cpu")
     error = max(bench.everywhere(float((values.detach().cpu() - expected).abs().max())))
     mixer.release()
     ok = took < late / 2 and error < 1e-6
@@ -82,7 +82,7 @@ def _mixed_beside_collectives(bench: Bench, comm_dtype: str, limit: float) -> Fi
     ramp = torch.linspace(0.0, 1.0, elements, device=bench.device)
     parameter.data.copy_(ramp + bench.rank)
     mixing = build_topology("ring", bench.size).matrix(0).double()
-    ranks = torch.arange(bench.size, dtype=torch.float64)
+    ranks = torch.arange(bench.size, dtype=torch.float64, device="cpu")
     expected = ranks.clone()
     for step in range(10):
         parameter.grad = torch.full_like(parameter, float(bench.rank))
@@ -171,7 +171,7 @@ def optimizers_in_another_order(bench: Bench) -> Finding:
     parameters = [nn.Parameter(torch.zeros(4096, device=bench.device)) for _ in starts]
     optimizers = [accelerator.prepare(torch.optim.SGD([parameter], lr=0.1)) for parameter in parameters]
     mixing = build_topology("ring", bench.size).matrix(0).double()
-    expected = torch.arange(bench.size, dtype=torch.float64)
+    expected = torch.arange(bench.size, dtype=torch.float64, device="cpu")
     for parameter, start in zip(parameters, starts, strict=True):
         parameter.data.fill_(start)
         parameter.grad = torch.zeros_like(parameter)
@@ -184,7 +184,9 @@ def optimizers_in_another_order(bench: Bench) -> Finding:
     except RuntimeError as refusal:
         return Finding(True, f"refused: {type(refusal).__name__}: {refusal}"[:150], spent=True)
     found = torch.stack([parameter.detach().mean().double().cpu() for parameter in parameters])
-    error = max(bench.everywhere(float((found - expected[bench.rank] - torch.tensor([0.0, 100.0])).abs().max())))
+    error = max(
+        bench.everywhere(float((found - expected[bench.rank] - torch.tensor([0.0, 100.0], device="cpu")).abs().max()))
+    )
     return Finding(error < 1e-3, f"mixed values off by {error:.0e} (limit 1e-03)", {"difference": error})
 
 
@@ -198,7 +200,7 @@ def messages_beyond_2_31_elements(bench: Bench) -> Finding:
     topology = build_topology("ring", bench.size)
     values = nn.Parameter(torch.full((LONG,), float(bench.rank), device=bench.device))
     mixer = Mixer(values, topology, bench.group)
-    expected = torch.arange(bench.size, dtype=torch.float64)
+    expected = torch.arange(bench.size, dtype=torch.float64, device="cpu")
     for step in range(2):
         mixer.add(mixer.consensus_update(1.0))
         expected = topology.matrix(step).double() @ expected

@@ -359,9 +359,9 @@ def test_a_parameter_in_two_optimizers_is_refused():
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="4 processes were launched"):
         GossipAccelerator(cpu=True)
 

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsgdac_accel import Mixer, WorkerGroup
+from dsgdac_accel.core import compression
 from dsgdac_accel.core.compression import CODECS, Edge, Rounding, require_symmetric_rounds
 from dsgdac_accel.topology import Topology, build_topology
+from tests.kernel_launches import KernelLaunches
 
 SIZES = (1, 255, 256, 257, 3000, 2**20 - 1, 2**20, 2**20 + 300)
 
@@ -132,3 +134,36 @@ def test_alone_nothing_is_sent_or_held():
     mixer.add(mixer.consensus_update(1.0))
     assert mixer.buckets.received == [[]]
     assert mixer.compressor is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CODECS)
+def test_mixed_dtypes_save_launches_and_change_no_bit(name, dtype, monkeypatch):
+    torch.manual_seed(0)
+    size = 12 * 256
+    x, y = torch.randn(2, size, dtype=dtype)
+    x[300:600], y[300:600] = 0.0, 1e-42
+    y[700] = torch.inf
+    y[1300] = torch.nan
+
+    def exchanged(mixes):
+        monkeypatch.setattr(compression, "_mixes_dtypes", lambda device: mixes)
+        rounding, skip = Rounding(CODECS[name](), x), torch.zeros(())
+        edge = Edge(1.0, torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16(), None, None)
+        moved = x.clone()
+        with KernelLaunches(ignored=(torch.ops.aten.zeros,)) as launched:
+            edge.mine, edge.theirs = (sent_with(rounding, value, edge.reference) for value in (x, y))
+            square = rounding.advance([edge])
+            rounding.add_difference(moved, edge, 0.3, skip)
+        return [edge.mine, edge.theirs, edge.reference, square, moved], launched.on(size)
+
+    (separate, many), (mixed, few) = exchanged(False), exchanged(True)
+    assert (many, few) == {"bf16": (18, 14), "int8": (30, 20)}[name], "passes over a bucket"
+    for one, other in zip(separate, mixed, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def sent_with(rounding, x, reference):
+    payload = rounding.codec.payload(x)
+    rounding.encode(x, reference, payload)
+    return payload

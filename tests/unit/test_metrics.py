@@ -30,6 +30,17 @@ def test_every_sink_gets_values_and_metrics_and_values_win():
     assert first == second == [(4, {"gossip/gamma": 0.5, "x": 2})]
 
 
+def test_tensors_of_one_element_are_logged_as_numbers():
+    records = []
+    logger = ConsensusLogger(None, [lambda values, step: records.append(values)])
+    image, parameter = torch.ones(2), nn.Parameter(torch.ones(1))
+    values = {"loss": torch.tensor(0.5, dtype=torch.bfloat16), "count": torch.tensor([3]), "image": image, "n": 1}
+    assert logger.log(values, step=1) is records[0]
+    assert records[0] == {"loss": 0.5, "count": 3, "image": image, "n": 1}
+    assert (type(records[0]["loss"]), type(records[0]["count"])) == (float, int)
+    assert logger.log({"scale": parameter}, step=2) == {"scale": 1.0}
+
+
 def test_log_merges_consensus_metrics_into_trackers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

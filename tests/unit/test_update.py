@@ -64,6 +64,8 @@ def test_the_update_of_a_group_moves_towards_its_mean(count):
     moved = xs[1].clone()
     update.add_to(0, moved)
     torch.testing.assert_close(moved, xs[1] + GAMMA * (mean - xs[1]))
+    others = torch.stack([x for x in xs if x is not xs[1]]).mean(0)
+    torch.testing.assert_close(update.norm(), (others - xs[1]).norm())
 
 
 def mixer_of(parameters: list[list[Parameter]], topology: Topology, **options) -> Mixer:
