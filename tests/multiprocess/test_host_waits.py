@@ -251,4 +251,4 @@ def test_a_mix_passes_over_each_buffer_twice_at_most_and_launches_few_other_kern
     for found in run_workers(launches, workers, topology):
         for whole, others, buffers in found:
             assert 0 < whole <= 2 * buffers
-            assert others <= 64
+            assert others <= 50 + 8 * buffers
