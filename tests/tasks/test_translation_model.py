@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from dsgdac_accel import AdaptiveConsensus, WorkerGroup
 from tasks.common.lr_schedules import inverse_square_root
@@ -215,6 +215,14 @@ def test_a_saved_model_does_not_depend_on_what_it_was_evaluated_on(tmp_path, tok
     with torch.no_grad():
         mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, loaded))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_another_encoder_decoder_is_refused_by_name(tmp_path, tokenizer):
+    config = T5Config(vocab_size=300, d_model=8, d_kv=4, d_ff=8, num_layers=1)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"must be a Marian or Pegasus model .* has a T5ForConditionalGeneration\. "):
+        load_translator(tmp_path)
 
 
 def test_a_greedy_search_is_saved_too(tmp_path, tokenizer):
