@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
+
+from dsgdac_accel.devices import default_device
 
 
 def check_precision(mixed_precision: str) -> None:
     """Raise ValueError for fp16 without a GPU."""
-    if mixed_precision == "fp16" and not torch.accelerator.is_available():
+    if mixed_precision == "fp16" and default_device().type == "cpu":
         raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
 
 
