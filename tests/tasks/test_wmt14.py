@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 
+import pandas
 import pytest
 import sacrebleu
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tasks.common.config import load_config, parse_config
 from tasks.translation.commands import COMMANDS
-from tasks.translation.config import DecodingConfig, TranslationConfig
+from tasks.translation.config import TranslationConfig
 from tasks.translation.decoding import translate
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import load_translator
@@ -34,9 +35,11 @@ data:
   cache_dir: cache
 model:
   size: tiny
+  norm: pre
   dropout: 0.0
 decoding:
   beams: 2
+  length_penalty_kind: gnmt
 num_train_epochs: 2
 batch_tokens: 1600
 learning_rate: 5e-3
@@ -110,6 +113,7 @@ def test_the_summary_says_what_ran_and_how_well(first_run):
     assert said["steps"] == len(records(folder, "train/loss")) > 4
     assert 0 < said["gamma"] < 1
     assert said["radius"] > 0
+    assert said["bleu_paper_signature"].startswith("nrefs:1|case:mixed|punctuation:replace-unicode|tok:moses-de-a+13a|")
     assert said.keys() >= {"train_loss", "test_loss", "test_perplexity", "bleu", "bleu_signature", "chrf", "seconds"}
     assert "239 training pairs (left out of 240: 1 with an empty side)" in out
     assert said["bleu_signature"] in out
@@ -163,7 +167,9 @@ def test_the_deployed_folder_is_a_normal_transformers_model(first_run):
     tokenizer = AutoTokenizer.from_pretrained(folder / "deployed")
     assert model.generation_config.num_beams == 2
     ids = encode(tokenizer, lines(folder / "test.sources.txt"))
-    assert translate(model, tokenizer, ids, DecodingConfig(beams=2)).texts == lines(folder / "test.hypotheses.txt")
+    search = load_translator(folder / "deployed")[2]
+    assert (search.beams, search.length_penalty_kind) == (2, "gnmt")
+    assert translate(model, tokenizer, ids, search).texts == lines(folder / "test.hypotheses.txt")
     batch = tokenizer(["A word."], text_target=["Ein Wort."], return_tensors="pt")
     assert torch.isfinite(model(**batch).loss)
 
@@ -291,7 +297,7 @@ def broken(work):
         ("--data.tokenizer settings.yaml", ["tokenizer", "settings.yaml"]),
         ("--betas 0.9", ["betas"]),
         ("--algorithm sgd", ["'adam', 'dadam'"]),
-        ("--mixed_precision fp16", ["fp16 needs a GPU"]),
+        ("--mixed_precision fp16 --data.path absent", ["fp16 needs a GPU"]),
         ("--average_every 3", ["average_every", "average_last = 1"]),
         ("--label_smoothing 1", ["label_smoothing must be in [0, 1), below 1"]),
         ("--data.target german", ["target_language", "german"]),
@@ -401,7 +407,7 @@ def test_broken_model_folders_are_one_error(first_run, work):
     shutil.copytree(folder / "deployed", work / "cut")
     weights = (work / "cut" / "model.safetensors").read_bytes()
     (work / "cut" / "model.safetensors").write_bytes(weights[:1000])
-    with pytest.raises(ValueError, match="Marian model that can be read"):
+    with pytest.raises(ValueError, match="Marian or Pegasus model that can be read"):
         load_translator(work / "cut")
     (work / "cut" / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
@@ -426,3 +432,33 @@ def test_subcommands_say_what_they_miss(first_run, work, monkeypatch):
     ):
         with pytest.raises((ValueError, OSError), match=word):
             COMMANDS[command](arguments)
+
+
+# ---- real text
+
+
+SHRUNK = """
+--gossip.workers_per_process 8 --gossip.start_step 29 --data.path data --data.cache_dir cache --data.vocab_size 1000
+--data.validation_fraction 0.01 --data.train_limit 4000 --data.max_length 64 --model.d_model 64 --model.heads 4
+--model.ffn 128 --model.encoder_layers 2 --model.decoder_layers 2 --decoding.beams 1 --decoding.extra_length 1
+--batch_tokens 2400 --warmup_steps 30 --max_steps 60 --mixed_precision no --logging_steps 10 --save_steps null
+--report_to []
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.parametrize("algorithm", ["adam", "dadam", "dadam_ac"])
+def test_the_papers_configurations_learn_on_a_slice_of_wmt14_at_their_learning_rates(tmp_path, algorithm):
+    shared = ROOT.parent / "shared" / "data"
+    if not (shared / "wmt14_10k").is_dir():
+        pytest.skip("development data set 'wmt14_10k' is not beside the repository")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").symlink_to(shared / "wmt14_10k" / "train.parquet")
+    pandas.read_parquet(shared / "newstest" / "test.parquet").head(20).to_parquet(tmp_path / "data" / "test.parquet")
+    config = ROOT / "configs" / f"wmt14_big_{algorithm}.yaml"
+    succeed(forked(), tmp_path, "--config", str(config), "--output_dir", "run", *SHRUNK.split())
+    losses = records(tmp_path / "run", "train/loss")
+    assert sorted(losses) == [10, 20, 30, 40, 50, 60]
+    assert losses[60] < losses[10] - 0.3
+    assert records(tmp_path / "run", "gossip/lr")[30] == pytest.approx(5e-4 if algorithm == "adam" else 1.3e-3)
