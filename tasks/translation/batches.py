@@ -173,7 +173,7 @@ class TokenizedPairs(TorchDataset[Mapping[str, Any]]):
 
 
 class Collate:
-    """Pads a batch of `TokenizedPairs` to the inputs of a Marian-like model. Picklable.
+    """Pads a batch of `TokenizedPairs` to the inputs of an encoder-decoder. Picklable.
 
     Returns int64 tensors "input_ids" and "attention_mask" (B, S), "decoder_input_ids" and "labels" (B, T). The decoder
     reads the target shifted right by one, after the token `start`; labels of padding are `IGNORED`.

@@ -15,12 +15,12 @@ from torch import nn
 from dsgdac_accel.checks import check_integer
 from tasks.common.config import parse_config
 from tasks.common.diagnostics import measure_run
-from tasks.translation.config import DecodingConfig, TextConfig, check_length_penalty
+from tasks.translation.config import DecodingConfig, LengthPenaltyKind, TextConfig, check_length_penalty
 from tasks.translation.curvature import to_measure
 from tasks.translation.data import default_cache_dir, open_text
 from tasks.translation.decoding import translate
 from tasks.translation.model import load_translator
-from tasks.translation.scores import TranslationScores
+from tasks.translation.scores import SCORES, TranslationScores
 from tasks.translation.text_files import decode_line, read_lines
 from tasks.translation.tokenizer import encode_sources
 
@@ -36,8 +36,12 @@ class TranslateConfig:
     """Hypotheses kept per sentence. null takes the number that was saved with the model."""
 
     length_penalty: float | None = None
-    """Exponent in [-10, 10]: hypotheses are ranked by log-probability / length^length_penalty. null takes the exponent
-    that was saved with the model."""
+    """Exponent in [-10, 10] of the length by which log-probabilities are divided to rank hypotheses. null takes the
+    exponent that was saved with the model."""
+
+    length_penalty_kind: LengthPenaltyKind | None = None
+    """The divisor for a hypothesis of L tokens: power is L^length_penalty, gnmt is ((5 + L) / 6)^length_penalty. null
+    takes the kind that was saved with the model."""
 
     extra_length: int = DecodingConfig.extra_length
     """How many tokens longer than its source a translation can be."""
@@ -78,8 +82,8 @@ def translate_stdin(arguments: Sequence[str]) -> None:
     """Translate standard input to standard output, line by line. An empty line stays empty."""
     config = parse_config(TranslateConfig, arguments, prog="wmt14.py translate", description=translate_stdin.__doc__)
     model, tokenizer, decoding = load_translator(config.model)
-    given = {"beams": config.beams, "length_penalty": config.length_penalty}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    names = ("beams", "length_penalty", "length_penalty_kind")
+    chosen: dict[str, Any] = {name: value for name in names if (value := getattr(config, name)) is not None}
     decoding = replace(decoding, extra_length=config.extra_length, batch_tokens=config.batch_tokens, **chosen)
     nn.Module.to(model, torch.accelerator.current_accelerator() or torch.device("cpu"))
     numbered = enumerate(sys.stdin.buffer, start=1)
@@ -94,7 +98,7 @@ def translate_stdin(arguments: Sequence[str]) -> None:
 
 
 def score_file(arguments: Sequence[str]) -> None:
-    """Score a file of translations as the sacrebleu command line does, and by tokenized, compound-split BLEU."""
+    """Score a file of translations as the sacrebleu command line does, and by the tokenized BLEU of two papers."""
     config = parse_config(ScoreConfig, arguments, prog="wmt14.py score", description=score_file.__doc__)
     hypotheses = _lines("hypotheses", config.hypotheses)
     references = _lines("references", config.references) if config.references else _references(config)
@@ -107,7 +111,7 @@ def score_file(arguments: Sequence[str]) -> None:
         predictions=hypotheses, references=references
     )
     assert scores is not None
-    for name in ("bleu", "chrf", "bleu_tokenized"):
+    for name in SCORES:
         print(f"{name:14} {scores[name]:.4f}  {scores[f'{name}_signature']}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.checks import check_integer, check_number
+from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
 from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
@@ -15,6 +15,8 @@ from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
 _LARGEST_VOCABULARY = 10_000_000
 _MOST_BEAMS = 1000
 _LONGEST = 10_000  # tokens
+
+LengthPenaltyKind = Literal["power", "gnmt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,14 @@ class TextConfig:
     """Number of training pairs to use, the first ones. null uses all."""
 
     max_length: int = 256
-    """Longest side of a training pair, in tokens. Longer pairs are left out; evaluation uses every pair uncut."""
+    """Longest side of a training pair, in tokens, its end included. Longer pairs are left out; evaluation uses every
+    pair uncut."""
+
+    truncation: bool = False
+    """Cut the sides of training pairs to max_length tokens instead of leaving longer pairs out."""
+
+    validation_fraction: float | None = None
+    """Part of the training pairs, in (0, 0.5] and evenly spaced, to hold out as the validation split."""
 
     vocab_size: int = 37_000
     """Largest size of the joint vocabulary, trained on the training pairs. Little data can give fewer tokens."""
@@ -78,16 +87,29 @@ class TextConfig:
         check_integer("max_length", self.max_length, minimum=2, advice="The end of the sentence counts.")
         if self.train_limit is not None:
             check_integer("train_limit", self.train_limit, minimum=1, advice="Leave it out to use all.")
+        if self.validation_fraction is not None:
+            advice = "Leave it out to use the validation split of the data."
+            check_number("validation_fraction", self.validation_fraction, above=0, maximum=0.5, advice=advice)
+            if self.validation_split is not None:
+                raise ValueError(
+                    f"validation_fraction holds out training pairs, and validation_split names a split; got both, "
+                    f"{self.validation_fraction} and {self.validation_split!r}. Leave one out."
+                )
         if self.source == self.target:
             raise ValueError(f"source and target must be different languages; both are {self.source!r}. Change one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Marian encoder-decoder: post-norm Transformer, sinusoidal positions, one embedding for both languages."""
+    """An encoder-decoder Transformer of the transformers library: sinusoidal positions, one embedding for both
+    languages."""
 
     size: Literal["tiny", "small", "base", "big"] = "big"
     """big and base are those of Vaswani et al. 2017; small takes minutes on a CPU, tiny is for tests."""
+
+    norm: Literal["pre", "post"] = "post"
+    """Place of the layer norms: post normalizes the output of each residual sum (Marian; Vaswani et al. 2017), pre the
+    input of each sub-layer, with a last norm after each stack (Pegasus), which allows higher learning rates."""
 
     d_model: int | None = None
     """Width. null takes that of the size."""
@@ -155,7 +177,11 @@ class DecodingConfig:
     """Hypotheses kept per sentence. 1 is greedy search."""
 
     length_penalty: float = 0.6
-    """Exponent in [-10, 10]: hypotheses are ranked by log-probability / length^length_penalty, as in Transformers."""
+    """Exponent in [-10, 10] of the length by which log-probabilities are divided to rank hypotheses."""
+
+    length_penalty_kind: LengthPenaltyKind = "power"
+    """The divisor for a hypothesis of L tokens: power is L^length_penalty, as in Transformers; gnmt is
+    ((5 + L) / 6)^length_penalty (Wu et al. 2016, Vaswani et al. 2017)."""
 
     extra_length: int = 50
     """How many tokens longer than its source a translation can be, its end included."""
@@ -214,11 +240,14 @@ class TranslationConfig:
     """Micro-batches per optimizer step on each worker."""
 
     learning_rate: float = 1.3e-3
-    """Peak learning rate, reached at the last step of the warm-up."""
+    """Learning rate a0 of the decay a0 (warmup_steps / t)^0.5 that follows the warm-up at steps t = 1, 2, ..."""
 
     warmup_steps: int = 4000
-    """Optimizer steps of linear warm-up, at most max_steps. Then the learning rate is
-    learning_rate (warmup_steps / t)^0.5 at step t = 1, 2, ..."""
+    """Optimizer steps of linear warm-up, at most max_steps."""
+
+    warmup_learning_rate: float | None = None
+    """Learning rate at the last step of the warm-up. null takes learning_rate; otherwise the learning rate jumps in the
+    step after it."""
 
     betas: tuple[float, float] = (0.974, 0.999)
     """Decay rates of Adam's moments. Each worker has its own moments."""
@@ -286,6 +315,11 @@ class TranslationConfig:
         check_run(self, plain_algorithm="dadam")
         for name in ("batch_tokens", "warmup_steps", "average_last"):
             check_integer(name, getattr(self, name), minimum=1)
+        if self.warmup_learning_rate is not None:
+            advice = "Use null for learning_rate."
+            check_number(
+                "warmup_learning_rate", self.warmup_learning_rate, above=0, maximum=LARGEST_FLOAT32, advice=advice
+            )
         for name in ("max_steps", "average_every"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)

@@ -46,18 +46,21 @@ class TrainingPairs:
     target_lengths: Lengths
     """Tokens of each sentence (N,), its end included."""
     read: int
-    """Pairs in the training split, after `train_limit`."""
+    """Pairs in the training split, after `train_limit` and without those held out."""
     empty: int
     """Pairs left out because a side has no text."""
     too_long: int
-    """Pairs left out because a side is longer than `max_length` tokens."""
+    """Pairs with a side longer than `max_length` tokens, which are left out or, with `truncation`, cut."""
+    truncation: bool = False
 
     def described(self) -> str:
-        """How many pairs there are and how many were left out, in words."""
+        """How many pairs there are and how many were left out or cut, in words."""
+        longer = f"{self.too_long} longer than max_length" if self.too_long else ""
         left_out = [f"{self.empty} with an empty side"] if self.empty else []
-        left_out += [f"{self.too_long} longer than max_length"] if self.too_long else []
+        left_out += [longer] if longer and not self.truncation else []
         rest = f" (left out of {self.read}: {' and '.join(left_out)})" if left_out else ""
-        return f"{len(self.pairs)} training pairs{rest}"
+        cut = f" (cut: {longer})" if longer and self.truncation else ""
+        return f"{len(self.pairs)} training pairs{rest}{cut}"
 
 
 @dataclass(frozen=True)
@@ -95,20 +98,39 @@ def load_translation_data(config: TextConfig) -> TranslationData:
     """
     cache = default_cache_dir() if config.cache_dir is None else config.cache_dir.expanduser()
     corpus = open_text(config, cache)
-    train_name = _choose(corpus, None, TRAIN_NAMES, "train")
-    validation_name = _choose(corpus, config.validation_split, VALIDATION_NAMES, "validation")
+    train = corpus.splits[_choose(corpus, None, TRAIN_NAMES, "train")]
     test_name = _choose(corpus, config.test_split, TEST_NAMES, "test")
-    train = corpus.splits[train_name]
     if config.train_limit is not None:
         train = train.select(range(min(config.train_limit, len(train))))
+    if config.validation_fraction is None:
+        validation_name = _choose(corpus, config.validation_split, VALIDATION_NAMES, "validation")
+        validation = corpus.splits[validation_name]
+    else:
+        validation_name = "validation"
+        train, validation = hold_out(train, config.validation_fraction)
     tokenizer = _tokenizer(config, corpus, train, cache)
     return TranslationData(
         tokenizer=tokenizer,
         train=_training_pairs(config, corpus, train, tokenizer, cache),
-        validation=evaluation_pairs(validation_name, corpus.splits[validation_name], tokenizer),
+        validation=evaluation_pairs(validation_name, validation, tokenizer),
         test=evaluation_pairs(test_name, corpus.splits[test_name], tokenizer),
         origin=corpus.origin,
     )
+
+
+def hold_out(train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """Split into two parts; the second has floor(fraction * N) rows, evenly spaced: with 0.01 every 100th.
+
+    Raises ValueError if the second part would be empty.
+    """
+    rows = np.arange(len(train) + 1)
+    held_out = np.diff(np.floor(rows * fraction + 1e-9)) > 0  # 0.01 * 100 may be below 1
+    if not held_out.any():
+        raise ValueError(
+            f"data.validation_fraction must hold out at least one pair; {fraction} of {len(train)} training pairs is "
+            f"none. Raise it, or leave it out to use the validation split of the data."
+        )
+    return train.select(np.flatnonzero(~held_out)), train.select(np.flatnonzero(held_out))
 
 
 def open_text(config: TextConfig, cache: Path) -> Corpus:
@@ -156,7 +178,8 @@ def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: st
 def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) -> PreTrainedTokenizerFast:
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    name = f"bpe-{digest_of(VERSION, corpus.fingerprint, config.train_limit, config.vocab_size)}.json"
+    chosen = (config.train_limit, config.validation_fraction, config.vocab_size)
+    name = f"bpe-{digest_of(VERSION, corpus.fingerprint, *chosen)}.json"
 
     def build(path: Path) -> None:
         # Tokenizer.save raises a bare Exception for a full disk; write_text raises OSError.
@@ -171,13 +194,17 @@ def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) 
 def _training_pairs(
     config: TextConfig, corpus: Corpus, train: Dataset, tokenizer: PreTrainedTokenizerFast, cache: Path
 ) -> TrainingPairs:
-    limits = (config.train_limit, config.max_length)
-    name = f"pairs-{digest_of(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *limits)}"
-    folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config.max_length))
+    chosen = (config.train_limit, config.validation_fraction, config.max_length, config.truncation)
+    name = f"pairs-{digest_of(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *chosen)}"
+    folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config))
     rows = Dataset.from_file(str(folder / "pairs.arrow"))
     counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
     pairs = TrainingPairs(
-        TokenizedPairs(rows), row_lengths(rows, "source_ids"), row_lengths(rows, "target_ids"), **counts
+        TokenizedPairs(rows),
+        row_lengths(rows, "source_ids"),
+        row_lengths(rows, "target_ids"),
+        **counts,
+        truncation=config.truncation,
     )
     if not len(rows):
         raise ValueError(
@@ -187,29 +214,37 @@ def _training_pairs(
     return pairs
 
 
-def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFast, config: TextConfig) -> None:
     folder.mkdir()
     counts = {"read": len(train), "empty": 0, "too_long": 0}
     with pa.OSFile(str(folder / "pairs.arrow"), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-        for batch in _tokenised(train, tokenizer, max_length, counts):
+        for batch in _tokenised(train, tokenizer, config, counts):
             writer.write_batch(pa.record_batch(batch, schema=_SCHEMA))
     (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
 
 
 def _tokenised(
-    train: Dataset, tokenizer: PreTrainedTokenizerFast, max_length: int, counts: dict[str, int]
+    train: Dataset, tokenizer: PreTrainedTokenizerFast, config: TextConfig, counts: dict[str, int]
 ) -> Iterator[list[Any]]:
-    """Yield columns of ids of the pairs to keep, and count the others in `counts`."""
+    """Yield columns of ids of the pairs to keep, and count the empty and the long ones in `counts`."""
     for rows in train.iter(_ROWS_AT_A_TIME):
         pairs = list(zip(rows["source"], rows["target"], strict=True))
         full = [(source, target) for source, target in pairs if source.strip() and target.strip()]
         counts["empty"] += len(pairs) - len(full)
         sources = encode(tokenizer, [source for source, _ in full])
         targets = encode(tokenizer, [target for _, target in full])
-        kept = [ids for ids in zip(sources, targets, strict=True) if max(map(len, ids)) <= max_length]
+        both = list(zip(sources, targets, strict=True))
+        kept = [ids for ids in both if max(map(len, ids)) <= config.max_length]
         counts["too_long"] += len(full) - len(kept)
+        if config.truncation:
+            kept = [(_cut(source, config.max_length), _cut(target, config.max_length)) for source, target in both]
         if kept:
             yield [pa.array([source for source, _ in kept], _IDS), pa.array([target for _, target in kept], _IDS)]
+
+
+def _cut(ids: list[int], length: int) -> list[int]:
+    """The first tokens of a sentence and its end, at most `length` in all."""
+    return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
 
 
 def row_lengths(rows: Dataset, column: str) -> Lengths:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MarianMTModel, PreTrainedTokenizerFast
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 from dsgdac_accel import WorkerGroup
+from tasks.common.precision import full_precision
 from tasks.translation.batches import pad_rows
 from tasks.translation.config import DecodingConfig
-from tasks.translation.model import allow_positions
+from tasks.translation.model import Translator, allow_positions
 from tasks.translation.scores import decode_ids, one_line
 
 
@@ -35,7 +37,7 @@ class Translations:
 
 @torch.no_grad()
 def translate(
-    model: MarianMTModel,
+    model: Translator,
     tokenizer: PreTrainedTokenizerFast,
     source_ids: Sequence[Sequence[int]],
     decoding: DecodingConfig,
@@ -87,7 +89,7 @@ def length_batches(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _translate_batch(
-    model: MarianMTModel,
+    model: Translator,
     tokenizer: PreTrainedTokenizerFast,
     rows: Sequence[int],
     source_ids: Sequence[Sequence[int]],
@@ -98,12 +100,13 @@ def _translate_batch(
     device = next(model.parameters()).device
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     mask = pad_rows([[1] * len(ids) for ids in source_ids], 0)
+    penalty = None if decoding.beams == 1 else _length_penalty(decoding)
     output = model.generate(
         input_ids=pad_rows(source_ids, pad).to(device),
         attention_mask=mask.to(device),
         generation_config=GenerationConfig(
             num_beams=decoding.beams,
-            length_penalty=decoding.length_penalty if decoding.beams > 1 else None,
+            length_penalty=penalty,
             do_sample=False,
             max_new_tokens=int(limits.max()),
             pad_token_id=pad,
@@ -113,9 +116,44 @@ def _translate_batch(
         ),
         logits_processor=LogitsProcessorList([_EndAtLimit(limits.to(device), end)]),
     )[:, 1:]
+    if isinstance(penalty, GnmtLengthPenalty):
+        penalty.require_used()
     lengths = (output == end).int().argmax(1).cpu() + 1
     texts = [one_line(text) for text in decode_ids(tokenizer, output)]
     return list(zip(rows, texts, (lengths >= limits).tolist(), strict=True))
+
+
+def _length_penalty(decoding: DecodingConfig) -> float:
+    if decoding.length_penalty_kind == "gnmt":
+        return GnmtLengthPenalty(decoding.length_penalty)
+    return decoding.length_penalty
+
+
+class GnmtLengthPenalty(float):
+    """Exponent a for which `L ** a` is ((5 + L) / 6)^a (Wu et al. 2016, arXiv 1609.08144, equation 14).
+
+    The beam search of Transformers computes `L ** length_penalty` wherever it uses the length L of a hypothesis.
+
+    >>> 7 ** GnmtLengthPenalty(2), 7 ** 2.0
+    (4.0, 49.0)
+    """
+
+    used = False
+
+    def __rpow__(self, length: Any, modulus: None = None) -> Any:
+        self.used = True
+        return ((5 + length) / 6) ** float(self)
+
+    def __deepcopy__(self, memo: dict) -> GnmtLengthPenalty:
+        return self  # `generate` copies its settings
+
+    def require_used(self) -> None:
+        """Raise RuntimeError unless a search has used the penalty: another version may compute it differently."""
+        if not self.used:
+            raise RuntimeError(
+                f"decoding.length_penalty_kind: gnmt does not reach the search of Transformers "
+                f"{transformers.__version__}. Use power."
+            )
 
 
 class _EndAtLimit(LogitsProcessor):
@@ -133,17 +171,3 @@ class _EndAtLimit(LogitsProcessor):
         ending = torch.full_like(scores, -torch.inf)
         ending[:, self.end] = scores[:, self.end]
         return torch.where(last[:, None], ending, scores)
-
-
-@contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """Undo the autocast that Accelerate wrapped around the model's forward, inside the context.
-
-    bf16 rounds differently in batches of other shapes, which may change the result of a search.
-    """
-    wrapped = vars(model).pop("forward", None)
-    try:
-        yield
-    finally:
-        if wrapped is not None:
-            model.forward = wrapped

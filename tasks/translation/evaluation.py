@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MarianMTModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from dsgdac_accel import WorkerGroup
+from tasks.common.precision import full_precision
 from tasks.translation.batches import Collate
 from tasks.translation.config import DecodingConfig
 from tasks.translation.data import EvaluationPairs
-from tasks.translation.decoding import Translations, full_precision, length_batches, translate
+from tasks.translation.decoding import Translations, length_batches, translate
 from tasks.translation.loss import losses_and_tokens
-from tasks.translation.model import allow_positions
+from tasks.translation.model import Translator, allow_positions
 from tasks.translation.scores import TranslationScores, one_line
 
 
@@ -35,7 +36,7 @@ class Evaluator:
     """Label smoothing of the loss."""
     metric: TranslationScores
 
-    def losses(self, model: MarianMTModel, source_ids: Sequence[Sequence[int]], target_ids: Sequence[Any]) -> dict:
+    def losses(self, model: Translator, source_ids: Sequence[Sequence[int]], target_ids: Sequence[Any]) -> dict:
         """Mean over real tokens of the smoothed training loss ("loss") and of the references' "nll"; "perplexity"."""
         sizes = [max(len(source), len(target)) for source, target in zip(source_ids, target_ids, strict=True)]
         allow_positions(model, max(sizes))
@@ -58,7 +59,7 @@ class Evaluator:
         smoothed, plain, tokens = (math.fsum(values) for values in zip(*sums, strict=True))
         return {"loss": smoothed / tokens, "nll": plain / tokens, "perplexity": math.exp(min(plain / tokens, 700.0))}
 
-    def translations(self, model: MarianMTModel, pairs: EvaluationPairs, greedy: bool = False) -> Translations:
+    def translations(self, model: Translator, pairs: EvaluationPairs, greedy: bool = False) -> Translations:
         """Translate all sources, in order."""
         decoding = replace(self.decoding, beams=1) if greedy else self.decoding
         return translate(model, self.tokenizer, pairs.source_ids, decoding, self.group)

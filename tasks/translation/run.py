@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import MarianMTModel
 
 from dsgdac_accel.curvature import CurvatureReport
 from dsgdac_accel.deployed_model import cloned
@@ -32,7 +31,13 @@ from tasks.translation.curvature import curvature_batches, translation_loss
 from tasks.translation.data import load_translation_data
 from tasks.translation.decoding import Translations
 from tasks.translation.evaluation import Evaluator, write_translations
-from tasks.translation.model import DEFAULT_POSITIONS, build_model, save_translator, trained_parameters
+from tasks.translation.model import (
+    DEFAULT_POSITIONS,
+    Translator,
+    build_model,
+    save_translator,
+    trained_parameters,
+)
 from tasks.translation.scores import TranslationScores, one_line
 from tasks.translation.step_loss import StepLoss
 
@@ -125,7 +130,7 @@ class TranslationRun:
                 f"torchrun."
             )
 
-    def _build(self) -> tuple[MarianMTModel, Any, DataLoader, Any]:
+    def _build(self) -> tuple[Translator, Any, DataLoader, Any]:
         """Model, optimizer, loader and scheduler, to be prepared. Raises ValueError for an impossible model."""
         config, tokenizer, batches = self.config, self.data.tokenizer, self.batches
         longest = int(max(batches.source_lengths.max(), batches.target_lengths.max()))
@@ -143,8 +148,9 @@ class TranslationRun:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        warmup_peak = (config.warmup_learning_rate or config.learning_rate) / config.learning_rate
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: inverse_square_root(step, config.warmup_steps)
+            optimizer, lambda step: inverse_square_root(step, config.warmup_steps, warmup_peak)
         )
         loader = DataLoader(
             self.data.train.pairs,
@@ -286,7 +292,7 @@ class TranslationRun:
             self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
         self._report(found, losses, scores)
 
-    def _save_model(self, model: MarianMTModel) -> None:
+    def _save_model(self, model: Translator) -> None:
         folder, state = self.output.folder / "deployed", cloned(model.state_dict())
         with writing_model(folder):
             save_translator(model, state, self.data.tokenizer, self.config.decoding, folder, self.positions)
@@ -298,6 +304,7 @@ class TranslationRun:
         return {
             **self.loop.summary(),
             "model": self.config.model.size,
+            "norm": self.config.model.norm,
             "parameters": self.parameters,
             "data": self.data.origin,
             "training_pairs": len(train.pairs),
@@ -321,13 +328,13 @@ class TranslationRun:
             self._say(f"  {source}\n    -> {found.texts[row]}\n    reference: {reference}")
         self._say(
             f"test split {pairs.name!r}: BLEU {scores['bleu']:.2f} ({scores['bleu_signature']})  chrF "
-            f"{scores['chrf']:.2f}  tokenized, compound-split BLEU {scores['bleu_tokenized']:.2f}  loss "
-            f"{losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}"
+            f"{scores['chrf']:.2f}  tokenized, compound-split BLEU {scores['bleu_tokenized']:.2f}  the paper's BLEU "
+            f"{scores['bleu_paper']:.2f}  loss {losses['loss']:.4f}  perplexity {losses['perplexity']:.2f}"
         )
         if found.at_limit:
             self._say(found.warning())
 
-    def _bare(self, deployed: nn.Module) -> MarianMTModel:
+    def _bare(self, deployed: nn.Module) -> Translator:
         """The model without the wrapper of torch.compile, which would compile again for every length in a search."""
         return self.accelerator.unwrap_model(deployed, keep_torch_compile=False)
 

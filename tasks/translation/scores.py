@@ -1,4 +1,4 @@
-"""Corpus scores of translations: sacreBLEU's BLEU and chrF2, and the tokenized BLEU of the Transformer papers."""
+"""Corpus scores of translations: sacreBLEU's BLEU and chrF2, and the tokenized BLEU of two papers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import datasets
 import evaluate
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tasks.translation.batches import IGNORED
+
+SCORES = ("bleu", "chrf", "bleu_tokenized", "bleu_paper")
+"""Names of the scores. Each has a signature of the name with `_signature` behind it."""
 
 _LINE_BREAK = re.compile(r"\r\n|\n|\r")
 _HYPHEN = re.compile(rb"(\S)-(\S)")
@@ -24,7 +28,8 @@ _TOKENIZED_END = re.compile(r""" [.!?](?: (?:["'”“»]|&quot;|&apos;))?$""")
 
 _DESCRIPTION = """
 Corpus scores of translations: BLEU (Papineni et al. 2002) on plain text as sacreBLEU defines it (Post 2018), chrF2
-(Popović 2015), and the tokenized, compound-split BLEU of Vaswani et al. (2017), each with its signature.
+(Popović 2015), the tokenized, compound-split BLEU of Vaswani et al. (2017), and the tokenized BLEU of arXiv:2602.02899,
+each with its signature.
 """
 _CITATION = "Post (2018), A Call for Clarity in Reporting BLEU Scores, https://aclanthology.org/W18-6319"
 _INPUTS = """
@@ -43,6 +48,7 @@ class TranslationScores(evaluate.Metric):
       BLEU splits words with tokenizer 13a for every language, which is useless for text without spaces;
     - "bleu_tokenized", "bleu_tokenized_signature": see `tokenized_bleu`. Comparable with papers that report this
       variant, but not with "bleu";
+    - "bleu_paper", "bleu_paper_signature": see `paper_bleu`. Comparable with arXiv:2602.02899 only;
     - "sentences": the number of sentences.
 
     A line break inside a text counts as a space, so scores equal those of files with one sentence per line.
@@ -125,6 +131,7 @@ class TranslationScores(evaluate.Metric):
         return {
             **plain_scores(predictions, streams),
             **tokenized_bleu(predictions, streams, self.target_language),
+            **paper_bleu(predictions, streams, self.target_language),
             "sentences": len(predictions),
         }
 
@@ -162,6 +169,44 @@ def tokenized_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], 
         f"|sacremoses:{version('sacremoses')}|sacrebleu:{version('sacrebleu')}"
     )
     return {"bleu_tokenized": score, "bleu_tokenized_signature": signature}
+
+
+def paper_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], language: str) -> dict[str, Any]:
+    """The score "bleu_paper" and its signature: `evaluate.load("bleu")` on Moses-tokenized text, times 100.
+
+    It is the BLEU of arXiv:2602.02899, by its authors' code. That metric tokenizes once more, by 13a, and n-grams up to
+    4 are counted over all sentences, case-sensitive and not smoothed. Among several references the shortest gives the
+    reference length.
+    """
+    tokens = functools.partial(paper_tokens, language=language)
+    tokenized, references = list(map(tokens, hypotheses)), [list(map(tokens, stream)) for stream in streams]
+    counted = BLEU(tokenize="none", smooth_method="none", force=True).corpus_score(tokenized, references)
+    lengths = ([len(text.split()) for text in stream] for stream in references)
+    shortest = sum(map(min, zip(*lengths, strict=True)))
+    score = BLEU.compute_bleu(counted.counts, counted.totals, counted.sys_len, shortest, smooth_method="none").score
+    signature = (
+        f"nrefs:{len(streams)}|case:mixed|punctuation:replace-unicode|tok:moses-{language}-a+13a|smooth:none"
+        f"|length:shortest|sacremoses:{version('sacremoses')}|sacrebleu:{version('sacrebleu')}"
+    )
+    return {"bleu_paper": score, "bleu_paper_signature": signature}
+
+
+def paper_tokens(text: str, language: str = "de") -> str:
+    """Tokenize for `paper_bleu`, with spaces between the tokens: Moses' tokenizer.perl -a, then 13a.
+
+    Unicode punctuation becomes ASCII first. The second tokenizer splits what the first one marks.
+
+    >>> paper_tokens("Der E-Mail-Dienst der „Post“ ruht's, z. B. heute…")
+    'Der E @ - @ Mail @ - @ Dienst der „ Post " ruht & apos ; s , z . B . heute . . .'
+    """
+    normalizer, tokenizer = _moses(language)
+    plain = normalizer.replace_unicode_punct(text)
+    return _tokenizer_13a()(tokenizer.tokenize(plain, aggressive_dash_splits=True, escape=True, return_str=True))
+
+
+@functools.cache
+def _tokenizer_13a() -> Tokenizer13a:
+    return Tokenizer13a()
 
 
 def moses_tokens(text: str, language: str = "de") -> str:
@@ -332,8 +377,7 @@ def _are_ids(row: Any) -> bool:
 def compute_metrics(
     tokenizer: PreTrainedTokenizerFast, target_language: str = "de"
 ) -> Callable[[Any], dict[str, float]]:
-    """Make the `compute_metrics` of Transformers' Seq2SeqTrainer: a function that returns "bleu", "chrf" and
-    "bleu_tokenized".
+    """Make the `compute_metrics` of Transformers' Seq2SeqTrainer: a function that returns the `SCORES`.
 
     The function takes an EvalPrediction, or a pair of predictions and labels: ids (B, T), with -100 for padding. It
     raises ValueError for logits in place of ids.
@@ -353,6 +397,6 @@ def compute_metrics(
             predictions=decode_ids(tokenizer, predictions), references=decode_ids(tokenizer, labels)
         )
         assert scores is not None  # there is one process
-        return {name: scores[name] for name in ("bleu", "chrf", "bleu_tokenized")}
+        return {name: scores[name] for name in SCORES}
 
     return scores_of

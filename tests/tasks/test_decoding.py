@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM
 
 from dsgdac_accel import GossipAccelerator, WorkerGroup
+from tasks.common.precision import full_precision
 from tasks.translation.config import DecodingConfig, ModelConfig
-from tasks.translation.decoding import full_precision, length_batches, translate
+from tasks.translation.decoding import length_batches, translate
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import build_model, save_translator
 from tasks.translation.tokenizer import encode, load_tokenizer, train_tokenizer
