@@ -52,11 +52,8 @@ def make_accelerator(
         steps_per_epoch: optimizer steps per epoch, to convert `gossip.start_epoch`.
         **kwargs: arguments of `accelerate.Accelerator`.
 
-    Raises ValueError for fp16 without a GPU, a tracker that is not installed, and a `gossip.total_steps` that is not
-    the run's.
+    Raises ValueError for a tracker that is not installed, and a `gossip.total_steps` that is not the run's.
     """
-    if kwargs.get("mixed_precision") == "fp16" and not torch.accelerator.is_available():
-        raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
     _require_trackers(kwargs.get("log_with") or ())
     if total_steps is not None and gossip.total_steps not in (None, total_steps):
         raise ValueError(

@@ -1,11 +1,18 @@
-"""Evaluation in float32 of a model that trains under autocast."""
+"""Mixed precision: whether a device has it, and evaluation in float32 of a model that trains under autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+
+
+def check_precision(mixed_precision: str) -> None:
+    """Raise ValueError for fp16 without a GPU."""
+    if mixed_precision == "fp16" and not torch.accelerator.is_available():
+        raise ValueError("mixed_precision: fp16 needs a GPU, and there is none here. Use bf16 or no.")
 
 
 @contextmanager

@@ -35,12 +35,13 @@ def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 class CropAndFlip:
     """Random crop of the zero-padded image and random horizontal flip, for a whole batch at once.
 
-    Maps a float batch (B, C, H, W) to one of the same shape, device, dtype and memory format (contiguous or
-    channels_last). Each image draws its own offset and flip.
+    Maps a uint8 batch (B, C, H, W) to one of the same shape, device and memory format (contiguous or channels_last).
+    Each image draws its own offset and flip.
 
-    Apply it after `normalize`: the zeros of the padding are then the mean color, as usual for wide ResNets.
+    Apply it before `normalize`: the padding is then black, as with RandomCrop of torchvision and in the code of
+    arXiv:2602.02899.
 
-    Raises ValueError for a negative padding, a batch without four dimensions, and uint8 images.
+    Raises ValueError for a negative padding, a batch without four dimensions, and images that are not uint8.
     """
 
     padding: int = 4
@@ -57,10 +58,10 @@ class CropAndFlip:
             raise ValueError(f"padding must be >= 0; got {self.padding}.")
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.ndim != 4 or not images.is_floating_point():
+        if images.ndim != 4 or images.dtype != torch.uint8:
             raise ValueError(
-                "CropAndFlip needs a float batch (B, C, H, W); "
-                f"got {images.dtype} of shape {tuple(images.shape)}. Call normalize first."
+                f"CropAndFlip needs a uint8 batch (B, C, H, W); got {images.dtype} of shape {tuple(images.shape)}. "
+                "Call it before normalize."
             )
         top_B, left_B, flipped_B = self.draw(len(images), images.device)
         height, width = images.shape[2:]
@@ -95,7 +96,7 @@ def _memory_format(images: Tensor) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Turns uint8 images (B, C, H, W) into inputs of a model: on its device, normalized, augmented in training."""
+    """Turns uint8 images (B, C, H, W) into inputs of a model: on its device, augmented in training, normalized."""
 
     mean: Tensor
     std: Tensor
@@ -106,12 +107,13 @@ class ModelInputs:
 
     def plain(self, images: Tensor) -> Tensor:
         """Inputs for evaluation."""
-        images = images.to(self.device, non_blocking=True)
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return normalize(images, self.mean, self.std)
+        return normalize(self._placed(images), self.mean, self.std)
 
     def augmented(self, images: Tensor) -> Tensor:
         """Inputs for training, cropped and flipped at random."""
-        inputs = self.plain(images)
-        return inputs if self.augment is None else self.augment(inputs)
+        placed = self._placed(images)
+        return normalize(placed if self.augment is None else self.augment(placed), self.mean, self.std)
+
+    def _placed(self, images: Tensor) -> Tensor:
+        images = images.to(self.device, non_blocking=True)
+        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images

@@ -120,8 +120,15 @@ class CifarConfig:
     weight_decay: float = 5e-4
     """L2 penalty on all parameters. It is added to the gradient, also with Adam."""
 
+    no_decay: bool = False
+    """Leave biases and the parameters of normalization layers (all with one dimension) out of weight_decay."""
+
     sam_rho: float = 0.05
     """Radius of sam: the length of the ascent step along the gradient."""
+
+    sam_per_worker: bool = False
+    """Let each worker of sam ascend along the gradient of its own part of the batch (m-SAM, Foret et al. 2021) instead
+    of the average gradient. The gradients at the points that they reach are averaged."""
 
     label_noise: float = 0.0
     """Fraction of the training labels to redraw uniformly from all classes. Test labels stay as they are."""
@@ -133,7 +140,7 @@ class CifarConfig:
     """Random horizontal flips. Switch them off if a mirror image belongs to another class (digits)."""
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast type of forward and backward. Parameters stay float32."""
+    """Autocast type of forward and backward in training. Parameters stay float32, and evaluation is in float32."""
 
     channels_last: bool = False
     """Memory format of model and images. It speeds up convolutions on GPUs and often on CPUs."""
@@ -192,6 +199,10 @@ class CifarConfig:
             )
         advice = "Use algorithm: sgd for the limit of 0."
         check_number("sam_rho", self.sam_rho, above=0, maximum=LARGEST_FLOAT32, advice=advice)
+        if self.sam_per_worker and self.algorithm != "sam":
+            raise ValueError(
+                f"sam_per_worker is for algorithm: sam; got algorithm: {self.algorithm}. Leave sam_per_worker out."
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), below 1; got {self.momentum}. The paper uses 0.9.")
         check_number("label_noise", self.label_noise, minimum=0, maximum=1)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsgdac_accel import WorkerGroup
+from tasks.common.precision import full_precision
 from tasks.images.augment import ModelInputs
 
 
@@ -20,10 +21,10 @@ def loss_and_accuracy(
     batch_size: int,
     what: str = "evaluating",
 ) -> tuple[float, float]:
-    """Mean cross-entropy and accuracy over all images; each is seen by exactly one worker. Collective.
+    """Mean cross-entropy and accuracy over all images, in float32; each is seen by exactly one worker. Collective.
 
     Args:
-        model: classifier in eval mode.
+        model: classifier in eval mode, without the wrapper of torch.compile.
         images: uint8 images (N, C, H, W).
         labels: classes (N,).
         inputs: turns images into inputs of the model.
@@ -33,10 +34,11 @@ def loss_and_accuracy(
     """
     loss = correct = 0.0
     mine = torch.arange(group.rank, len(images), group.size)
-    for rows in mine.split(batch_size):
-        logits = model(inputs.plain(images[rows])).float()
-        wanted = labels[rows].to(logits.device)
-        loss += float(F.cross_entropy(logits, wanted, reduction="sum"))
-        correct += float((logits.argmax(1) == wanted).sum())
+    with full_precision(model):
+        for rows in mine.split(batch_size):
+            logits = model(inputs.plain(images[rows]))
+            wanted = labels[rows].to(logits.device)
+            loss += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            correct += float((logits.argmax(1) == wanted).sum())
     shares = group.all_gather_object((loss, correct), what)
     return sum(share[0] for share in shares) / len(images), sum(share[1] for share in shares) / len(images)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from dsgdac_accel.curvature import CurvatureReport
-from tasks.common.algorithms import make_accelerator
+from tasks.common.algorithms import SynchronousAccelerator, make_accelerator
 from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
 from tasks.common.config import ConfigError
 from tasks.common.diagnostics import (
@@ -23,8 +23,9 @@ from tasks.common.diagnostics import (
 from tasks.common.limits import check_steps
 from tasks.common.lr_schedules import warmup_cosine
 from tasks.common.output_dir import OutputDir, writing_model
+from tasks.common.precision import check_precision
 from tasks.common.progress import say
-from tasks.common.sam import SharpnessAwareBackward
+from tasks.common.sam import PerWorkerSharpnessAwareBackward, SharpnessAwareBackward
 from tasks.common.training_loop import Prepared, TrainingLoop
 from tasks.images.augment import CropAndFlip, ModelInputs
 from tasks.images.config import CifarConfig
@@ -54,6 +55,7 @@ class ImageRun:
 
     def __init__(self, config: CifarConfig) -> None:
         self.config = config
+        check_precision(config.mixed_precision)
         set_seed(config.seed)
         self.data = load_configured_data(config)
         steps_per_epoch = len(self.data.train_images) // config.global_batch_size
@@ -89,11 +91,7 @@ class ImageRun:
             CropAndFlip(config.crop_padding, config.flip),
             config.channels_last,
         )
-        self.sharpness_aware = (
-            SharpnessAwareBackward(self.accelerator, self.model, self.optimizer, config.sam_rho)
-            if config.algorithm == "sam"
-            else None
-        )
+        self.sharpness_aware = self._make_sharpness_aware()
         self.loop = TrainingLoop(TASK, config, self.accelerator, prepared, self.output, steps_per_epoch, total_steps)
         if checkpoint is not None:
             self.accelerator.load_state(checkpoint)
@@ -131,6 +129,13 @@ class ImageRun:
         )
         return model, optimizer, loader, scheduler
 
+    def _make_sharpness_aware(self) -> SharpnessAwareBackward | PerWorkerSharpnessAwareBackward | None:
+        if self.config.algorithm != "sam":
+            return None
+        assert isinstance(self.accelerator, SynchronousAccelerator)
+        kind = PerWorkerSharpnessAwareBackward if self.config.sam_per_worker else SharpnessAwareBackward
+        return kind(self.accelerator, self.model, self.optimizer, self.config.sam_rho)
+
     def _check_batch_size(self, model: nn.Module) -> None:
         config, workers = self.config, self.accelerator.num_workers
         shares = workers * config.gradient_accumulation_steps
@@ -166,16 +171,16 @@ class ImageRun:
 
     def backward(self, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """Compute the gradients of a micro-batch, for `sam` at the point it ascends to. Returns (mean loss, 1)."""
-        inputs = self.inputs.augmented(batch["images"])
-
-        def compute_loss() -> Tensor:
-            return F.cross_entropy(self.model(inputs), batch["labels"])
-
-        if self.sharpness_aware is not None:
-            return self.sharpness_aware(compute_loss), 1.0
-        loss = compute_loss()
-        self.accelerator.backward(loss)
-        return loss, 1.0
+        inputs, labels = self.inputs.augmented(batch["images"]), batch["labels"]
+        if self.sharpness_aware is None:
+            loss = image_loss(self.model, (inputs, labels))
+            self.accelerator.backward(loss)
+            return loss, 1.0
+        if isinstance(self.sharpness_aware, SharpnessAwareBackward):
+            return self.sharpness_aware(partial(image_loss, self.model, (inputs, labels))), 1.0
+        workers = self.accelerator.workers_per_process
+        parts = zip(inputs.chunk(workers), labels.chunk(workers), strict=True)
+        return self.sharpness_aware([partial(image_loss, self.sharpness_aware.bare, part) for part in parts]), 1.0
 
     def after_step(self) -> None:
         """Nothing to do."""
@@ -228,8 +233,9 @@ class ImageRun:
 
     def _measure(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
         what = f"evaluating at step {self.loop.step}"
+        bare = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return loss_and_accuracy(
-            model, images, labels, self.inputs, self.accelerator.group, self.config.eval_batch_size, what
+            bare, images, labels, self.inputs, self.accelerator.group, self.config.eval_batch_size, what
         )
 
     def _save_model(self, deployed: nn.Module) -> None:
@@ -251,9 +257,10 @@ class ImageRun:
 
 
 def _make_optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimizer:
+    parameters: Any = _decayed_and_others(model) if config.no_decay else model.parameters()
     if "adam" in config.algorithm:
         return torch.optim.Adam(
-            model.parameters(),
+            parameters,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.adam_epsilon,
@@ -261,5 +268,14 @@ def _make_optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimi
             fused=True,
         )
     return torch.optim.SGD(
-        model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+        parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
+
+
+def _decayed_and_others(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups: those with weight decay, and those with one dimension, as biases and norms have."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1]},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -16,7 +16,7 @@ from tasks.translation.batches import IGNORED, Collate
 from tasks.translation.config import TranslationConfig
 from tasks.translation.data import load_translation_data
 from tasks.translation.loss import smoothed_loss
-from tasks.translation.model import DEFAULT_POSITIONS, build_model, load_translator
+from tasks.translation.model import DEFAULT_POSITIONS, build_model, decoder_start, load_translator
 
 
 def curvature_batches(
@@ -50,7 +50,7 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     )
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     nn.Module.to(model, device)
-    collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
+    collate = Collate(tokenizer.pad_token_id, decoder_start(model))
     batches = curvature_batches(train.pairs, curvature.rows(len(train.pairs), config.seed), collate, device)
 
     def load_deployed(folder: Path) -> None:

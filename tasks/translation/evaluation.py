@@ -18,7 +18,7 @@ from tasks.translation.config import DecodingConfig
 from tasks.translation.data import EvaluationPairs
 from tasks.translation.decoding import Translations, length_batches, translate
 from tasks.translation.loss import losses_and_tokens
-from tasks.translation.model import Translator, allow_positions
+from tasks.translation.model import Translator, allow_positions, decoder_start
 from tasks.translation.scores import TranslationScores, one_line
 
 
@@ -40,7 +40,7 @@ class Evaluator:
         """Mean over real tokens of the smoothed training loss ("loss") and of the references' "nll"; "perplexity"."""
         sizes = [max(len(source), len(target)) for source, target in zip(source_ids, target_ids, strict=True)]
         allow_positions(model, max(sizes))
-        collate = Collate(self.tokenizer.pad_token_id, model.config.decoder_start_token_id)
+        collate = Collate(self.tokenizer.pad_token_id, decoder_start(model))
         device = next(model.parameters()).device
         batches = length_batches(sizes, self.decoding.batch_tokens)
         mine = []

@@ -106,6 +106,13 @@ def trained_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
+def decoder_start(model: Translator) -> int:
+    """Id of the token from which the decoder starts."""
+    start = model.config.decoder_start_token_id
+    assert start is not None, "build_model sets it"
+    return start
+
+
 def allow_positions(model: Translator, positions: int) -> None:
     """Let a model read and write sequences of up to `positions` tokens, by longer tables of its sinusoids.
 

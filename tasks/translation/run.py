@@ -22,6 +22,7 @@ from tasks.common.diagnostics import curvature_line, curvature_metrics, measure_
 from tasks.common.limits import check_steps
 from tasks.common.lr_schedules import inverse_square_root
 from tasks.common.output_dir import OutputDir, writing_model
+from tasks.common.precision import check_precision
 from tasks.common.progress import say
 from tasks.common.training_loop import Prepared, TrainingLoop
 from tasks.translation.averages import DeployedAverage
@@ -35,6 +36,7 @@ from tasks.translation.model import (
     DEFAULT_POSITIONS,
     Translator,
     build_model,
+    decoder_start,
     save_translator,
     trained_parameters,
 )
@@ -64,6 +66,7 @@ class TranslationRun:
 
     def __init__(self, config: TranslationConfig) -> None:
         self.config = config
+        check_precision(config.mixed_precision)
         set_seed(config.seed)
         self.metric = TranslationScores(target_language=config.data.target_language or config.data.target)
         # Before there is a process group: one worker may tokenize millions of pairs, and no collective times out.
@@ -139,7 +142,7 @@ class TranslationRun:
             config.model, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, self.positions
         )
         self.parameters = trained_parameters(model)
-        self.collate = Collate(tokenizer.pad_token_id, model.config.decoder_start_token_id)
+        self.collate = Collate(tokenizer.pad_token_id, decoder_start(model))
         optimizer = torch.optim.Adam(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
