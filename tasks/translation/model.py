@@ -143,13 +143,14 @@ def save_translator(
 
     Args:
         model: the architecture.
-        state: its weights. Position tables are cut to `positions`.
+        state: its weights.
         tokenizer: the vocabulary.
         decoding: the search to note in the generation config.
         folder: where to write.
         positions: longest sequence to note in the config; the model may have been extended for longer sentences.
     """
     training_search, evaluated = model.generation_config, model.config.max_position_embeddings
+    positions = min(positions, evaluated)
     model.config.max_position_embeddings = positions
     model.generation_config = GenerationConfig(
         num_beams=decoding.beams,

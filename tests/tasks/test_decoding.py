@@ -1,5 +1,7 @@
 """Translations do not depend on batches or workers, and are never cut without a word."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +79,52 @@ def test_it_is_what_transformers_own_search_finds_for_each_sentence_alone(transl
         theirs = tokenizer.decode(output[0], skip_special_tokens=True)
         cut = tokenizer.eos_token_id not in output[0]  # at our limit the last token is the end of the sentence
         assert theirs.startswith(text) if cut else theirs == text
+
+
+def test_a_pre_norm_model_finds_with_its_cache_what_it_finds_without():
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(size="tiny", norm="pre", dropout=0.0), 40, 0, 1).eval()
+    options = {"input_ids": torch.randint(2, 40, (3, 6)), "num_beams": 2, "max_new_tokens": 12}
+    cached, whole = (model.generate(**options, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(cached, whole)
+
+
+class Letters:
+    """Stands in for a tokenizer whose tokens 2, 3, ... are the letters a, b, ..."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def batch_decode(self, rows, **_):
+        return ["".join(chr(95 + token) for token in row if token > 1) for row in rows]
+
+
+def test_a_wide_beam_finds_the_best_of_all_hypotheses_by_the_length_penalty():
+    torch.manual_seed(3)
+    model = build_model(ModelConfig(size="tiny", dropout=0.0), 5, 0, 1, positions=16).double().eval()
+    torch.nn.init.normal_(model.model.shared.weight, std=0.6)  # sure enough of its tokens that the penalty decides
+    source, longest = [2, 4, 1], 4  # tokens of a hypothesis, its end included
+    totals = {}
+    with torch.no_grad():
+        for words in (w for length in range(longest) for w in itertools.product((2, 3, 4), repeat=length)):
+            batch = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([[0, *words]])}
+            chosen = torch.tensor([[*words, 1]])
+            totals[words] = float(model(**batch).logits[0].log_softmax(1).gather(1, chosen.T).sum())
+    divisors = {"power": lambda length: length, "gnmt": lambda length: (5 + length) / 6}
+    best = []
+    for exponent, (kind, divisor) in itertools.product((0.6, 2.0), divisors.items()):
+        best.append(max(totals, key=lambda w: totals[w] / divisor(len(w) + 1) ** exponent))  # noqa: B023  # called at once
+        decoding = DecodingConfig(
+            beams=len(totals), length_penalty=exponent, length_penalty_kind=kind, extra_length=longest - len(source)
+        )
+        assert translate(model, Letters(), [source], decoding).texts == Letters().batch_decode(best[-1:])
+    assert best[0] != best[1] != best[3], "the kind and the exponent have to matter in this test"
+
+
+def test_the_length_penalty_of_gnmt_must_reach_the_search(translator, monkeypatch):
+    model, tokenizer = translator
+    monkeypatch.setattr(type(model), "generate", lambda self, **_: torch.tensor([[0, 1]]))
+    with pytest.raises(RuntimeError, match=r"length_penalty_kind: gnmt does not reach the search .* Use power\."):
+        translate(model, tokenizer, encode(tokenizer, LINES[:1]), DecodingConfig(length_penalty_kind="gnmt"))
 
 
 @pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])

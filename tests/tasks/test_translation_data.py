@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -615,3 +616,45 @@ class TestErrorsOfTheCorpus:
         (tmp_path / "cache").write_text("a file where a folder is needed", encoding="utf-8")
         with pytest.raises(OSError, match=r"must be written to .*/cache; that failed .*Set data\.cache_dir elsewhere"):
             load(tmp_path)
+
+
+# ---- held-out and cut pairs
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.25, range(3, 52, 4)), (0.01, None), (0.5, range(1, 52, 2))])
+def test_evenly_spaced_training_pairs_are_held_out_for_validation(tmp_path, fraction, held_out):
+    write_corpus(tmp_path / "text", validation=None)
+    if held_out is None:
+        with pytest.raises(
+            ValueError, match=r"validation_fraction must hold out at least one pair; 0\.01 of 52 .*none"
+        ):
+            load(tmp_path, validation_fraction=fraction)
+        return
+    found = load(tmp_path, validation_fraction=fraction)
+    assert list(zip(found.validation.sources, found.validation.references, strict=True)) == [TRAIN[i] for i in held_out]
+    rest = [pair for row, pair in enumerate(TRAIN) if row not in held_out]
+    assert rows_of(found.train) == ids_of(rest, found.tokenizer)
+    assert found.train.read == len(rest)
+
+
+def test_every_hundredth_of_many_pairs_is_held_out():
+    _, held_out = module.hold_out(Dataset.from_dict({"row": list(range(20_050))}), 0.01)
+    assert held_out["row"] == list(range(99, 20_050, 100))
+
+
+def test_held_out_pairs_and_a_named_split_exclude_each_other():
+    with pytest.raises(ValueError, match=r"validation_fraction holds out .* got both, 0\.01 and 'dev'\. Leave one out"):
+        TextConfig(validation_fraction=0.01, validation_split="dev")
+
+
+def test_long_sides_are_cut_to_their_first_tokens_and_their_end(tmp_path):
+    pairs = [(long_text(12), "neu"), ("new", long_text(11)), (long_text(10), "neu"), ("", "x")]
+    write_corpus(tmp_path / "text", train=[*TRAIN, *pairs])
+    left_out = load(tmp_path, max_length=10)
+    cut = load(tmp_path, max_length=10, truncation=True)
+    whole = ids_of([*TRAIN, *pairs[:3]], cut.tokenizer)
+    expected = [tuple(ids if len(ids) <= 10 else [*ids[:9], ids[-1]] for ids in pair) for pair in whole]
+    assert rows_of(cut.train) == expected
+    assert (left_out.train.too_long, cut.train.too_long) == (2, 2)
+    assert "(left out of 56: 1 with an empty side) (cut: 2 longer than max_length)" in cut.train.described()
+    assert "(left out of 56: 1 with an empty side and 2 longer than max_length)" in left_out.train.described()

@@ -30,6 +30,11 @@ def tiny(vocab_size=60, **changes):
     return build_model(ModelConfig(size="tiny", **{"dropout": 0.0} | changes), vocab_size, pad=0, end=1, positions=32)
 
 
+@pytest.fixture(params=["post", "pre"])
+def norm(request):
+    return request.param
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
     train_tokenizer(["a small text of some words"], 300).save(str(tmp_path / "tokenizer.json"))
@@ -39,17 +44,18 @@ def tokenizer(tmp_path):
 # ---- sizes
 
 
-def expected_parameters(vocab_size, width, ffn, layers):
+def expected_parameters(vocab_size, width, ffn, layers, last_norms):
     norm, attention = 2 * width, 4 * (width * width + width)
     feed_forward = 2 * width * ffn + ffn + width
-    return vocab_size * width + layers * (3 * attention + 2 * feed_forward + 5 * norm)
+    return vocab_size * width + layers * (3 * attention + 2 * feed_forward + 5 * norm) + last_norms * norm
 
 
 @pytest.mark.parametrize(("size", "width", "ffn"), [("base", 512, 2048), ("big", 1024, 4096)])
-def test_the_sizes_are_those_of_the_literature(size, width, ffn):
+def test_the_sizes_are_those_of_the_literature(size, width, ffn, norm):
     with torch.device("meta"):
-        model = build_model(ModelConfig(size=size), 37_000, pad=0, end=1)
-    assert trained_parameters(model) == expected_parameters(37_000, width, ffn, layers=6)
+        model = build_model(ModelConfig(size=size, norm=norm), 37_000, pad=0, end=1)
+    last_norms = 2 if norm == "pre" else 0
+    assert trained_parameters(model) == expected_parameters(37_000, width, ffn, 6, last_norms)
     if size == "big":
         assert round(trained_parameters(model) / 1e6) in (213, 214)  # "about 213M"
 
@@ -65,8 +71,30 @@ def test_widths_that_do_not_divide_by_the_heads_are_refused():
         build_model(ModelConfig(size="tiny", d_model=30, heads=4), 60, pad=0, end=1)
 
 
-def test_embeddings_enter_at_unit_size_and_one_matrix_serves_both_languages_and_the_output():
-    model = build_model(ModelConfig(size="small"), 2000, pad=0, end=1)
+def test_pre_norm_leaves_the_residual_path_alone_and_post_norm_normalizes_it(norm):
+    model = tiny(norm=norm).eval()
+    x = torch.randn(2, 5, 32)
+    for part in (model.model.encoder, model.model.decoder):
+        layer = part.layers[0]
+        for name, weights in layer.named_parameters():
+            if name.startswith(("self_attn.out_proj", "encoder_attn.out_proj", "fc2")):
+                torch.nn.init.zeros_(weights)
+        options = {"encoder_hidden_states": x} if part is model.model.decoder else {}
+        found = layer(x, attention_mask=None, **options)
+        expected = x if norm == "pre" else F.layer_norm(x, (32,))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        assert isinstance(getattr(part, "layer_norm", None), torch.nn.LayerNorm) == (norm == "pre")
+
+
+def test_dropout_acts_where_it_is_set():
+    model = tiny(norm="pre", dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
+    layer = model.model.decoder.layers[0]
+    assert (layer.dropout, layer.activation_dropout) == (0.3, 0.1)
+    assert (layer.self_attn.dropout, layer.encoder_attn.dropout) == (0.2, 0.2)
+
+
+def test_embeddings_enter_at_unit_size_and_one_matrix_serves_both_languages_and_the_output(norm):
+    model = build_model(ModelConfig(size="small", norm=norm), 2000, pad=0, end=1)
     shared = model.model.shared.weight
     assert model.lm_head.weight is shared
     assert model.model.encoder.embed_tokens.weight is model.model.decoder.embed_tokens.weight is shared
@@ -76,8 +104,8 @@ def test_embeddings_enter_at_unit_size_and_one_matrix_serves_both_languages_and_
     assert not linear.bias.any()
 
 
-def test_longer_positions_change_nothing_else():
-    model = tiny().eval()
+def test_longer_positions_change_nothing_else(norm):
+    model = tiny(norm=norm).eval()
     ids = torch.randint(2, 60, (2, 9))
     before = model(input_ids=ids, decoder_input_ids=ids).logits
     parameters = trained_parameters(model)
@@ -145,11 +173,22 @@ def test_the_rate_is_the_papers_from_its_first_update_and_gamma_follows():
     assert gammas[-1] == pytest.approx(0.25)
 
 
+def test_the_papers_rate_word_for_word_jumps_after_the_warm_up():
+    # "Linear warm-up to 5e-4 over the first 4000 iterations, then decay as a0 (4000 / t)^0.5", a0 = 1.3e-3.
+    lrs = [1.3e-3 * inverse_square_root(t - 1, 4000, 5e-4 / 1.3e-3) for t in range(1, 16_001)]
+    expected = [5e-4 * t / 4000 if t <= 4000 else 1.3e-3 * (4000 / t) ** 0.5 for t in range(1, 16_001)]
+    assert lrs == pytest.approx(expected, rel=1e-12)
+    consensus = AdaptiveConsensus(power=2, start_step=4000)
+    gammas = [consensus.gamma(step, lr) for step, lr in enumerate(lrs)]
+    assert set(gammas[:4001]) == {1.0}
+    assert gammas[-1] == pytest.approx(4001 / 16_000)
+
+
 # ---- deployment and averages
 
 
-def test_what_is_saved_loads_by_itself_with_its_vocabulary_and_its_search(tmp_path, tokenizer):
-    model = tiny(len(tokenizer)).eval()
+def test_what_is_saved_loads_by_itself_with_its_vocabulary_and_its_search(tmp_path, tokenizer, norm):
+    model = tiny(len(tokenizer), norm=norm).eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_translator(model, state, tokenizer, DecodingConfig(beams=3, length_penalty=0.8), tmp_path / "deployed")
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "deployed")
@@ -164,10 +203,10 @@ def test_what_is_saved_loads_by_itself_with_its_vocabulary_and_its_search(tmp_pa
     assert model.generation_config.num_beams in (None, 1), "the search of the run stays its own"
 
 
-def test_a_saved_model_does_not_depend_on_what_it_was_evaluated_on(tmp_path, tokenizer):
-    model = tiny(len(tokenizer)).eval()
+def test_a_saved_model_does_not_depend_on_what_it_was_evaluated_on(tmp_path, tokenizer, norm):
+    model = tiny(len(tokenizer), norm=norm).eval()
     allow_positions(model, 3000)
-    search = DecodingConfig(beams=3, length_penalty=0.8)
+    search = DecodingConfig(beams=3, length_penalty=0.8, length_penalty_kind="gnmt")
     save_translator(model, model.state_dict(), tokenizer, search, tmp_path / "deployed", positions=32)
     assert model.config.max_position_embeddings == 3000
     loaded, _, found = load_translator(tmp_path / "deployed")

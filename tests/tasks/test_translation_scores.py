@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from tasks.translation.scores import TranslationScores, compute_metrics, decode_ids, moses_tokens, one_line
+from tasks.translation.scores import (
+    SCORES,
+    TranslationScores,
+    compute_metrics,
+    decode_ids,
+    moses_tokens,
+    one_line,
+    paper_tokens,
+)
 from tests.workers import run_workers
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -82,14 +90,17 @@ def command_line(folder, hypotheses, *streams):
     }
 
 
-def multi_bleu(hypotheses, *streams):
-    """Clipped n-gram counts over the corpus, closest reference length, no smoothing: 100 bp (p1 p2 p3 p4)^(1/4)."""
+def multi_bleu(hypotheses, *streams, shortest=False):
+    """Clipped n-gram counts over the corpus, no smoothing: 100 bp (p1 p2 p3 p4)^(1/4).
+
+    The reference length is that of the closest reference or, as for `evaluate.load("bleu")`, of the shortest one.
+    """
     correct, total, length, reference_length = [0] * 4, [0] * 4, 0, 0
     for hypothesis, *references in zip(hypotheses, *streams, strict=True):
         words = hypothesis.split(" ") if hypothesis else []
         references = [reference.split(" ") if reference else [] for reference in references]
         length += len(words)
-        reference_length += min((abs(len(r) - len(words)), len(r)) for r in references)[1]
+        reference_length += min((0 if shortest else abs(len(r) - len(words)), len(r)) for r in references)[1]
         for n in range(4):
             grams, *allowed = (
                 Counter(tuple(w[i : i + n + 1]) for i in range(len(w) - n)) for w in [words, *references]
@@ -182,7 +193,7 @@ class TestPlainScores:
 
     def test_only_empty_hypotheses_score_zero(self):
         result = scores([""] * 3, REFERENCES)
-        assert (result["bleu"], result["chrf"], result["bleu_tokenized"]) == (0, 0, 0)
+        assert [result[name] for name in SCORES] == [0, 0, 0, 0]
 
     @settings(max_examples=40, deadline=None)
     @given(
@@ -194,7 +205,7 @@ class TestPlainScores:
     )
     def test_identical_sentences_score_100(self, sentences):
         result = scores(sentences, sentences)
-        for name in ("bleu", "chrf", "bleu_tokenized"):
+        for name in SCORES:
             assert result[name] == pytest.approx(100)
 
     @settings(max_examples=60, deadline=None)
@@ -291,6 +302,28 @@ class TestTokenizedBleu:
     def test_no_smoothing(self):
         result = scores(["Das ist gut"], ["Das ist gut"])
         assert result["bleu_tokenized"] == 0  # three words have no 4-gram
+
+
+class TestPaperBleu:
+    def test_moses_splits_hyphens_and_13a_splits_what_moses_marks(self):
+        found = paper_tokens("Die U-Bahn 's \u201d1,5 & 3-4\u2026")
+        assert found == 'Die U @ - @ Bahn & apos ; s " 1,5 & 3 @ - @ 4 . . .'
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data(), st.integers(1, 3))
+    def test_counts_as_the_metric_of_evaluate_on_any_words(self, data, num_references):
+        sentence = st.lists(st.sampled_from(["a", "b", "A", "a-b", "c."]), max_size=9).map(" ".join)
+        corpus = data.draw(st.lists(st.tuples(*[sentence] * (1 + num_references)), min_size=1, max_size=6))
+        result = scores([row[0] for row in corpus], [row[1:] for row in corpus])
+        tokens = [[paper_tokens(text) for text in texts] for texts in zip(*corpus, strict=True)]
+        assert result["bleu_paper"] == pytest.approx(multi_bleu(*tokens, shortest=True), abs=1e-9)
+
+    @pytest.mark.data
+    def test_equal_to_evaluates_metric_on_newstest2014(self, newstest):
+        result = scores(*newstest)
+        # By the file of evaluate.load("bleu"), with its tokenizer, on the texts that Moses tokenized.
+        assert result["bleu_paper"] == pytest.approx(54.079512484084816, abs=1e-9)
+        assert result["bleu_paper"] > result["bleu_tokenized"] + 1 > result["bleu"] + 1, "three different scores"
 
 
 class TestRefusals:
@@ -511,9 +544,7 @@ class TestComputeMetrics:
     def test_scores_of_padded_ids(self, tokenizer, kind):
         pair = padded(tokenizer, HYPOTHESES, -100), padded(tokenizer, REFERENCES, -100)
         expected = scores(HYPOTHESES, REFERENCES, "en")
-        assert compute_metrics(tokenizer, "en")(kind(pair)) == {
-            name: expected[name] for name in ("bleu", "chrf", "bleu_tokenized")
-        }
+        assert compute_metrics(tokenizer, "en")(kind(pair)) == {name: expected[name] for name in SCORES}
 
     @pytest.mark.parametrize("logits", [np.zeros((3, 12, 30)), (np.zeros((3, 12, 30)), np.zeros((3, 12, 8)))])
     def test_logits_are_refused_with_the_way_out(self, tokenizer, logits):

@@ -56,9 +56,9 @@ def work(tmp_path_factory):
 
 
 def run(work, script, settings, processes, per_process, algorithm, *arguments):
-    output = f"{script}_{algorithm}_{processes}"
+    output = f"{script}_{algorithm.replace(' ', '')}_{processes}"
     command = [
-        *forked(processes), str(ROOT / "tasks" / script), "--config", settings, "--algorithm", algorithm,
+        *forked(processes), str(ROOT / "tasks" / script), "--config", settings, "--algorithm", *algorithm.split(),
         "--gossip.workers_per_process", str(per_process), "--output_dir", output, *arguments,
     ]  # fmt: skip
     status, out, err = finish(start(command, work), timeout=120)
@@ -72,6 +72,7 @@ def run(work, script, settings, processes, per_process, algorithm, *arguments):
         ("cifar.py", "images.yaml", "dsgd_ac"),
         pytest.param("cifar.py", "images.yaml", "sgd", marks=pytest.mark.slow),
         pytest.param("cifar.py", "images.yaml", "sam", marks=pytest.mark.slow),
+        pytest.param("cifar.py", "images.yaml", "sam --sam_per_worker true", marks=pytest.mark.slow),
         pytest.param("wmt14.py", "text.yaml", "dadam_ac", marks=pytest.mark.slow),
         pytest.param("wmt14.py", "text.yaml", "adam", marks=pytest.mark.slow),
     ],

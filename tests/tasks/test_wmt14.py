@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tasks.common.config import load_config, parse_config
 from tasks.translation.commands import COMMANDS
-from tasks.translation.config import DecodingConfig, TranslationConfig
+from tasks.translation.config import TranslationConfig
 from tasks.translation.decoding import translate
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import load_translator
@@ -34,9 +34,11 @@ data:
   cache_dir: cache
 model:
   size: tiny
+  norm: pre
   dropout: 0.0
 decoding:
   beams: 2
+  length_penalty_kind: gnmt
 num_train_epochs: 2
 batch_tokens: 1600
 learning_rate: 5e-3
@@ -110,6 +112,7 @@ def test_the_summary_says_what_ran_and_how_well(first_run):
     assert said["steps"] == len(records(folder, "train/loss")) > 4
     assert 0 < said["gamma"] < 1
     assert said["radius"] > 0
+    assert said["bleu_paper_signature"].startswith("nrefs:1|case:mixed|punctuation:replace-unicode|tok:moses-de-a+13a|")
     assert said.keys() >= {"train_loss", "test_loss", "test_perplexity", "bleu", "bleu_signature", "chrf", "seconds"}
     assert "239 training pairs (left out of 240: 1 with an empty side)" in out
     assert said["bleu_signature"] in out
@@ -163,7 +166,9 @@ def test_the_deployed_folder_is_a_normal_transformers_model(first_run):
     tokenizer = AutoTokenizer.from_pretrained(folder / "deployed")
     assert model.generation_config.num_beams == 2
     ids = encode(tokenizer, lines(folder / "test.sources.txt"))
-    assert translate(model, tokenizer, ids, DecodingConfig(beams=2)).texts == lines(folder / "test.hypotheses.txt")
+    search = load_translator(folder / "deployed")[2]
+    assert (search.beams, search.length_penalty_kind) == (2, "gnmt")
+    assert translate(model, tokenizer, ids, search).texts == lines(folder / "test.hypotheses.txt")
     batch = tokenizer(["A word."], text_target=["Ein Wort."], return_tensors="pt")
     assert torch.isfinite(model(**batch).loss)
 
@@ -401,7 +406,7 @@ def test_broken_model_folders_are_one_error(first_run, work):
     shutil.copytree(folder / "deployed", work / "cut")
     weights = (work / "cut" / "model.safetensors").read_bytes()
     (work / "cut" / "model.safetensors").write_bytes(weights[:1000])
-    with pytest.raises(ValueError, match="Marian model that can be read"):
+    with pytest.raises(ValueError, match="Marian or Pegasus model that can be read"):
         load_translator(work / "cut")
     (work / "cut" / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
