@@ -220,6 +220,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
         (["--crop_padding", "8"], "crop_padding must be below"),
         (["--curvature.batch_size", "1"], "curvature.batch_size"),
         (["--global_batch_size", "50", "--gradient_accumulation_steps", "4"], "must divide evenly"),
+        (["--mixed_precision", "fp16", "--data.path", "absent"], "fp16 needs a GPU, and there is none here. Use bf16"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )

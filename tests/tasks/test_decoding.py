@@ -112,7 +112,7 @@ def test_a_wide_beam_finds_the_best_of_all_hypotheses_by_the_length_penalty():
     divisors = {"power": lambda length: length, "gnmt": lambda length: (5 + length) / 6}
     best = []
     for exponent, (kind, divisor) in itertools.product((0.6, 2.0), divisors.items()):
-        best.append(max(totals, key=lambda w: totals[w] / divisor(len(w) + 1) ** exponent))  # noqa: B023  # called at once
+        best.append(max(totals, key=lambda w: totals[w] / divisor(len(w) + 1) ** exponent))
         decoding = DecodingConfig(
             beams=len(totals), length_penalty=exponent, length_penalty_kind=kind, extra_length=longest - len(source)
         )

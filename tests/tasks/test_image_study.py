@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.utils import LoggerType
 
 from dsgdac_accel import GossipConfig
 from tasks.common import algorithms
 from tasks.common.config import ConfigError, parse_config
 from tasks.images.config import CifarConfig
+from tasks.images.models import build_image_model
 from tasks.images.run import ImageRun
 from tests.launching import records
 from tests.workers import run_workers
@@ -153,3 +155,39 @@ def test_the_study_has_eight_workers_of_sixteen_images_and_the_paper_s_schedule(
         assert (config.num_train_epochs, config.warmup_epochs, config.gossip.start_epoch) == (60, 3, 3)
         assert config.gossip.topology == "one_peer_ring"
         assert (config.crop_padding, config.flip, config.report_to) == (0, False, ())
+
+
+def evaluate_in_bf16(rank, folder, algorithm):
+    """The logged test loss of a run in bf16, that of its model in float32, and that under autocast."""
+    changes = {"mixed_precision": "bf16", "calibrate": False, "gossip": GossipConfig(workers_per_process=2)}
+    run = ImageRun(study(algorithm=algorithm, **changes, output_dir=Path(folder) / algorithm))
+    run.evaluate(done=False, measure_curvature=False)
+    with run.accelerator.deployed_model(run.model) as deployed, torch.no_grad():
+        plain = build_image_model(run.config.model, run.data.num_classes, 1, run.data.image_size).eval()
+        plain.load_state_dict(run.accelerator.unwrap_model(deployed).state_dict())
+        inputs = run.inputs.plain(run.data.test_images)
+        exact, rounded = (float(F.cross_entropy(m(inputs), run.data.test_labels)) for m in (plain, deployed))
+    return records(Path(folder) / algorithm, "test/loss")[0], exact, rounded
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "dsgd"])
+def test_a_run_in_mixed_precision_is_evaluated_in_float32(tmp_path, algorithm):
+    ((logged, exact, rounded),) = run_workers(evaluate_in_bf16, 1, str(tmp_path), algorithm)
+    assert logged == pytest.approx(exact, rel=1e-6)
+    assert logged != pytest.approx(rounded, rel=1e-6)
+
+
+def decayed_parameters(rank, folder, no_decay):
+    changes = {"no_decay": no_decay, "gossip": GossipConfig(workers_per_process=2)}
+    run = ImageRun(study(**changes, output_dir=Path(folder)))
+    groups = run.optimizer.param_groups
+    return {(group["weight_decay"], parameter.ndim > 1) for group in groups for parameter in group["params"]}, sum(
+        len(group["params"]) for group in groups
+    )
+
+
+@pytest.mark.parametrize(("no_decay", "of_biases_and_norms"), [(False, 5e-4), (True, 0.0)])
+def test_biases_and_norms_are_left_out_of_weight_decay_on_request(tmp_path, no_decay, of_biases_and_norms):
+    ((found, count),) = run_workers(decayed_parameters, 1, str(tmp_path), no_decay)
+    assert found == {(5e-4, True), (of_biases_and_norms, False)}
+    assert count == 2 * len(list(build_image_model("mlp", 10, 1, (8, 8)).parameters()))

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 
+import pandas
 import pytest
 import sacrebleu
 import torch
@@ -296,7 +297,7 @@ def broken(work):
         ("--data.tokenizer settings.yaml", ["tokenizer", "settings.yaml"]),
         ("--betas 0.9", ["betas"]),
         ("--algorithm sgd", ["'adam', 'dadam'"]),
-        ("--mixed_precision fp16", ["fp16 needs a GPU"]),
+        ("--mixed_precision fp16 --data.path absent", ["fp16 needs a GPU"]),
         ("--average_every 3", ["average_every", "average_last = 1"]),
         ("--label_smoothing 1", ["label_smoothing must be in [0, 1), below 1"]),
         ("--data.target german", ["target_language", "german"]),
@@ -431,3 +432,33 @@ def test_subcommands_say_what_they_miss(first_run, work, monkeypatch):
     ):
         with pytest.raises((ValueError, OSError), match=word):
             COMMANDS[command](arguments)
+
+
+# ---- real text
+
+
+SHRUNK = """
+--gossip.workers_per_process 8 --gossip.start_step 29 --data.path data --data.cache_dir cache --data.vocab_size 1000
+--data.validation_fraction 0.01 --data.train_limit 4000 --data.max_length 64 --model.d_model 64 --model.heads 4
+--model.ffn 128 --model.encoder_layers 2 --model.decoder_layers 2 --decoding.beams 1 --decoding.extra_length 1
+--batch_tokens 2400 --warmup_steps 30 --max_steps 60 --mixed_precision no --logging_steps 10 --save_steps null
+--report_to []
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.parametrize("algorithm", ["adam", "dadam", "dadam_ac"])
+def test_the_papers_configurations_learn_on_a_slice_of_wmt14_at_their_learning_rates(tmp_path, algorithm):
+    shared = ROOT.parent / "shared" / "data"
+    if not (shared / "wmt14_10k").is_dir():
+        pytest.skip("development data set 'wmt14_10k' is not beside the repository")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").symlink_to(shared / "wmt14_10k" / "train.parquet")
+    pandas.read_parquet(shared / "newstest" / "test.parquet").head(20).to_parquet(tmp_path / "data" / "test.parquet")
+    config = ROOT / "configs" / f"wmt14_big_{algorithm}.yaml"
+    succeed(forked(), tmp_path, "--config", str(config), "--output_dir", "run", *SHRUNK.split())
+    losses = records(tmp_path / "run", "train/loss")
+    assert sorted(losses) == [10, 20, 30, 40, 50, 60]
+    assert losses[60] < losses[10] - 0.3
+    assert records(tmp_path / "run", "gossip/lr")[30] == pytest.approx(5e-4 if algorithm == "adam" else 1.3e-3)
