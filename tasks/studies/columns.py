@@ -18,6 +18,9 @@ _HEADINGS = {
     "worker_train_loss": "workers' train loss",
     "seconds": "time (min)",
     "train_seconds": "training (s)",
+    "train_cpu_seconds": "training, processor (s)",
+    "validation_loss": "validation loss",
+    "validation_accuracy": "validation accuracy (%)",
     "radius": "radius",
     "gossip/radius": "radius",
     "curvature.lambda_1": "top eigenvalue",
@@ -25,7 +28,7 @@ _HEADINGS = {
     "curvature.trace": "trace",
     "curvature/lambda_1": "top eigenvalue",
 }
-_SCALES = {"test_accuracy": 100.0, "test/accuracy": 100.0, "seconds": 1 / 60}
+_SCALES = {"test_accuracy": 100.0, "test/accuracy": 100.0, "validation_accuracy": 100.0, "seconds": 1 / 60}
 _PLACES = {"last": "", "max": " (max)", "min": " (min)"}
 """Places to read a metric at, with the suffix of the heading."""
 
