@@ -177,6 +177,8 @@ class Measurable:
     loss_fn: LossFunction
     """Mean loss of a batch."""
     batches: Sequence[Any]
+    averages_steps: bool = False
+    """Whether the deployed model is an average over the steps, and not the one of the workers at the last step."""
 
 
 def measure_run(
@@ -202,13 +204,17 @@ def measure_run(
         raise ConfigError(
             f"{asked.run} is a run of another task, or of another version of this task ({error})."
         ) from error
+    deployed = asked.run / "deployed"
     checkpoint = asked.checkpoint or newest_checkpoint(asked.run / "checkpoints", PATTERN)
     if checkpoint is not None:
         deltas, mean = consensus_errors(worker_parameters(checkpoint), found.model)
         set_parameters(found.model, mean)
         source = f"{len(deltas)} workers at step {read_manifest(checkpoint).step}, {checkpoint}"
+        if found.averages_steps and asked.checkpoint is None and deployed.is_dir():
+            found.load_deployed(deployed)
+            source += f", at the average over steps in {deployed}"
     else:
-        deltas, deployed = [], asked.run / "deployed"
+        deltas = []
         if not deployed.is_dir():
             raise ConfigError(
                 f"{asked.run} has neither checkpoints nor a deployed model. Set save_steps in the run, or let it end."
