@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import SweepConfig
 from tasks.studies.figures import draw_figures
@@ -34,7 +35,7 @@ def write_report(sweep: SweepConfig, runs: Sequence[PlannedRun], folder: Path, f
     states = [state_of(run) for run in runs]
     rows = rows_of(states)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = draw_figures(sweep, rows, folder) if figures else []
+    pictures = draw_figures(sweep, chosen_rows(sweep, rows), folder) if figures else []
     text = report_text(sweep, rows, columns)
     links = "".join(f"\n![{picture.stem}]({picture.name})\n" for picture in pictures)
     _write_text(folder / "report.md", text + links)
@@ -47,10 +48,11 @@ def report_text(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colum
     """Return the tables in Markdown: means over seeds, differences from the baselines, and the missing runs."""
     shown = [column for column in columns if any(Spread.of(row.values(column)).count for row in rows)]
     without = [column.heading for column in columns if column not in shown]
-    parts = [f"# {sweep.title or 'Sweep'}", _intro(sweep, rows), _means(sweep, rows, shown or columns)]
+    chosen = chosen_rows(sweep, rows)
+    parts = [f"# {sweep.title or 'Sweep'}", _intro(sweep, rows), _means(sweep, chosen, shown or columns)]
     if without and shown:
         parts.append(f"Not measured by any finished run: {', '.join(without)}.")
-    parts += _comparisons(sweep, rows, shown)
+    parts += _comparisons(sweep, chosen, shown)
     problems = _problems([state for row in rows for state in row.states])
     return "\n\n".join([*parts, *problems]) + "\n"
 
@@ -59,20 +61,26 @@ def _intro(sweep: SweepConfig, rows: Sequence[Row]) -> str:
     finished = sum(row.finished for row in rows)
     total = sum(len(row.states) for row in rows)
     seeds = ", ".join(map(str, sweep.seeds))
+    choose = sweep.report.choose
+    chosen = f" Each method has its setting with the smallest {columns_of([choose.by])[0].heading}." if choose else ""
     return (
-        f"{finished} of {total} runs finished. Mean ± sample standard deviation over seeds ({seeds}), or the value "
-        f"itself for a single finished run. Task {sweep.task.name}, base {sweep.base.name}."
+        f"{finished} of {total} runs finished.{chosen} Mean ± sample standard deviation over seeds ({seeds}), or the "
+        f"value itself for a single finished run. Task {sweep.task.name}, base {sweep.base.name}."
     )
 
 
 def _means(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    axes = [*(["variant"] if sweep.variants else []), *(key.rpartition(".")[2] for key in sweep.grid)]
-    header = [*(axes or ["setting"]), "runs", *(column.heading for column in columns)]
+    over = sweep.report.choose.over if sweep.report.choose else ()
+    grid = [key.rpartition(".")[2] for key in sweep.grid if key not in over]
+    axes = [*(["variant"] if sweep.variants else []), *grid]
+    chosen = ["chosen"] if sweep.report.choose else []
+    header = [*(axes or ["setting"]), *chosen, "runs", *(column.heading for column in columns)]
     body = []
     for row in rows:
         runs = f"{row.finished}" if row.finished == len(row.states) else f"{row.finished} of {len(row.states)}"
         labels = row.setting.labels or ("base",)
-        body.append([*labels, runs, *(str(Spread.of(row.values(column))) for column in columns)])
+        settings = [row.chosen] if chosen else []
+        body.append([*labels, *settings, runs, *(str(Spread.of(row.values(column))) for column in columns)])
     return markdown_table(header, body)
 
 
