@@ -137,6 +137,8 @@ def train(rank, folder, algorithm, local_workers):
     kept = [parameter.detach().clone() for parameter in run.model.parameters()]
     with run.loop.deployed_model(run.loader, run._calibration_forward) as deployed:
         found |= {"deployed": flatten(deployed), "statistics": deployed[2].running_mean.clone()}
+        logits = deployed(run.inputs.plain(run.data.validation_images))
+        found["validation"] = nn.functional.cross_entropy(logits, run.data.validation_labels).item()
         plain = AveragedModel(run.accelerator.unwrap_model(deployed))
     batches = [run.inputs.augmented(run.data.train_images[start : start + 20]) for start in range(0, 200, 20)]
     update_bn(batches, plain)
@@ -149,6 +151,8 @@ def assert_average_of_steps_with_its_own_statistics(found):
     torch.testing.assert_close(found["deployed"], ema(found["means"], 0.8), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["statistics"], found["of_torch"], rtol=1e-4, atol=1e-5)
     assert found["left"]
+    if "summary" in found:  # the main worker writes it
+        assert found["summary"]["validation_loss"] == pytest.approx(found["validation"], rel=1e-4)
     assert (found["deployed"] - found["means"][-1]).norm() > 0.1
 
 
