@@ -20,6 +20,7 @@ from dsgdac_accel.plotting import (
     set_logarithmic,
 )
 from tasks.common.plotting import PanelNotes, workers_in_words
+from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import FIGURES, SweepConfig, value_label
 from tasks.studies.curves import Curve, curve_of
@@ -67,7 +68,8 @@ _RESULTS = ("test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambd
 def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the figures that the sweep asks for into a folder, and return the files.
 
-    A figure is left out if no run has logged its metrics. Raises ImportError without matplotlib.
+    Curves are those of the chosen settings, and sensitivity shows all. A figure is left out if no run has logged its
+    metrics. Raises ImportError without matplotlib.
     """
     written: list[Path] = []
     wanted = FIGURES if sweep.report.figures is None else sweep.report.figures
@@ -75,7 +77,7 @@ def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[
         if name == "sensitivity":
             written += _sensitivity_figures(sweep, rows, folder)
             continue
-        for group, members in _groups(rows):
+        for group, members in _groups(chosen_rows(sweep, rows)):
             figure = _curves_figure(PANELS[name], members, group, described(sweep, members))
             if figure is not None:
                 suffix = f"_{Setting(group, {}).folder}" if group else ""

@@ -35,7 +35,7 @@ def write_report(sweep: SweepConfig, runs: Sequence[PlannedRun], folder: Path, f
     states = [state_of(run) for run in runs]
     rows = rows_of(states)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = draw_figures(sweep, chosen_rows(sweep, rows), folder) if figures else []
+    pictures = draw_figures(sweep, rows, folder) if figures else []
     text = report_text(sweep, rows, columns)
     links = "".join(f"\n![{picture.stem}]({picture.name})\n" for picture in pictures)
     _write_text(folder / "report.md", text + links)
