@@ -43,6 +43,11 @@ MEANT = {
     "gossip.topology": "graph gossip.graph",
     "gossip.start_step": "gossip.warmup",
     "gossip.log_every": "gossip.logging_steps",
+    "weight_average.kind": "ema swa lawa use_ema model_ema averaging",
+    "weight_average.decay": "ema_decay model_ema_decay",
+    "weight_average.start_epoch": "swa_start swa_epoch_start ema_start",
+    "data.validation_limit": "validation_size val_size",
+    "decoupled_weight_decay": "adamw",
     "gossip.workers_per_process": "gossip.num_workers",
 }
 """Settings with the old and usual names that stand for them. If a name is in two rows, the first setting that the

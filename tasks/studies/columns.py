@@ -20,6 +20,9 @@ _HEADINGS = {
     "seconds": "time (min)",
     "train_seconds": "training (s)",
     "train_minutes": "training (min)",
+    "train_cpu_seconds": "training, processor (s)",
+    "validation_loss": "validation loss",
+    "validation_accuracy": "validation accuracy (%)",
     "radius": "radius",
     "gossip/radius": "radius",
     "curvature.lambda_1": "top eigenvalue",
@@ -27,7 +30,13 @@ _HEADINGS = {
     "curvature.trace": "trace",
     "curvature/lambda_1": "top eigenvalue",
 }
-_SCALES = {"test_accuracy": 100.0, "test/accuracy": 100.0, "seconds": 1 / 60, "train_minutes": 1 / 60}
+_SCALES = {
+    "test_accuracy": 100.0,
+    "test/accuracy": 100.0,
+    "validation_accuracy": 100.0,
+    "seconds": 1 / 60,
+    "train_minutes": 1 / 60,
+}
 _OTHER_NAMES = {"train_minutes": "train_seconds"}
 """Columns that show a key of summary.json in another unit."""
 _PLACES = {"last": "", "max": " (max)", "min": " (min)"}

@@ -72,6 +72,27 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChooseConfig:
+    """Which of a method's settings the report shows."""
+
+    by: str = "validation_loss"
+    """Column to choose by: the setting with the smallest mean over the seeds is shown."""
+
+    over: list[str] = field(default_factory=list)
+    """Keys of the grid whose values are chosen, such as learning_rate."""
+
+    methods: dict[str, list[str]] = field(default_factory=dict)
+    """Method: [variants that are settings of it]. A variant that no method names is a method of its own."""
+
+    def __post_init__(self) -> None:
+        columns_of([self.by])  # raises for an invalid place
+        variants = [variant for of in self.methods.values() for variant in of]
+        for variant in variants:
+            if variants.count(variant) > 1:
+                raise ValueError(f"methods must name each variant once; {variant!r} is there more often. Drop one.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Columns, comparisons and figures of the report."""
 
@@ -87,6 +108,9 @@ class ReportConfig:
 
     compare: list[str] | None = None
     """Columns of the comparison; null compares in all of them."""
+
+    choose: ChooseConfig | None = None
+    """Show only the best setting of each method; null shows all settings."""
 
     figures: list[str] | None = None
     """lr_radius, radius, eigenvalues, accuracy, bleu, loss, curves, penalty, alignment, noise, sensitivity; null draws
@@ -204,6 +228,13 @@ class SweepConfig:
                     f"There are {', '.join(known) or 'none'}."
                 )
         self._check_paper()
+        choose = self.report.choose
+        if choose is not None:
+            for key in choose.over:
+                check_choice("report.choose.over", key, list(self.grid))
+            for variant in (variant for of in choose.methods.values() for variant in of):
+                check_choice("report.choose.methods: the variant", variant, list(self.variants))
+            known = [*choose.methods, *known]
         baselines = self.report.baselines
         named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
         for label in named:

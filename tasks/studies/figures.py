@@ -23,6 +23,7 @@ from dsgdac_accel.plotting import (
     set_logarithmic,
 )
 from tasks.common.plotting import PanelNotes, workers_in_words
+from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import FIGURES, SweepConfig, value_label
 from tasks.studies.curves import Curve, curve_of, interval_factor
@@ -96,7 +97,8 @@ _RESULTS = ("test_accuracy", "bleu", "test_loss", "worker_train_loss", "train_lo
 def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the figures that the sweep asks for into a folder, and return the files.
 
-    A figure is left out if no run has logged its metrics. Raises ImportError without matplotlib.
+    Curves are those of the chosen settings, and sensitivity shows all. A figure is left out if no run has logged its
+    metrics. Raises ImportError without matplotlib.
     """
     require_matplotlib()
     from matplotlib import rc_context
@@ -126,7 +128,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
 
 def _curves(name: str, sweep: SweepConfig, rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
     """Yield the names and figures of some panels: one, or one for each group of settings."""
-    for group, members in _groups(rows):
+    for group, members in _groups(chosen_rows(sweep, rows)):
         figure = _curves_figure(PANELS[name], members, group, described(sweep, members))
         if figure is not None:
             yield f"{name}_{Setting(group, {}).folder}" if group else name, figure

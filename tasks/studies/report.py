@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import SweepConfig
 from tasks.studies.figures import draw_figures
@@ -73,17 +74,18 @@ def report_text(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colum
     """Return the tables in Markdown: means over seeds, the paper's values, differences, and the missing runs."""
     shown = [column for column in columns if any(Spread.of(row.values(column)).count for row in rows)]
     without = [column.heading for column in columns if column not in shown]
+    chosen = chosen_rows(sweep, rows)
     parts = [f"# {sweep.title or 'Sweep'}", _intro(sweep, rows)]
     if small and sweep.smoke is not None:
         parts.append(
             "These runs are small: they show that the study works, and their numbers are none of the paper's setting. "
             f"Changed: {rules_in_words(sweep.smoke)}."
         )
-    parts.append(_means(sweep, rows, shown or columns))
+    parts.append(_means(sweep, chosen, shown or columns))
     if without and shown:
         parts.append(f"Not measured by any finished run: {', '.join(without)}.")
-    parts += _beside_paper(sweep, rows, columns)
-    parts += _comparisons(sweep, rows, shown)
+    parts += _beside_paper(sweep, chosen, columns)
+    parts += _comparisons(sweep, chosen, shown)
     problems = _problems([state for row in rows for state in row.states])
     return "\n\n".join([*parts, *problems]) + "\n"
 
@@ -93,26 +95,32 @@ def _intro(sweep: SweepConfig, rows: Sequence[Row]) -> str:
     total = sum(len(row.states) for row in rows)
     seeds = ", ".join(map(str, sweep.seeds))
     source = f"Source: {sweep.source}. " if sweep.source else ""
+    choose = sweep.report.choose
+    chosen = f" Each method has its setting with the smallest {columns_of([choose.by])[0].heading}." if choose else ""
     return (
-        f"{source}{finished} of {total} runs finished. Mean ± sample standard deviation over seeds ({seeds}), or the "
-        f"value itself for a single finished run. Task {sweep.task.name}, base {sweep.base.name}."
+        f"{source}{finished} of {total} runs finished.{chosen} Mean ± sample standard deviation over seeds ({seeds}), "
+        f"or the value itself for a single finished run. Task {sweep.task.name}, base {sweep.base.name}."
     )
 
 
 def _axes(sweep: SweepConfig) -> list[str]:
     """Return the headings of the labels."""
-    axes = [*(["variant"] if sweep.variants else []), *(key.rpartition(".")[2] for key in sweep.grid)]
-    return axes or ["setting"]
+    over = sweep.report.choose.over if sweep.report.choose else ()
+    grid = [key.rpartition(".")[2] for key in sweep.grid if key not in over]
+    return [*(["variant"] if sweep.variants else []), *grid] or ["setting"]
 
 
 def _means(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    header = [*_axes(sweep), "runs", *(column.heading for column in columns)]
+    chosen = ["chosen"] if sweep.report.choose else []
+    header = [*_axes(sweep), *chosen, "runs", *(column.heading for column in columns)]
     body = []
     for row in rows:
         labels = row.setting.labels or ("base",)
-        body.append([*labels, row.runs_in_words(), *(row.shown(column) for column in columns)])
+        settings = [row.chosen] if chosen else []
+        body.append([*labels, *settings, row.runs_in_words(), *(row.shown(column) for column in columns)])
         if row.finished:
-            body += [[*labels, f"seed {state.run.seed}", *(["failed"] * len(columns))] for state in row.failed]
+            failed = [*labels, *settings]
+            body += [[*failed, f"seed {state.run.seed}", *(["failed"] * len(columns))] for state in row.failed]
     return markdown_table(header, body)
 
 

@@ -42,9 +42,14 @@ def small(sweep: SweepConfig) -> SweepConfig:
         paper={},
     )
     names, settings = kept.labels(), kept.setting_names()
+    choose = sweep.report.choose
+    if choose is not None:
+        methods = {method: [name for name in of if name in names] for method, of in choose.methods.items()}
+        choose = replace(choose, methods={method: of for method, of in methods.items() if of})
+        names += choose.methods
     return replace(
         kept,
-        report=replace(sweep.report, baselines=_present(sweep.report.baselines, names)),
+        report=replace(sweep.report, choose=choose, baselines=_present(sweep.report.baselines, names)),
         paper={setting: values for setting, values in sweep.paper.items() if setting in settings},
     )
 
@@ -62,6 +67,8 @@ def shrunk(overrides: Mapping[str, Any], base: Mapping[str, Any], rules: SmokeCo
     """
     result = dict(overrides)
     for key, values in rules.replace.items():
+        if key not in overrides and key not in base:
+            continue
         written = spelled(overrides.get(key, base.get(key)))
         if written not in values:
             raise ConfigError(

@@ -65,6 +65,8 @@ class Row:
 
     setting: Setting
     states: tuple[RunState, ...]
+    chosen: str = ""
+    """Labels of this setting that were chosen among those of a method, see `ReportConfig.choose`."""
 
     def raw_values(self, column: Column) -> pd.Series:
         """Return the numbers as the runs wrote them, by seed; NaN for a run that is not finished."""

@@ -7,6 +7,7 @@ import pytest
 from tasks.common.config import parse_config
 from tasks.images.config import CifarConfig
 from tasks.language.config import LanguageConfig
+from tasks.studies.choice import chosen_rows
 from tasks.studies.config import load_sweep
 from tasks.studies.plan import planned_runs
 from tasks.studies.preflight import require_valid, workers_of
@@ -75,7 +76,8 @@ def test_a_study_of_the_paper_names_its_source_its_hardware_and_the_hours(name):
 def test_columns_can_be_read_and_every_baseline_has_somebody_to_compare_with(name):
     sweep, runs = plan(name)
     assert sweep.title
-    pairs = pairs_of(rows_of([RunState(run, "missing") for run in runs]), sweep.report)
+    rows = chosen_rows(sweep, rows_of([RunState(run, "missing") for run in runs]))
+    pairs = pairs_of(rows, sweep.report)
     assert bool(pairs) == bool(sweep.report.baselines)
     named = sweep.report.baselines.values() if isinstance(sweep.report.baselines, dict) else sweep.report.baselines
     assert all(any(label in pair.baseline.setting.labels for pair in pairs) for label in named)
