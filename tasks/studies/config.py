@@ -137,7 +137,8 @@ class SmokeConfig:
     """Keys of the task for all runs, over those of the file."""
 
     replace: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """key: {value in the study: value here}, for keys that differ between runs. Every value that occurs needs one."""
+    """key: {value in the study: value here}, for keys that differ between runs. Every value that occurs needs one; runs
+    that do not set the key are left as they are."""
 
     only: list[str] = field(default_factory=list)
     """Labels to keep of the variants and of each grid entry; an entry that none of them names is kept whole."""

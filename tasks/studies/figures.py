@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,8 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
                 notes.add(f"{panel.reference.rpartition('/')[2]} not logged", name)
         if logarithmic:
             drawn = [curve for curve in (*panel_curves, *references) if curve is not None]
-            ends = [value for curve in drawn for value in (*curve.low, *curve.mean) if value > 0]
-            panel_axes.set_ylim(bottom=min(ends) / 1.5)
+            ends = [value for curve in drawn for value in (*curve.low, *curve.mean, *curve.high) if value > 0]
+            panel_axes.set_ylim(min(ends) / 1.5, max(ends) * 1.5)
             set_logarithmic(panel_axes)
         finish_axes(panel_axes, "epoch", panel.label, integer_ticks=True)
         notes.write(panel_axes)
@@ -197,8 +198,10 @@ def _note_runs(notes: PanelNotes, name: str, curve: Curve, wanted: int) -> None:
 def _draw(axes: Any, curve: Curve, color: Any, logarithmic: bool, dashed: bool = False) -> Any:
     shown = positive if logarithmic else list
     marker = "o" if len(curve.epochs) <= FEW_POINTS else None
-    style = "--" if dashed else "-"
-    (line,) = axes.plot(curve.epochs, shown(curve.mean), style, color=color, marker=marker, markersize=2, linewidth=1.2)
+    look = {"linestyle": "--", "markerfacecolor": "white"} if dashed else {}  # a single point shows no dashes
+    (line,) = axes.plot(
+        curve.epochs, shown(curve.mean), color=color, marker=marker, markersize=2.5, linewidth=1.2, **look
+    )
     if curve.low != curve.high:
         # An interval that reaches 0 ends below a logarithmic axis.
         low = [value if value > 0 else 1e-3 * mean for value, mean in zip(curve.low, curve.mean, strict=True)]
@@ -281,12 +284,21 @@ def _sensitivity_figure(
 
 
 def _tick_values(axes: Any, numbers: Sequence[float]) -> None:
-    """Put the ticks of the x axis at the values of the sweep, if they are few; logarithmic if they span decades."""
-    if numbers[0] > 0 and numbers[-1] >= 10 * numbers[0]:
+    """Put the ticks of the x axis at the values of the sweep, if they are few, on the scale that parts them more."""
+    if numbers[0] > 0 and _closest([math.log(number) for number in numbers]) > _closest(numbers):
         axes.set_xscale("log")
     if len(numbers) <= 8:
         axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
         axes.set_xticks([], minor=True)
+
+
+def _closest(numbers: Sequence[float]) -> float:
+    """Return the smallest gap between neighbors in ascending order, as a part of their range.
+
+    >>> _closest([0, 1, 4])
+    0.25
+    """
+    return min(high - low for low, high in pairwise(numbers)) / (numbers[-1] - numbers[0])
 
 
 # ---- common look

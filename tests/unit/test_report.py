@@ -465,3 +465,14 @@ def test_minutes_are_the_seconds_of_the_summary(tmp_path):
 def test_magnitudes_of_a_negative_curve_keep_its_interval():
     curve = Curve([1.0, 2.0], [-3.0, 2.0], [-4.0, -1.0], [-2.0, 5.0], seeds=3, finished=True).magnitude()
     assert (curve.mean, curve.low, curve.high) == ([3.0, 2.0], [2.0, -1.0], [4.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([10, 50, 75, 100, 150, 175], "linear"), ([0.1, 0.3, 0.5, 1, 2], "log"), ([0, 1, 5], "linear")],
+)
+def test_the_scale_of_a_swept_number_parts_its_values_most(tmp_path, drawn, values, scale):
+    file = run_here(write_sweep(tmp_path, grid={"gossip.power": values}, report={"figures": ["sensitivity"]}))
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    assert {axes.get_xscale() for axes in drawn[0].axes if axes.get_visible()} == {scale}
+    assert list(drawn[0].axes[0].get_xticks()) == values

@@ -347,7 +347,7 @@ def test_small_runs_follow_the_rules_of_the_study_and_have_a_folder_of_their_own
     smoke = {
         "file": "tiny.yaml",
         "settings": {"size": 8},
-        "replace": {"learning_rate": {0.5: 0.25, 2: 1}, "gossip.power": {3: 1}},
+        "replace": {"learning_rate": {0.5: 0.25, 2: 1}, "gossip.power": {3: 1}, "set.nowhere": {5: 1}},
         "only": ["power=3", "two"],
         "seeds": [7],
     }
@@ -359,6 +359,7 @@ def test_small_runs_follow_the_rules_of_the_study_and_have_a_folder_of_their_own
     for run in runs:
         assert run.folder.parent.parent == tmp_path / "runs_smoke"
         assert (run.expected["gossip.power"], run.expected["size"], run.expected["momentum"]) == (1, 8, 0)
+        assert "set.nowhere" not in run.expected
         assert (run.launch.kind, run.launch.nodes, run.launch.threads) == ("fork", 1, 1)
     assert sweep.report.baselines == ["plain"]
     assert list(sweep.paper) == ["ours, power=3, two"]
