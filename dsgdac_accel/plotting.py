@@ -15,8 +15,8 @@ PALETTE = (BLUE, VERMILION, GREEN, "#CC79A7", ORANGE, "#56B4E9", "#000000")
 """The palette of Okabe and Ito, which readers with any color vision can tell apart."""
 
 DPI = 150
-_LETTER = 0.09
-"""Inches of a letter at the default font size, roughly."""
+_LETTER = 0.009
+"""Width of a letter in inches per point of the font size, roughly."""
 
 FEW_POINTS = 30
 """Lines with at most this many points get markers; a single point would not show as a line."""
@@ -54,9 +54,16 @@ def plain(text: str) -> str:
 
 def wrapped(text: str, inches: float) -> str:
     """Return text as `plain` does, in lines that fit into a width at the default font size."""
-    letters = max(20, int(inches / _LETTER))
+    letters = max(20, int(inches / _letter()))
     lines = [textwrap.wrap(line, letters, drop_whitespace=False) for line in text.split("\n")]
     return "\n".join(plain(part) for parts in lines for part in parts or [""])
+
+
+def _letter() -> float:
+    """Return the inches of a letter."""
+    from matplotlib import rcParams
+
+    return _LETTER * rcParams["font.size"]
 
 
 def add_title(figure: Any, text: str) -> None:
@@ -104,7 +111,7 @@ def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], capti
     handles, caption = list(handles), wrapped(caption, 1.2 * room)
     if handles:
         lines = [line for label in labels for line in label.split("\n")]
-        width = 0.7 + _LETTER * max(map(len, lines))  # inches of an entry
+        width = 0.7 + _letter() * max(map(len, lines))  # inches of an entry
         columns = max(1, min(5, len(handles), int(room / width)))
         rows = max(sum(label.count("\n") + 1 for label in labels[k::columns]) for k in range(columns))
         figure.set_figheight(figure.get_figheight() + 0.22 * max(0, rows - 2))

@@ -17,7 +17,7 @@ from dsgdac_accel.version import __version__
 
 EXAMPLES = """examples:
   dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2
-  dsgdac sweep configs/sweeps/cifar100_main.yaml --print-commands > commands.txt
+  dsgdac sweep configs/paper/table_cifar.yaml --smoke --jobs 2
   dsgdac report configs/sweeps/digits_study.yaml
   dsgdac topology one_peer_ring 8
   dsgdac schedule --power 0,1,2,3 --epochs 200 --warmup 10

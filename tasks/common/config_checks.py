@@ -34,6 +34,12 @@ def check_run(config: Any, plain_algorithm: str) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), below 1; got {config.betas}. Use 0.9, 0.999, say.")
     for tracker in config.report_to:
         check_choice("report_to", tracker, [known.value for known in LoggerType])
+    averaged_from = config.weight_average.start_epoch
+    if averaged_from is not None and averaged_from >= config.num_train_epochs:
+        raise ValueError(
+            f"weight_average.start_epoch must be below num_train_epochs = {config.num_train_epochs}, or nothing is "
+            f"averaged; got {averaged_from}. Lower it, or use weight_average.kind: none."
+        )
     start = config.gossip.start_epoch
     if start is not None and start > config.num_train_epochs:
         raise ValueError(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dsgdac_accel import GossipAccelerator
+from dsgdac_accel import GossipAccelerator, WorkerGroup
 from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature import (
@@ -113,7 +113,7 @@ def measure_in_training(
         config: how to measure.
         accelerator: accelerator of the run.
         model: the prepared model.
-        deployed: the average of the workers.
+        deployed: the average of the workers, or the average over steps.
         loss_fn: mean loss of a batch.
         batches: the same batches on all workers.
         seed: seed of the random directions.
@@ -122,9 +122,21 @@ def measure_in_training(
     accelerator.print(f"measuring the curvature: at least {products} Hessian products over {len(batches)} batches each")
     deltas, frozen = [], []
     if isinstance(accelerator, GossipAccelerator):
-        deltas = [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)]
+        deltas = _centered(
+            [flatten(deployed, errors) for errors in accelerator.consensus_errors(model)], accelerator.group
+        )
         frozen = [layer for step in accelerator.gossip_steps for layer in step.watch.frozen]
     return config.measure(deployed, loss_fn, batches, deltas, group=accelerator.group, seed=seed, frozen=frozen)
+
+
+def _centered(deltas: list[Tensor], group: WorkerGroup) -> list[Tensor]:
+    """Return x_i - x_bar (d,) of this process's workers, given their x_i - w for the deployed w. Collective.
+
+    w is not x_bar where the deployed model is an average over steps.
+    """
+    mean = deltas[0].clone()
+    group.all_reduce_mean_(mean, "centering the consensus errors", others=deltas[1:])
+    return [delta.sub_(mean) for delta in deltas]
 
 
 def curvature_metrics(report: CurvatureReport) -> dict[str, float]:
@@ -165,6 +177,8 @@ class Measurable:
     loss_fn: LossFunction
     """Mean loss of a batch."""
     batches: Sequence[Any]
+    averages_steps: bool = False
+    """Whether the deployed model is an average over the steps, and not the one of the workers at the last step."""
 
 
 def measure_run(
@@ -190,13 +204,17 @@ def measure_run(
         raise ConfigError(
             f"{asked.run} is a run of another task, or of another version of this task ({error})."
         ) from error
+    deployed = asked.run / "deployed"
     checkpoint = asked.checkpoint or newest_checkpoint(asked.run / "checkpoints", PATTERN)
     if checkpoint is not None:
         deltas, mean = consensus_errors(worker_parameters(checkpoint), found.model)
         set_parameters(found.model, mean)
         source = f"{len(deltas)} workers at step {read_manifest(checkpoint).step}, {checkpoint}"
+        if found.averages_steps and asked.checkpoint is None and deployed.is_dir():
+            found.load_deployed(deployed)
+            source += f", at the average over steps in {deployed}"
     else:
-        deltas, deployed = [], asked.run / "deployed"
+        deltas = []
         if not deployed.is_dir():
             raise ConfigError(
                 f"{asked.run} has neither checkpoints nor a deployed model. Set save_steps in the run, or let it end."

@@ -15,7 +15,7 @@ from tasks.common.output_dir import AnyAccelerator
 
 
 class Clock:
-    """Seconds since the run began, including those before it was resumed, and of the current lap.
+    """Seconds since the run began, including those before it was resumed, and wall and processor time of a lap.
 
     Args:
         before: seconds that the run took before it was resumed.
@@ -23,7 +23,7 @@ class Clock:
 
     def __init__(self, before: float = 0.0) -> None:
         self._started = time.perf_counter() - before
-        self._lap: float | None = None
+        self._lap: tuple[float, float] | None = None
 
     def seconds(self) -> float:
         """Seconds since the run began."""
@@ -31,14 +31,16 @@ class Clock:
 
     def start_lap(self) -> None:
         """Start a lap."""
-        self._lap = time.perf_counter()
+        self._lap = time.perf_counter(), time.process_time()
 
-    def lap(self) -> float:
-        """Seconds of the lap so far; 0 between laps."""
-        return 0.0 if self._lap is None else time.perf_counter() - self._lap
+    def lap(self) -> tuple[float, float]:
+        """Seconds of the lap so far, and seconds of processor time of this process in it; 0 between laps."""
+        if self._lap is None:
+            return 0.0, 0.0
+        return time.perf_counter() - self._lap[0], time.process_time() - self._lap[1]
 
-    def end_lap(self) -> float:
-        """End the lap and return its seconds."""
+    def end_lap(self) -> tuple[float, float]:
+        """End the lap and return its seconds and seconds of processor time."""
         seconds, self._lap = self.lap(), None
         return seconds
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dsgdac_accel.calibration import Forward
 from tasks.common.checkpoints import Checkpoints
 from tasks.common.config import ConfigError
 from tasks.common.output_dir import AnyAccelerator, OutputDir
@@ -20,6 +23,7 @@ from tasks.common.progress import (
     require_finite,
     rest_of_epoch,
 )
+from tasks.common.weight_average import WeightAverage
 
 
 class Prepared(NamedTuple):
@@ -121,12 +125,18 @@ class TrainingLoop:
         """Mean training loss of the workers over the last epoch."""
         self.log_bytes: int | None = None
         """Length of the log when the loaded checkpoint was saved."""
-        self.train_seconds = 0.0
+        self.train_seconds = self.train_cpu_seconds = 0.0
+        """Wall time of training alone, and processor time of this process in it."""
         self.waiting = WaitingTime()
         self.clock = Clock()
         self.checkpoints = Checkpoints(config, accelerator, name, total_steps)
+        self.weight_average = WeightAverage(
+            config.weight_average, prepared.model, accelerator, steps_per_epoch, total_steps
+        )
         self._bar: Any = None
         accelerator.register_for_checkpointing(self)
+        if config.weight_average.kind != "none":
+            accelerator.register_for_checkpointing(self.weight_average)
 
     def run(self, task: Task) -> None:
         """Train to the last step and wait for the last checkpoint. Collective."""
@@ -163,6 +173,7 @@ class TrainingLoop:
             self.step += 1
             self.accelerator.group.steps_taken = self.step  # error messages name it; gossip counts its own steps
             self._bar.update()
+            self.weight_average.after_step(self.step)
             task.after_step()
             if self._record_is_due():
                 self._record(*task.record_values())
@@ -170,10 +181,32 @@ class TrainingLoop:
             # A complete epoch has to exhaust its loader, which counts epochs there.
             if self.step == self.total_steps and not self.epoch_is_complete:
                 break
-        self.train_seconds += self.clock.end_lap()
+        seconds, cpu_seconds = self.clock.end_lap()
+        self.train_seconds += seconds
+        self.train_cpu_seconds += cpu_seconds
         if self.in_epoch.weight:  # none: a run resumed after the last step
             self.worker_loss = self._mean_over_workers(self.in_epoch)
         task.end_epoch()
+
+    @contextmanager
+    def deployed_model(
+        self, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
+    ) -> Iterator[nn.Module]:
+        """Yield the average of the workers, or its average over steps (`config.weight_average`). Collective.
+
+        Arguments as for `GossipAccelerator.deployed_model`.
+        """
+        model, deployed_model = self.prepared.model, self.accelerator.deployed_model
+        if not self.weight_average.count:
+            with deployed_model(model, calibrate, calibration_forward) as deployed:
+                yield deployed
+            return
+        with (
+            deployed_model(model) as deployed,
+            self.weight_average.swapped_in(deployed),
+            deployed_model(model, calibrate, calibration_forward) as calibrated,
+        ):
+            yield calibrated
 
     @property
     def epoch_is_complete(self) -> bool:
@@ -221,6 +254,7 @@ class TrainingLoop:
             "gamma": steps[0].gamma if steps else None,
             "seconds": round(self.clock.seconds(), 3),
             "train_seconds": round(self.train_seconds, 3),
+            "train_cpu_seconds": round(self.train_cpu_seconds, 3),
             "data_share": round(self.waiting.seconds / self.train_seconds, 4),
             "seed": self.config.seed,
             **({"lost_workers": lost} if lost else {}),
@@ -235,6 +269,7 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the run, its losses and times."""
+        seconds, cpu_seconds = self.clock.lap()
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -244,7 +279,8 @@ class TrainingLoop:
             "worker_loss": self.worker_loss,
             "log_bytes": self.output.logged_bytes(),
             "waited": self.waiting.seconds,
-            "train_seconds": self.train_seconds + self.clock.lap(),
+            "train_seconds": self.train_seconds + seconds,
+            "train_cpu_seconds": self.train_cpu_seconds + cpu_seconds,
             "seconds": self.clock.seconds(),
         }
 
@@ -264,5 +300,6 @@ class TrainingLoop:
             setattr(self, name, LossSum(total.to(self.accelerator.device), weight))
         self.worker_loss = state["worker_loss"]
         self.log_bytes = state["log_bytes"]
-        self.waiting.seconds, self.train_seconds = state["waited"], state["train_seconds"]
+        self.waiting.seconds = state["waited"]
+        self.train_seconds, self.train_cpu_seconds = state["train_seconds"], state["train_cpu_seconds"]
         self.clock = Clock(state["seconds"])

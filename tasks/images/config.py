@@ -13,6 +13,7 @@ from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
 from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
+from tasks.common.weight_average import WeightAverageConfig
 from tasks.images.decoding import Resampling
 from tasks.images.models import KNOWN_NAMES, POOLED_CNN_NAME, TRANSFORMER_NAME, WIDE_RESNET_NAME
 from tasks.images.transformer import HEADS
@@ -59,12 +60,20 @@ class DataConfig:
     test_limit: int | None = None
     """Number of test images to use. They are the first ones unless draw_by_seed is true; null uses all."""
 
+    validation_limit: int | None = None
+    """Number of test images to set aside as a validation split, even over the classes, for choosing settings. They give
+    validation_loss and validation_accuracy, and the remaining ones the test figures. null sets none aside."""
+
+    shards: Literal["reshuffled", "fixed"] = "reshuffled"
+    """reshuffled deals the training images out anew in each epoch; fixed gives each worker the same shard throughout,
+    in a new order in each epoch."""
+
     draw_by_seed: bool = False
     """Let the seed of the run choose the held-out test split (test_fraction, digits) and the images within the limits.
     false gives every seed the images of seed 0 and the first ones."""
 
     def __post_init__(self) -> None:
-        for name in ("train_limit", "test_limit"):
+        for name in ("train_limit", "test_limit", "validation_limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1, advice="Leave it out to use all.")
         if self.image_size is not None:
@@ -118,7 +127,13 @@ class CifarConfig:
     """Epsilon in Adam's denominator."""
 
     weight_decay: float = 5e-4
-    """L2 penalty on all parameters. It is added to the gradient, also with Adam."""
+    """L2 penalty on all parameters. It is added to the gradient, also with Adam unless decoupled_weight_decay."""
+
+    decoupled_weight_decay: bool = False
+    """Shrink the parameters by learning rate times weight_decay instead (AdamW), with adam, dadam and dadam_ac."""
+
+    no_decay: bool = False
+    """Leave biases and the parameters of normalization layers (all with one dimension) out of weight_decay."""
 
     no_decay: bool = False
     """Leave biases and the parameters of normalization layers (all with one dimension) out of weight_decay."""
@@ -169,6 +184,9 @@ class CifarConfig:
     seed: int = 0
     """Seed of initialization, data order, label noise and, for each worker, augmentation."""
 
+    weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
+    """Average of the weights over the steps (EMA, SWA, LAWA), deployed in place of the last weights."""
+
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """When and how to measure the curvature at the deployed model."""
 
@@ -213,6 +231,21 @@ class CifarConfig:
                 f"reaches its peak; got {self.warmup_epochs:g}. Lower warmup_epochs too."
             )
         check_below_one("dropout", self.dropout, "drops everything")
+        if self.decoupled_weight_decay and "adam" not in self.algorithm:
+            raise ValueError(
+                f"decoupled_weight_decay is for adam, dadam and dadam_ac; got it with algorithm {self.algorithm}. "
+                f"Leave it out, or choose one of them."
+            )
+        if self.weight_average.kind != "none" and not self.calibrate:
+            raise ValueError(
+                f"calibrate must be true with weight_average.kind = {self.weight_average.kind}, since no worker has "
+                f"BatchNorm statistics of the averaged weights; got false. Leave it out."
+            )
+        if self.data.shards == "fixed" and self.gossip.on_worker_loss == "continue":
+            raise ValueError(
+                "data.shards must be reshuffled with gossip.on_worker_loss: continue, since nobody would read the "
+                "shard of a lost worker; got fixed. Change one of them."
+            )
         check_image_model(self.model, self.dropout)
 
 

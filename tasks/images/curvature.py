@@ -48,4 +48,5 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     def load_deployed(folder: Path) -> None:
         model.load_state_dict(load_image_model(folder)[0].state_dict())
 
-    return Measurable(model, load_deployed, image_loss, batches), config.seed
+    averages_steps = config.weight_average.kind != "none"
+    return Measurable(model, load_deployed, image_loss, batches, averages_steps), config.seed

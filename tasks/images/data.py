@@ -34,6 +34,10 @@ class ImageData:
     """uint8 (M, C, H, W)."""
     test_labels: Tensor
     """int64 (M,), in 0..K-1, numbered as the training labels."""
+    validation_images: Tensor
+    """uint8 (V, C, H, W), set aside from the test split; V is 0 unless asked for."""
+    validation_labels: Tensor
+    """int64 (V,), in 0..K-1."""
     class_names: tuple[str, ...]
     """Names of the K classes; numbers as strings if the data has no names."""
     mean: Tensor
@@ -83,6 +87,7 @@ def load_configured_data(config: CifarConfig) -> ImageData:
     Raises what `load_image_data` raises.
     """
     arguments = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
+    del arguments["shards"]  # they concern the order of training
     draw = arguments.pop("draw_by_seed")
     data = load_image_data(**arguments, draw=draw, seed=config.seed if draw else 0)
     labels = with_label_noise(data.train_labels, data.num_classes, config.label_noise, config.seed)
@@ -101,6 +106,7 @@ def load_image_data(
     resampling: Resampling = "bilinear",
     train_limit: int | None = None,
     test_limit: int | None = None,
+    validation_limit: int | None = None,
     draw: bool = False,
     seed: int = 0,
 ) -> ImageData:
@@ -119,6 +125,7 @@ def load_image_data(
         image_size: side of the square to resize all images to; needed if their sizes differ.
         resampling: "bilinear" (Pillow's), or "box", the mean over the area of each new pixel.
         train_limit, test_limit: most images of a split to use: the first ones or, with `draw`, random ones.
+        validation_limit: test images to set aside as validation images, even over the classes.
         draw: draw the limited images by `seed`.
         seed: seed of the held-out part and of `draw`; keep it the same in runs to compare.
 
@@ -155,7 +162,8 @@ def load_image_data(
     _check_seen(train, test)
     train = limited(train, train_limit, (seed, 0) if draw else None)
     test = limited(test, test_limit, (seed, 1) if draw else None)
-    return _assemble(train, test, source, image_size, resampling)
+    test, validation = set_aside(test, validation_limit, seed)
+    return _assemble(train, test, validation, source, image_size, resampling)
 
 
 def limited(images: LabeledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabeledImages:
@@ -167,6 +175,21 @@ def limited(images: LabeledImages, limit: int | None, seed: tuple[int, ...] | No
     # numpy's SeedSequence keeps these streams independent of those of the split and of label noise.
     generator = numpy.random.default_rng(seed)
     return images.rows(sorted(generator.permutation(len(images.labels))[:limit].tolist()))
+
+
+def set_aside(images: LabeledImages, count: int | None, seed: int) -> tuple[LabeledImages, LabeledImages]:
+    """Split off `count` validation images, even over the classes; None splits off none.
+
+    Raises ValueError unless some images are left.
+    """
+    if count is None:
+        return images, images.rows([])
+    total = len(images.labels)
+    if count >= total:
+        raise ValueError(
+            f"data.validation_limit must leave test images; it is {count}, and the test split has {total}. Lower it."
+        )
+    return hold_out(images, count / total, seed)
 
 
 def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: int) -> Tensor:
@@ -326,22 +349,33 @@ def _is_missing(label: Any) -> bool:
 
 
 def _assemble(
-    train: LabeledImages, test: LabeledImages, source: str, image_size: int | None, resampling: Resampling
-) -> ImageData:
+    train: LabeledImages, test: LabeledImages, validation: LabeledImages, source: str, image_size: int | None,
+    resampling: Resampling,
+) -> ImageData:  # fmt: skip
     numbers = {label: number for number, label in enumerate(train.classes)}
     if image_size is not None:
-        rows = len(train.labels) + len(test.labels)
+        rows = len(train.labels) + len(test.labels) + len(validation.labels)
         what = f"data.image_size: {rows:,} images of {image_size}x{image_size} pixels"
         check_memory(what, rows * image_size**2, "Use a smaller image_size, or train_limit and test_limit.")
-    train_images, test_images = stack_splits(
-        [decode_images(part.images, part.split, image_size, resampling) for part in (train, test)]
+    train_images, held_out_images = stack_splits(
+        [
+            decode_images(images, split, image_size, resampling)
+            for images, split in (
+                (train.images, train.split),
+                ([*test.images, *validation.images], test.split),
+            )
+        ]
     )
+    held_out_labels = torch.tensor([numbers[label] for label in (*test.labels, *validation.labels)])
+    tests = len(test.labels)
     mean, std = pixel_statistics(train_images)
     return ImageData(
         train_images=train_images,
         train_labels=torch.tensor([numbers[label] for label in train.labels], device="cpu"),
-        test_images=test_images,
-        test_labels=torch.tensor([numbers[label] for label in test.labels], device="cpu"),
+        test_images=held_out_images[:tests],
+        test_labels=held_out_labels[:tests],
+        validation_images=held_out_images[tests:],
+        validation_labels=held_out_labels[tests:],
         class_names=tuple(str(label) for label in train.classes),
         mean=mean,
         std=std,

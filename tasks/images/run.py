@@ -32,6 +32,7 @@ from tasks.images.config import CifarConfig
 from tasks.images.curvature import curvature_batches, image_loss
 from tasks.images.data import ImageTensors, collate, load_configured_data
 from tasks.images.evaluation import loss_and_accuracy
+from tasks.images.fixed_shards import FixedShards
 from tasks.images.models import build_image_model
 from tasks.images.saving import save_image_model
 
@@ -81,7 +82,10 @@ class ImageRun:
             project_dir=str(config.output_dir),
         )
         self.output = OutputDir(config, self.accelerator)
-        checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE, any_count=True)
+        self.shards: FixedShards | None = None
+        # Each process has a part of the average over steps, so their number must stay.
+        any_count = config.weight_average.kind == "none"
+        checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE, any_count)
         prepared = Prepared(*self.accelerator.prepare(*self._build(steps_per_epoch, total_steps)))
         self.model, self.optimizer, self.loader, _ = prepared
         self.inputs = ModelInputs(
@@ -117,17 +121,20 @@ class ImageRun:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_cosine(step, warmup_steps, total_steps)
         )
-        images = ImageTensors(data.train_images, data.train_labels)
-        loader = DataLoader(
-            images,
-            batch_size=config.global_batch_size // config.gradient_accumulation_steps,
-            # Whole optimizer steps only: left-over micro-batches would make one more, beyond the end of the schedule.
-            sampler=RandomSampler(images, num_samples=steps_per_epoch * config.global_batch_size),
-            drop_last=True,
-            collate_fn=collate,
-            num_workers=config.dataloader_num_workers,
-        )
-        return model, optimizer, loader, scheduler
+        return model, optimizer, self._build_loader(steps_per_epoch), scheduler
+
+    def _build_loader(self, steps_per_epoch: int) -> DataLoader:
+        config, accumulation = self.config, self.config.gradient_accumulation_steps
+        images = ImageTensors(self.data.train_images, self.data.train_labels)
+        size = config.global_batch_size // accumulation
+        how: dict[str, Any] = {"collate_fn": collate, "num_workers": config.dataloader_num_workers}
+        if self.config.data.shards == "fixed":
+            workers = self.accelerator.num_workers
+            self.shards = FixedShards(len(images), size, steps_per_epoch * accumulation, workers, config.seed)
+            return DataLoader(images, batch_sampler=self.shards, **how)
+        # Whole optimizer steps only: left-over micro-batches would make one more, beyond the end of the schedule.
+        sampler = RandomSampler(images, num_samples=steps_per_epoch * config.global_batch_size)
+        return DataLoader(images, batch_size=size, sampler=sampler, drop_last=True, **how)
 
     def _make_sharpness_aware(self) -> SharpnessAwareBackward | PerWorkerSharpnessAwareBackward | None:
         if self.config.algorithm != "sam":
@@ -167,7 +174,9 @@ class ImageRun:
     # ---- what the training loop calls
 
     def begin_epoch(self) -> None:
-        """Nothing to do: the sampler follows the loader."""
+        """Choose the order of fixed shards; torch's sampler follows the loader."""
+        if self.shards is not None:
+            self.shards.set_epoch(self.loop.epoch)
 
     def backward(self, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """Compute the gradients of a micro-batch, for `sam` at the point it ascends to. Returns (mean loss, 1)."""
@@ -196,9 +205,12 @@ class ImageRun:
         """Log test loss and accuracy of the deployed model; when done, save it and write the summary."""
         loop, data, report = self.loop, self.data, None
         calibrate = self.loader if self.config.calibrate else None
-        with self.accelerator.deployed_model(self.model, calibrate, self._calibration_forward) as deployed:
+        with loop.deployed_model(calibrate, self._calibration_forward) as deployed:
             test_loss, accuracy = self._measure(deployed, data.test_images, data.test_labels)
             values = {"test/loss": test_loss, "test/accuracy": accuracy}
+            if len(data.validation_labels):
+                found = self._measure(deployed, data.validation_images, data.validation_labels)
+                values |= dict(zip(("validation/loss", "validation/accuracy"), found, strict=True))
             if measure_curvature:
                 report = self._curvature(deployed)
                 values |= curvature_metrics(report)
@@ -252,6 +264,7 @@ class ImageRun:
             "train_loss": values["train/deployed_loss"],
             "test_loss": values["test/loss"],
             "test_accuracy": values["test/accuracy"],
+            **{key.replace("/", "_"): value for key, value in values.items() if key.startswith("validation/")},
             **({"curvature": report.as_dict()} if report else {}),
         }
 
@@ -259,7 +272,8 @@ class ImageRun:
 def _make_optimizer(model: nn.Module, config: CifarConfig) -> torch.optim.Optimizer:
     parameters: Any = _decayed_and_others(model) if config.no_decay else model.parameters()
     if "adam" in config.algorithm:
-        return torch.optim.Adam(
+        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        return kind(
             parameters,
             lr=config.learning_rate,
             betas=config.betas,

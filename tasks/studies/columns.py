@@ -13,11 +13,16 @@ _HEADINGS = {
     "test_accuracy": "test accuracy (%)",
     "test/accuracy": "test accuracy (%)",
     "bleu": "BLEU",
+    "bleu_paper": "BLEU, as in the paper",
     "test_loss": "test loss",
-    "train_loss": "train loss",
-    "worker_train_loss": "workers' train loss",
+    "train_loss": "train loss of the deployed model",
+    "worker_train_loss": "workers' train loss, last epoch",
     "seconds": "time (min)",
     "train_seconds": "training (s)",
+    "train_minutes": "training (min)",
+    "train_cpu_seconds": "training, processor (s)",
+    "validation_loss": "validation loss",
+    "validation_accuracy": "validation accuracy (%)",
     "radius": "radius",
     "gossip/radius": "radius",
     "curvature.lambda_1": "top eigenvalue",
@@ -25,7 +30,15 @@ _HEADINGS = {
     "curvature.trace": "trace",
     "curvature/lambda_1": "top eigenvalue",
 }
-_SCALES = {"test_accuracy": 100.0, "test/accuracy": 100.0, "seconds": 1 / 60}
+_SCALES = {
+    "test_accuracy": 100.0,
+    "test/accuracy": 100.0,
+    "validation_accuracy": 100.0,
+    "seconds": 1 / 60,
+    "train_minutes": 1 / 60,
+}
+_OTHER_NAMES = {"train_minutes": "train_seconds"}
+"""Columns that show a key of summary.json in another unit."""
 _PLACES = {"last": "", "max": " (max)", "min": " (min)"}
 """Places to read a metric at, with the suffix of the heading."""
 
@@ -82,7 +95,7 @@ def _column(text: str, heading: str = "") -> Column:
 
 def _in_summary(summary: Mapping[str, Any], key: str) -> float:
     value: Any = summary
-    for part in key.split("."):
+    for part in _OTHER_NAMES.get(key, key).split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return number(value)
 

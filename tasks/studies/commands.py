@@ -25,14 +25,26 @@ def add_commands(commands: Any) -> None:
         "Started again, it continues where it stopped.",
         epilog="examples:\n  dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2\n"
         "  dsgdac sweep configs/sweeps/digits_study.yaml --only 'dsgd_ac/*' --only sgd/seed_0\n"
-        '  dsgdac sweep configs/sweeps/cifar100_main.yaml --print-commands | sed -n "${SLURM_ARRAY_TASK_ID}p" | sh',
+        "  dsgdac sweep configs/paper/table_cifar.yaml --smoke --jobs 2\n"
+        "  dsgdac sweep configs/paper/table_time.yaml --slurm runs/slurm",
     )
     sweep.add_argument("sweep", metavar="SWEEP", type=Path, help="sweep file")
     sweep.add_argument("--jobs", metavar="K", type=_positive, default=1, help="runs at a time (default: 1)")
     sweep.add_argument(
         "--only", metavar="PATTERN", action="append", help="only runs with this name, * for any text; may be repeated"
     )
-    sweep.add_argument("--print-commands", action="store_true", help="print a shell line per run, and start nothing")
+    sweep.add_argument(
+        "--print-commands",
+        action="store_true",
+        help="print a shell line per run, and start nothing. A run on several machines has one line for all of them, "
+        "which reads NODE_RANK (0, 1, ..), MASTER_ADDR and MASTER_PORT",
+    )
+    sweep.add_argument(
+        "--slurm",
+        metavar="FOLDER",
+        type=Path,
+        help="write batch scripts for Slurm into FOLDER, with the runs that are not finished, and start nothing",
+    )
     sweep.add_argument("--list", action="store_true", help="print each run and its state, and start nothing")
     sweep.add_argument(
         "--rerun-changed",
@@ -57,6 +69,11 @@ def add_commands(commands: Any) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="small runs by the rules in the section smoke of the file, in a folder of their own",
+    )
+    parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
@@ -67,17 +84,26 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from tasks.studies.plan import require_valid
+    from tasks.studies.preflight import require_startable, require_valid
     from tasks.studies.runner import failure_report, run_sweep
+    from tasks.studies.slurm import write_batch_scripts
+    from tasks.studies.state import state_of
 
     sweep, runs = _planned(options)
     runs = _selected(runs, options.only)
     if options.list:
-        return _list(runs)
+        return _list(sweep, runs)
     _naming(options.sweep, lambda: require_valid(sweep, runs))
     if options.print_commands:
         print("\n".join(run.shell_line() for run in runs))
         return 0
+    if options.slurm is not None:
+        left = [run for run in runs if state_of(run).status != "finished"]
+        scripts = write_batch_scripts(left, options.slurm, options.sweep.stem + "_smoke" * options.smoke)
+        lines = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
+        print("\n".join(lines) or f"all {len(runs)} runs are finished")
+        return 0
+    _naming(options.sweep, lambda: require_startable(sweep, runs))
     try:
         result = run_sweep(runs, options.jobs, options.rerun_changed, say=lambda line: print(line, flush=True))
     except KeyboardInterrupt:
@@ -87,14 +113,18 @@ def _sweep(options: argparse.Namespace) -> int:
         print(f"\n{failure_report(result)}", file=sys.stderr)
         print(f"\n{len(result.failed)} of {len(runs)} runs failed.", file=sys.stderr)
         return 1
-    settings = "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
-    print(f"all {len(runs)} runs are finished; tables and figures: dsgdac report {options.sweep}{settings}")
+    words = " --smoke" * options.smoke + "".join(f" --set {shlex.quote(setting)}" for setting in options.set)
+    print(f"all {len(runs)} runs are finished; tables and figures: dsgdac report {options.sweep}{words}")
     return 0
 
 
-def _list(runs: Sequence[PlannedRun]) -> int:
+def _list(sweep: SweepConfig, runs: Sequence[PlannedRun]) -> int:
     from tasks.studies.state import state_of
 
+    for fact in filter(None, (sweep.source, sweep.hardware)):
+        print(f"# {fact}")
+    if sweep.gpu_hours is not None:
+        print(f"# about {sweep.gpu_hours:g} GPU hours for all runs")
     for run in runs:
         state = state_of(run)
         print(f"{state.status:10}  {run.name}" + (f"  {'; '.join(state.changes)}" if state.changes else ""))
@@ -105,7 +135,9 @@ def _report(options: argparse.Namespace) -> int:
     from tasks.studies.report import write_report
 
     sweep, runs = _planned(options)
-    report = write_report(sweep, runs, options.output or sweep.output_dir, figures=not options.no_figures)
+    report = write_report(
+        sweep, runs, options.output or sweep.output_dir, figures=not options.no_figures, small=options.smoke
+    )
     print(report.text)
     for file in report.files:
         print(f"wrote {file}", file=sys.stderr)
@@ -115,10 +147,12 @@ def _report(options: argparse.Namespace) -> int:
 def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
     from tasks.studies.config import load_sweep
     from tasks.studies.plan import planned_runs
+    from tasks.studies.smoke import small
 
-    sweep = load_sweep(options.sweep)
-    folder = options.sweep.absolute().parent
-    return sweep, _naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set)))
+    whole = load_sweep(options.sweep)
+    sweep = _naming(options.sweep, lambda: small(whole)) if options.smoke else whole
+    rules, folder = (sweep.smoke if options.smoke else None), options.sweep.absolute().parent
+    return sweep, _naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
 
 
 def _naming(file: Path, action: Any) -> Any:

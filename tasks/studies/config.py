@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, did_you_mean
+from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, check_number, did_you_mean
 from tasks.common.config import ConfigError, load_config
 from tasks.common.strict_yaml import read_yaml
 from tasks.studies.columns import columns_of
+from tasks.studies.published import published
 
-FIGURES = ("lr_radius", "lambda_1", "accuracy", "bleu", "loss", "q", "alignment", "sensitivity")
+FIGURES = (
+    "lr_radius", "radius", "eigenvalues", "accuracy", "bleu", "loss", "curves", "penalty", "alignment", "noise",
+    "sensitivity",
+)  # fmt: skip
 """Figures of a report, in the order in which it shows them."""
 
 RESERVED = {
@@ -30,11 +35,18 @@ T = TypeVar("T")
 class LaunchConfig:
     """How a run is started."""
 
-    kind: Literal["python", "accelerate", "torchrun"] = "python"
-    """python starts one process; accelerate and torchrun start several, with a GPU each or on the CPU."""
+    kind: Literal["python", "fork", "accelerate", "torchrun"] = "python"
+    """python starts one process, and so does fork, but from one that has loaded the task, for runs of seconds;
+    accelerate and torchrun start several, with a GPU each or on the CPU."""
+
+    nodes: int = 1
+    """Machines per run. Runs on several are started by the lines of --print-commands or by --slurm."""
 
     processes: int | None = None
-    """Processes per run; null takes one, or as many as config_file says."""
+    """Processes on each machine; null takes one, or as many as config_file says."""
+
+    gpus: int = 0
+    """GPUs that each machine must have; 0 for runs that may also be on the CPU."""
 
     config_file: Path | None = None
     """Launch file for accelerate."""
@@ -43,15 +55,41 @@ class LaunchConfig:
     """OMP_NUM_THREADS of each process; null leaves it as it is."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "threads"):
+        for name in ("nodes", "processes", "threads"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        if self.kind == "python" and (self.processes or 1) > 1:
-            raise ValueError(f"kind python starts one process; got processes = {self.processes}. Use torchrun.")
+        check_integer("gpus", self.gpus, minimum=0)
+        for name in ("processes", "nodes"):
+            if self.kind in ("python", "fork") and (getattr(self, name) or 1) > 1:
+                got = f"{name} = {getattr(self, name)}"
+                raise ValueError(f"kind {self.kind} starts one process; got {got}. Use torchrun.")
+        if self.config_file is not None and self.nodes > 1:
+            raise ValueError(f"config_file is for one machine; got nodes = {self.nodes}. Give processes instead.")
         if self.config_file is not None and self.kind != "accelerate":
             raise ValueError(f"config_file is for kind accelerate; got kind {self.kind}. Leave it out.")
         if self.config_file is not None and not self.config_file.is_file():
             raise ValueError(f"config_file must be a launch file for accelerate; {self.config_file} does not exist.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseConfig:
+    """Which of a method's settings the report shows."""
+
+    by: str = "validation_loss"
+    """Column to choose by: the setting with the smallest mean over the seeds is shown."""
+
+    over: list[str] = field(default_factory=list)
+    """Keys of the grid whose values are chosen, such as learning_rate."""
+
+    methods: dict[str, list[str]] = field(default_factory=dict)
+    """Method: [variants that are settings of it]. A variant that no method names is a method of its own."""
+
+    def __post_init__(self) -> None:
+        columns_of([self.by])  # raises for an invalid place
+        variants = [variant for of in self.methods.values() for variant in of]
+        for variant in variants:
+            if variants.count(variant) > 1:
+                raise ValueError(f"methods must name each variant once; {variant!r} is there more often. Drop one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +109,12 @@ class ReportConfig:
     compare: list[str] | None = None
     """Columns of the comparison; null compares in all of them."""
 
+    choose: ChooseConfig | None = None
+    """Show only the best setting of each method; null shows all settings."""
+
     figures: list[str] | None = None
-    """lr_radius, lambda_1, accuracy, bleu, loss, q, alignment, sensitivity; null draws those with data."""
+    """lr_radius, radius, eigenvalues, accuracy, bleu, loss, curves, penalty, alignment, noise, sensitivity; null draws
+    those with data, curves and radius apart, which repeat others."""
 
     def __post_init__(self) -> None:
         for figure in self.figures or ():
@@ -85,11 +127,49 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmokeConfig:
+    """Rules that make every run small enough for two CPU cores, so that the whole study can be tried."""
+
+    file: Path | None = None
+    """File of the task with keys for all runs, over all others."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keys of the task for all runs, over those of the file."""
+
+    replace: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """key: {value in the study: value here}, for keys that differ between runs. Every value that occurs needs one; runs
+    that do not set the key are left as they are."""
+
+    only: list[str] = field(default_factory=list)
+    """Labels to keep of the variants and of each grid entry; an entry that none of them names is kept whole."""
+
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the small runs."""
+
+    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(kind="fork", threads=1))
+    """How a small run is started."""
+
+    def __post_init__(self) -> None:
+        check_seeds(self.seeds)
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"file must be settings of the task; {self.file} does not exist. Leave it out for none.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """A sweep. Every variant, with every value of the grid and every seed, is a run."""
 
     title: str = ""
     """Heading of the report."""
+
+    source: str = ""
+    """Table or figure of a paper that the sweep is to reproduce."""
+
+    hardware: str = ""
+    """Hardware of a run."""
+
+    gpu_hours: float | None = None
+    """Estimate for all runs, in hours of one GPU of that hardware."""
 
     task: Path
     """Script that a run starts, such as ../../tasks/cifar.py; relative paths start from the folder of this file."""
@@ -99,6 +179,9 @@ class SweepConfig:
 
     output_dir: Path
     """Folder for the runs, each in VARIANT/seed_SEED, and for report.md, report.csv and the figures."""
+
+    runs_dir: Path | None = None
+    """Folder for the runs, if it is not output_dir."""
 
     seeds: list[int] = field(default_factory=lambda: [0])
     """Every setting runs once with each seed."""
@@ -115,16 +198,20 @@ class SweepConfig:
 
     grid: dict[str, list[Any] | dict[str, dict[str, Any]]] = field(default_factory=dict)
     """All combinations of these: `key: [values]`, or `name: {label: {keys of the task}}`. Later entries win over
-    earlier ones, the grid over variants, variants over settings."""
+    earlier ones, the grid over variants, variants over settings. Keys here and in variants may begin with launch."""
 
     report: ReportConfig = field(default_factory=ReportConfig)
     """Columns, comparisons and figures."""
 
+    paper: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Published values: {labels of a setting, with commas between them: {column: mean ± standard deviation}}, in the
+    unit of the column's heading."""
+
+    smoke: SmokeConfig | None = None
+    """Rules of `--smoke`; null has no small runs."""
+
     def __post_init__(self) -> None:
-        for seed in self.seeds:
-            check_integer("seeds", seed, minimum=0, maximum=LARGEST_SEED)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be one or more, each once; got {self.seeds}.")
+        check_seeds(self.seeds)
         for name, values in self.grid.items():
             if not values:
                 raise ValueError(f"grid.{name}: must list at least one value; got none. Leave the key out.")
@@ -132,7 +219,23 @@ class SweepConfig:
                 refuse_reserved([name], "grid")
         if not self.task.is_file():
             raise ValueError(f"task: {self.task} does not exist. Name the task's script, such as tasks/cifar.py.")
+        if self.gpu_hours is not None:
+            check_number("gpu_hours", self.gpu_hours, above=0)
         known = self.labels()
+        for label in self.smoke.only if self.smoke else ():
+            if label not in known:
+                raise ValueError(
+                    f"smoke.only: no variant or grid value is called {label!r}.{did_you_mean(label, known)} "
+                    f"There are {', '.join(known) or 'none'}."
+                )
+        self._check_paper()
+        choose = self.report.choose
+        if choose is not None:
+            for key in choose.over:
+                check_choice("report.choose.over", key, list(self.grid))
+            for variant in (variant for of in choose.methods.values() for variant in of):
+                check_choice("report.choose.methods: the variant", variant, list(self.variants))
+            known = [*choose.methods, *known]
         baselines = self.report.baselines
         named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
         for label in named:
@@ -144,10 +247,51 @@ class SweepConfig:
 
     def labels(self) -> list[str]:
         """Return all labels in order: variants, then `key=value` or the labels of a mapping for each grid entry."""
-        labels = list(self.variants)
+        return [label for axis in self.axes() for label in axis]
+
+    def axes(self) -> Iterator[list[str]]:
+        """Yield the labels of the variants, if there are any, then those of each grid entry."""
+        if self.variants:
+            yield list(self.variants)
         for key, values in self.grid.items():
-            labels += [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
-        return labels
+            yield [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
+
+    def setting_names(self) -> list[str]:
+        """Return the names of all settings: their labels with commas between them."""
+        return [", ".join(labels) or "base" for labels in itertools.product(*self.axes())]
+
+    def _check_paper(self) -> None:
+        settings = self.setting_names()
+        columns = {column.name for column in columns_of(self.report.columns)}
+        for setting, values in self.paper.items():
+            if setting not in settings:
+                raise ValueError(
+                    f"paper: no setting is called {setting!r}.{did_you_mean(setting, settings)} Settings are the "
+                    f"labels with commas between them, such as {settings[0]!r}."
+                )
+            for column, value in values.items():
+                check_choice(f"paper.{setting}: the column", column, sorted(columns))
+                published(value)  # raises for anything else than numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewConfig:
+    """A study of the runs of another one: its own title and report."""
+
+    title: str
+    """Heading of the report."""
+
+    source: str = ""
+    """Table or figure of a paper that the study is to reproduce."""
+
+    runs_of: Path
+    """Sweep file in the same folder, whose runs are launched and reported."""
+
+    output_dir: Path
+    """Folder for report.md, report.csv and the figures."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """Columns, comparisons and figures."""
 
 
 def load_sweep(file: Path | str) -> SweepConfig:
@@ -156,12 +300,22 @@ def load_sweep(file: Path | str) -> SweepConfig:
     Raises ConfigError, in one line that names the file, if it or its base cannot be used.
     """
     file = Path(file)
+    if "runs_of" in _naming(file, lambda: read_yaml(file)):
+        return _naming(file, lambda: _view(load_config(ViewConfig, file), file))
     sweep = _naming(file, lambda: load_config(SweepConfig, file))
     if not sweep.base.is_file():
         problem = "is a folder" if sweep.base.is_dir() else "does not exist"
         raise ConfigError(f"{file}: base: {sweep.base} {problem}. Name the configuration that the runs share.")
     _naming(file, lambda: read_yaml(sweep.base))
     return sweep
+
+
+def _view(view: ViewConfig, file: Path) -> SweepConfig:
+    if not view.runs_of.is_file() or view.runs_of.resolve().parent != file.resolve().parent:
+        raise ConfigError(f"runs_of: {view.runs_of} is no sweep file in the folder of this one. Name one there.")
+    own = {key.name: getattr(view, key.name) for key in fields(view) if key.name != "runs_of"}
+    sweep = load_sweep(view.runs_of)
+    return replace(sweep, runs_dir=sweep.runs_dir or sweep.output_dir, paper={}, **own)
 
 
 def _naming(file: Path, read: Callable[[], T]) -> T:
@@ -171,6 +325,14 @@ def _naming(file: Path, read: Callable[[], T]) -> T:
     except ConfigError as error:
         named = str(error).startswith((str(file), "config file"))
         raise error if named else ConfigError(f"{file}: {error}") from None
+
+
+def check_seeds(seeds: list[int]) -> None:
+    """Raise ValueError unless these are one or more seeds, each once."""
+    for seed in seeds:
+        check_integer("seeds", seed, minimum=0, maximum=LARGEST_SEED)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be one or more, each once; got {seeds}.")
 
 
 def value_label(key: str, value: Any) -> str:

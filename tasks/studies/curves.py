@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
+from scipy.special import stdtrit
 
 from tasks.common.plotting import Records, series
 from tasks.studies.table import Row
@@ -14,7 +15,7 @@ from tasks.studies.table import Row
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean, smallest and largest value over seeds at each epoch; 1.0 is the end of the first epoch."""
+    """Mean over seeds at each epoch, with its 95 % confidence interval; 1.0 is the end of the first epoch."""
 
     epochs: list[float]
     mean: list[float]
@@ -24,6 +25,14 @@ class Curve:
     """Number of runs that the mean is over."""
     finished: bool
     """False if no run is finished, and those under way were taken."""
+
+    def magnitude(self) -> Curve:
+        """Return the curve of the absolute value of the mean."""
+        signs = [math.copysign(1.0, mean) for mean in self.mean]
+        low, mean, high = ([sign * value for sign, value in zip(signs, values, strict=True)]
+                           for values in (self.low, self.mean, self.high))  # fmt: skip
+        ends = [sorted(pair) for pair in zip(low, high, strict=True)]
+        return replace(self, mean=mean, low=[end[0] for end in ends], high=[end[1] for end in ends])
 
 
 def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
@@ -39,14 +48,27 @@ def curve_of(row: Row, keys: Sequence[str], scale: float = 1.0) -> Curve | None:
         return None
     by_run = [values for records in runs if len(values := _by_epoch(records, key))]
     shared = scale * pd.concat(by_run, axis=1).sort_index().dropna() if by_run else pd.DataFrame()
+    mean = shared.mean(axis=1)
+    half = shared.std(axis=1, ddof=1).fillna(0.0) * interval_factor(len(by_run))
     return Curve(
         shared.index.tolist(),
-        shared.mean(axis=1).tolist(),
-        shared.min(axis=1).tolist(),
-        shared.max(axis=1).tolist(),
+        mean.tolist(),
+        (mean - half).tolist(),
+        (mean + half).tolist(),
         seeds=len(by_run),
         finished=bool(finished),
     )
+
+
+def interval_factor(count: int) -> float:
+    """Return what to multiply a standard deviation over `count` runs by, for half a 95 % interval of their mean.
+
+    Student's t with count - 1 degrees of freedom, over the root of count; 0 for a single run, which has no interval.
+
+    >>> round(interval_factor(3), 3)
+    2.484
+    """
+    return float(stdtrit(count - 1, 0.975)) / math.sqrt(count) if count > 1 else 0.0
 
 
 def steps_per_epoch(records: Records) -> float:

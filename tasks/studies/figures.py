@@ -1,15 +1,18 @@
-"""The figures of a report, as PNG: curves over epochs, and results against a swept number."""
+"""The figures of a report, as PNG and PDF: curves over epochs, and results against a swept number.
+
+Every panel is as wide as a column of a paper, 3.3 inches, with text of 8 points.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dsgdac_accel.plotting import (
-    DPI,
     FEW_POINTS,
     add_legend,
     add_title,
@@ -17,14 +20,27 @@ from dsgdac_accel.plotting import (
     line_colors,
     new_figure,
     positive,
+    require_matplotlib,
     set_logarithmic,
 )
 from tasks.common.plotting import PanelNotes, workers_in_words
+from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import FIGURES, SweepConfig, value_label
-from tasks.studies.curves import Curve, curve_of
+from tasks.studies.curves import Curve, curve_of, interval_factor
 from tasks.studies.plan import Setting
 from tasks.studies.table import Row, Spread
+
+PANEL = (3.3, 2.4)
+"""Width and height of a panel in inches."""
+
+DPI = 300
+
+_STYLE: Any = {
+    "font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "pdf.fonttype": 42,
+}  # fmt: skip
+
+INTERVAL = "95 % confidence interval of the mean (Student's t)"
 
 MOST_LINES = 8
 """More settings than this are drawn in several figures."""
@@ -42,45 +58,60 @@ class Panel:
     scale: float = 1.0
     reference: str | None = None
     """A second metric, drawn dashed."""
+    magnitude: bool = False
+    """Draw absolute values."""
 
+
+_RADIUS = Panel(("gossip/radius",), "consensus radius", logarithmic=True)
+_TRAIN = Panel(("train/loss",), "workers' training loss\n(smoothed)")
+_HELD_OUT = Panel(("validation/loss", "test/loss"), "held-out loss\nof the deployed model")
+_ACCURACY = Panel(("test/accuracy",), "test accuracy (%)", scale=100)
 
 PANELS: dict[str, tuple[Panel, ...]] = {
-    "lr_radius": (
-        Panel(("gossip/lr",), "learning rate"),
-        Panel(("gossip/radius",), "consensus radius", logarithmic=True),
+    "lr_radius": (Panel(("gossip/lr",), "learning rate"), _RADIUS),
+    "radius": (_RADIUS,),
+    "eigenvalues": (
+        Panel(("curvature/lambda_1",), "Hessian eigenvalue, magnitude\n(solid: largest, dashed: smallest)",
+              logarithmic=True, reference="curvature/lambda_min", magnitude=True),
     ),
-    "lambda_1": (Panel(("curvature/lambda_1",), "top Hessian eigenvalue", logarithmic=True),),
-    "accuracy": (Panel(("test/accuracy",), "test accuracy (%)", scale=100),),
+    "accuracy": (_ACCURACY,),
     "bleu": (Panel(("validation/bleu", "test/bleu"), "BLEU"),),
-    "loss": (
-        Panel(("train/loss",), "workers' training loss (smoothed)"),
-        Panel(("test/loss", "validation/loss"), "held-out loss of the deployed model"),
+    "loss": (_TRAIN, _HELD_OUT),
+    "curves": (_TRAIN, _HELD_OUT, _ACCURACY, _RADIUS),
+    "penalty": (
+        Panel(("curvature/Q",), "curvature exposure Q\n(dashed: penalty E, not normalized)", logarithmic=True,
+              reference="curvature/penalty"),
     ),
-    "q": (Panel(("curvature/Q",), "curvature exposure Q", logarithmic=True),),
-    "alignment": (Panel(("curvature/A",), "alignment A (dashed: B, random directions)", reference="curvature/B"),),
-}
+    "alignment": (
+        Panel(("curvature/A",), "alignment A\n(dashed: B, random directions)", reference="curvature/B"),
+    ),
+    "noise": (Panel(("curvature/A_grad_raw",), "gradient-noise alignment"),),
+}  # fmt: skip
 
-_RESULTS = ("test_accuracy", "bleu", "test_loss", "train_loss", "curvature.lambda_1", "radius")
+_REPEATING = ("radius", "curves")
+"""Figures whose panels are in others; drawn if asked for."""
+
+_RESULTS = ("test_accuracy", "bleu", "test_loss", "worker_train_loss", "train_loss", "curvature.lambda_1", "radius")
 """Results that a sensitivity figure shows, if the runs have them."""
 
 
 def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the figures that the sweep asks for into a folder, and return the files.
 
-    A figure is left out if no run has logged its metrics. Raises ImportError without matplotlib.
+    Curves are those of the chosen settings, and sensitivity shows all. A figure is left out if no run has logged its
+    metrics. Raises ImportError without matplotlib.
     """
-    written: list[Path] = []
-    wanted = FIGURES if sweep.report.figures is None else sweep.report.figures
-    for name in wanted:
-        if name == "sensitivity":
-            written += _sensitivity_figures(sweep, rows, folder)
-            continue
-        for group, members in _groups(rows):
-            figure = _curves_figure(PANELS[name], members, group, described(sweep, members))
-            if figure is not None:
-                suffix = f"_{Setting(group, {}).folder}" if group else ""
-                written.append(folder / f"{name}{suffix}.png")
-                figure.savefig(written[-1], dpi=DPI)
+    require_matplotlib()
+    from matplotlib import rc_context
+
+    wanted = [name for name in FIGURES if name not in _REPEATING]
+    written = []
+    with rc_context(_STYLE):
+        for name in wanted if sweep.report.figures is None else sweep.report.figures:
+            for stem, figure in _sensitivity(sweep, rows) if name == "sensitivity" else _curves(name, sweep, rows):
+                for suffix in ("png", "pdf"):
+                    written.append(folder / f"{stem}.{suffix}")
+                    figure.savefig(written[-1], dpi=DPI)
     return written
 
 
@@ -96,19 +127,27 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
         yield group, [row for row in rows if row.setting.labels[1:] == group]
 
 
+def _curves(name: str, sweep: SweepConfig, rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and figures of some panels: one, or one for each group of settings."""
+    for group, members in _groups(chosen_rows(sweep, rows)):
+        figure = _curves_figure(PANELS[name], members, group, described(sweep, members))
+        if figure is not None:
+            yield f"{name}_{Setting(group, {}).folder}" if group else name, figure
+
+
 def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[str, ...], title: str) -> Any:
     """Draw the panels side by side, one color per setting, with notes on what they cannot show.
 
     Returns None if there is nothing to draw.
     """
-    curves = [[curve_of(row, panel.keys, panel.scale) for row in rows] for panel in panels]
+    curves = [[_curve(row, panel, panel.keys) for row in rows] for panel in panels]
     if not any(curve is not None and curve.epochs for panel_curves in curves for curve in panel_curves):
         return None
     figure, axes = _figure(len(panels))
     handles: dict[str, Any] = {}
     for panel, panel_axes, panel_curves in zip(panels, axes, curves, strict=True):
         names = [row.setting.labels[0] if group else row.setting.name for row in rows]
-        references = [curve_of(row, (panel.reference,), panel.scale) if panel.reference else None for row in rows]
+        references = [_curve(row, panel, (panel.reference,)) if panel.reference else None for row in rows]
         shown = [value for curve in (*panel_curves, *references) if curve is not None for value in curve.mean]
         logarithmic = panel.logarithmic and any(value > 0 for value in shown) and not any(value < 0 for value in shown)
         notes = PanelNotes()
@@ -127,6 +166,9 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
             elif panel.reference:
                 notes.add(f"{panel.reference.rpartition('/')[2]} not logged", name)
         if logarithmic:
+            drawn = [curve for curve in (*panel_curves, *references) if curve is not None]
+            ends = [value for curve in drawn for value in (*curve.low, *curve.mean, *curve.high) if value > 0]
+            panel_axes.set_ylim(min(ends) / 1.5, max(ends) * 1.5)
             set_logarithmic(panel_axes)
         finish_axes(panel_axes, "epoch", panel.label, integer_ticks=True)
         notes.write(panel_axes)
@@ -135,9 +177,14 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
         panel_axes.set_xlim(right=end)
     has_bands = any(panel_axes.collections for panel_axes in axes)
     most = max(curve.seeds for panel_curves in curves for curve in panel_curves if curve is not None)
-    caption = f"mean over {most} seeds" + ("; band: smallest to largest" if has_bands else "")
+    caption = f"mean of {most} runs" + (f"; band: {INTERVAL}" if has_bands else "")
     _finish_figure(figure, handles, ", ".join((title, *group)), caption if most > 1 else "")
     return figure
+
+
+def _curve(row: Row, panel: Panel, keys: Sequence[str]) -> Curve | None:
+    curve = curve_of(row, keys, panel.scale)
+    return curve.magnitude() if curve is not None and panel.magnitude else curve
 
 
 def _note_runs(notes: PanelNotes, name: str, curve: Curve, wanted: int) -> None:
@@ -151,10 +198,15 @@ def _note_runs(notes: PanelNotes, name: str, curve: Curve, wanted: int) -> None:
 def _draw(axes: Any, curve: Curve, color: Any, logarithmic: bool, dashed: bool = False) -> Any:
     shown = positive if logarithmic else list
     marker = "o" if len(curve.epochs) <= FEW_POINTS else None
-    style = "--" if dashed else "-"
-    (line,) = axes.plot(curve.epochs, shown(curve.mean), style, color=color, marker=marker, markersize=3, linewidth=1.5)
+    look = {"linestyle": "--", "markerfacecolor": "white"} if dashed else {}  # a single point shows no dashes
+    (line,) = axes.plot(
+        curve.epochs, shown(curve.mean), color=color, marker=marker, markersize=2.5, linewidth=1.2, **look
+    )
     if curve.low != curve.high:
-        axes.fill_between(curve.epochs, shown(curve.low), shown(curve.high), color=color, alpha=0.15, linewidth=0)
+        # An interval that reaches 0 ends below a logarithmic axis.
+        low = [value if value > 0 else 1e-3 * mean for value, mean in zip(curve.low, curve.mean, strict=True)]
+        low = shown(low if logarithmic else curve.low)
+        axes.fill_between(curve.epochs, low, shown(curve.high), color=color, alpha=0.15, linewidth=0)
     return line
 
 
@@ -187,7 +239,8 @@ def swept_numbers(sweep: SweepConfig) -> dict[str, list[float]]:
     return swept
 
 
-def _sensitivity_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> Iterator[Path]:
+def _sensitivity(sweep: SweepConfig, rows: Sequence[Row]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the figure of each swept number."""
     results = [column for column in columns_of(_RESULTS) if any(Spread.of(row.values(column)).count for row in rows)]
     for key, numbers in swept_numbers(sweep).items() if results else ():
         labels = [value_label(key, value) for value in sweep.grid[key]]
@@ -197,9 +250,7 @@ def _sensitivity_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) 
             own = row.setting.labels
             number = numbers[labels.index(own[axis])]
             lines.setdefault((*own[:axis], *own[axis + 1 :]), []).append((number, row))
-        path = folder / f"sensitivity_{key}.png"
-        _sensitivity_figure(key, results, lines, described(sweep, rows)).savefig(path, dpi=DPI)
-        yield path
+        yield f"sensitivity_{key}", _sensitivity_figure(key, results, lines, described(sweep, rows))
 
 
 def _sensitivity_figure(
@@ -219,36 +270,45 @@ def _sensitivity_figure(
             if not spreads:
                 continue
             most = max(most, *(spread.count for _, spread in spreads))
-            bars = [spread.std if math.isfinite(spread.std) else 0.0 for _, spread in spreads]
+            bars = [spread.std * interval_factor(spread.count) if spread.count > 1 else 0.0 for _, spread in spreads]
             numbers, means = [number for number, _ in spreads], [spread.mean for _, spread in spreads]
             handles[name] = panel_axes.errorbar(
-                numbers, means, bars, color=color, marker="o", markersize=4, linewidth=1.5, capsize=3
+                numbers, means, bars, color=color, marker="o", markersize=3, linewidth=1.2, capsize=2
             )
         finish_axes(panel_axes, key, column.heading)
         _tick_values(panel_axes, sorted({number for points in lines.values() for number, _ in points}))
         notes.write(panel_axes)
-    caption = f"mean over up to {most} seeds; bar: sample standard deviation" if most > 1 else ""
+    caption = f"mean of up to {most} runs; bar: {INTERVAL}" if most > 1 else ""
     _finish_figure(figure, handles if len(lines) > 1 else {}, title, caption)
     return figure
 
 
 def _tick_values(axes: Any, numbers: Sequence[float]) -> None:
-    """Put the ticks of the x axis at the values of the sweep, if they are few; logarithmic if they span decades."""
-    if numbers[0] > 0 and numbers[-1] >= 10 * numbers[0]:
+    """Put the ticks of the x axis at the values of the sweep, if they are few, on the scale that parts them more."""
+    if numbers[0] > 0 and _closest([math.log(number) for number in numbers]) > _closest(numbers):
         axes.set_xscale("log")
     if len(numbers) <= 8:
         axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
         axes.set_xticks([], minor=True)
 
 
+def _closest(numbers: Sequence[float]) -> float:
+    """Return the smallest gap between neighbors in ascending order, as a part of their range.
+
+    >>> _closest([0, 1, 4])
+    0.25
+    """
+    return min(high - low for low, high in pairwise(numbers)) / (numbers[-1] - numbers[0])
+
+
 # ---- common look
 
 
 def _figure(panels: int) -> tuple[Any, list[Any]]:
-    """Return panels side by side, at most three in a row, and hide the cells that are left over."""
-    columns = 2 if panels == 4 else min(panels, 3)
+    """Return panels, at most two in a row, and hide the cells that are left over."""
+    columns = min(panels, 2)
     rows = -(-panels // columns)
-    figure, axes = new_figure(rows, columns, size=(5.2 * columns + 0.6, 4.0 * rows + 0.7))
+    figure, axes = new_figure(rows, columns, size=(PANEL[0] * columns, PANEL[1] * rows + 0.7))
     for blank in axes[panels:]:
         blank.set_visible(False)
     return figure, axes[:panels]

@@ -6,20 +6,28 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.common.config import ConfigError, parse_config
-from tasks.common.known_tasks import base_values, config_class_of, flat_values
-from tasks.studies.config import SweepConfig, refuse_reserved, spelled, value_label
+from dsgdac_accel.checks import did_you_mean
+from tasks.common.config import ConfigError
+from tasks.common.known_tasks import base_values, flat_values
+from tasks.studies.config import LaunchConfig, SmokeConfig, SweepConfig, refuse_reserved, spelled, value_label
+from tasks.studies.smoke import shrunk
 
 Overrides = dict[str, Any]
 """Values of a task's keys, by dotted key."""
 
 _UNSAFE = re.compile(r"[^\w.=+-]+")
 _MODULES = {"accelerate": ["-m", "accelerate.commands.launch"], "torchrun": ["-m", "torch.distributed.run"]}
+
+RANK, ADDRESS, PORT = "${NODE_RANK:?}", "${MASTER_ADDR:?}", "${MASTER_PORT:-29500}"
+"""What a shell fills in on each of several machines: its number from 0, and address and port of the first one."""
+
+_LAUNCH = "launch."
+"""What the keys begin with that a variant or a grid value sets for the launcher."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,13 @@ class PlannedRun:
     folder: Path
     """Output folder."""
     command: tuple[str, ...]
-    """Command that starts it, with this interpreter."""
+    """Command that starts it, with this interpreter. On several machines, a shell has to fill in rank and address."""
     arguments: tuple[str, ...]
     """The part of the command that the task reads."""
     expected: dict[str, Any]
     """Keys of the task that base or the sweep set, without output_dir."""
-    launch: dict[str, Any]
-    """How it is started, for the record."""
+    launch: LaunchConfig
+    """How it is started."""
 
     @property
     def name(self) -> str:
@@ -75,6 +83,8 @@ class PlannedRun:
 
     def shell_line(self) -> str:
         """Return the command as one line for a shell on another machine, without this interpreter's path.
+
+        A run on several machines has one line for all of them, which reads NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
         Raises ConfigError for a value with a line break, because a job array picks single lines.
         """
@@ -86,27 +96,35 @@ class PlannedRun:
             if words[1:3] == module:
                 words[:3] = [program, *(["launch"] if program == "accelerate" else [])]
         words[0] = "python" if words[0] == sys.executable else words[0]
-        threads = self.launch["threads"]
-        return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}{shlex.join(words)}"
+        threads = self.launch.threads
+        quoted = [f'"{word}"' if word.endswith((RANK, ADDRESS, PORT)) else shlex.quote(word) for word in words]
+        return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}{' '.join(quoted)}"
 
 
-def settings_of(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None) -> list[Setting]:
+def settings_of(
+    sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None, rules: SmokeConfig | None = None
+) -> list[Setting]:
     """Return all settings of a sweep, in the order of the file.
 
     Args:
         sweep: the sweep.
         folder: folder of the sweep file, from which relative paths start.
         extra: keys of the task that win over all others.
+        rules: rules for small runs, which win over all but `extra`.
 
     Raises:
         ConfigError: a key is set by the sweep itself, or two settings have the same name.
     """
     shared = flat_overrides(sweep.settings, "settings", folder)
+    base = base_values(sweep.base)
+    forced = forced_by(rules, folder) if rules else {}
     settings = []
     for choice in itertools.product(*_axes(sweep, folder)):
         overrides = shared
         for _, own in choice:
             overrides = _merged(overrides, own)
+        if rules is not None:
+            overrides = _merged(_without_launch(shrunk(overrides, base, rules)), forced)
         overrides = _merged(overrides, dict(extra or {}))
         settings.append(Setting(tuple(label for label, _ in choice), overrides))
     folders = [setting.folder.lower() for setting in settings]  # some file systems ignore case
@@ -116,43 +134,26 @@ def settings_of(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | Non
     return settings
 
 
-def planned_runs(sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None) -> list[PlannedRun]:
+def planned_runs(
+    sweep: SweepConfig, folder: Path, extra: Mapping[str, Any] | None = None, rules: SmokeConfig | None = None
+) -> list[PlannedRun]:
     """Return all runs: all settings with the first seed, then with the next, so that comparisons fill up evenly.
 
     Takes the arguments of `settings_of` and raises its errors, and ConfigError for a value that a command line cannot
     hold.
     """
     base = base_values(sweep.base)
-    launch = {name: getattr(sweep.launch, name) for name in ("kind", "processes", "threads")}
-    launch["config_file"] = str(sweep.launch.config_file) if sweep.launch.config_file else None
     runs = []
-    for seed, setting in itertools.product(sweep.seeds, settings_of(sweep, folder, extra)):
-        output = sweep.output_dir / setting.folder / f"seed_{seed}"
-        given = setting.overrides | {"seed": seed}
+    for seed, setting in itertools.product(sweep.seeds, settings_of(sweep, folder, extra, rules)):
+        output = (sweep.runs_dir or sweep.output_dir) / setting.folder / f"seed_{seed}"
+        launch = _launch_of(sweep.launch, setting)
+        given = _without_launch(setting.overrides) | {"seed": seed}
         options = [_option(key, value) for key, value in (given | {"output_dir": output}).items()]
         arguments = ("--config", str(sweep.base), *options)
-        command = (*launcher(sweep), str(sweep.task), *arguments)
+        command = (*launcher(launch), str(sweep.task), *arguments)
         expected = _merged({key: value for key, value in base.items() if key != "output_dir"}, given)
         runs.append(PlannedRun(setting, seed, output, command, arguments, expected, launch))
     return runs
-
-
-def require_valid(sweep: SweepConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise ConfigError if the task would refuse the settings of a run, such as a misspelt key.
-
-    The settings of a script that is not one of this package are not known here, and are left to the script.
-    """
-    config_class = config_class_of(sweep.task)
-    if config_class is None:
-        return
-    checked = set()
-    for run in runs:
-        if run.setting.labels not in checked:  # seeds differ in nothing else
-            checked.add(run.setting.labels)
-            try:
-                parse_config(config_class, run.arguments)
-            except ConfigError as error:
-                raise ConfigError(f"{run.setting.name}: {error}") from None
 
 
 def _option(key: str, value: Any) -> str:
@@ -162,21 +163,51 @@ def _option(key: str, value: Any) -> str:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def launcher(sweep: SweepConfig) -> list[str]:
+def _without_launch(overrides: Overrides) -> Overrides:
+    return {key: value for key, value in overrides.items() if not key.startswith(_LAUNCH)}
+
+
+def _launch_of(shared: LaunchConfig, setting: Setting) -> LaunchConfig:
+    """Return how a setting is started: as all are, but for its own keys that begin with launch."""
+    own = {key.removeprefix(_LAUNCH): value for key, value in setting.overrides.items() if key.startswith(_LAUNCH)}
+    known = [field.name for field in fields(LaunchConfig) if field.name != "config_file"]
+    for key in own:
+        if key not in known:
+            raise ConfigError(f"{setting.name}: unknown key launch.{key}.{did_you_mean(key, known)}")
+    try:
+        return replace(shared, **own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting.name}: launch: {error}") from None
+
+
+def launcher(launch: LaunchConfig) -> list[str]:
     """Return the words before the task's script."""
-    launch = sweep.launch
-    if launch.kind == "python":
+    if launch.kind in ("python", "fork"):
         return [sys.executable]
-    words = [sys.executable, *_MODULES[launch.kind]]
+    words, processes = [sys.executable, *_MODULES[launch.kind]], launch.processes or 1
     if launch.kind == "torchrun":
-        return [*words, "--standalone", f"--nproc_per_node={launch.processes or 1}"]
+        place = ["--standalone"]
+        if launch.nodes > 1:
+            first = [f"--master_addr={ADDRESS}", f"--master_port={PORT}"]
+            place = [f"--nnodes={launch.nodes}", f"--node_rank={RANK}", *first]
+        return [*words, *place, f"--nproc_per_node={processes}"]
     if launch.config_file:
         count = [f"--num_processes={launch.processes}"] if launch.processes else []
         return [*words, f"--config_file={launch.config_file}", *count]
-    several = ["--multi_gpu"] if (launch.processes or 1) > 1 else []
+    total = processes * launch.nodes
+    several = ["--multi_gpu"] if total > 1 else []
     # Port 0 is any free port, so several runs can share a machine.
-    return [*words, *several, f"--num_processes={launch.processes or 1}", "--num_machines=1", "--main_process_port=0",
+    place = ["--main_process_port=0"]
+    if launch.nodes > 1:
+        place = [f"--machine_rank={RANK}", f"--main_process_ip={ADDRESS}", f"--main_process_port={PORT}"]
+    return [*words, *several, f"--num_processes={total}", f"--num_machines={launch.nodes}", *place,
             "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
+
+
+def forced_by(rules: SmokeConfig, folder: Path) -> Overrides:
+    """Return the keys of the task that rules for small runs set in all of them."""
+    shared = flat_overrides(base_values(rules.file), "smoke.file", rules.file.parent) if rules.file else {}
+    return _merged(shared, flat_overrides(rules.settings, "smoke.settings", folder))
 
 
 def flat_overrides(values: Mapping[str, Any], where: str, folder: Path) -> Overrides:

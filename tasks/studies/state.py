@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,12 @@ RECORD = "sweep.json"
 
 LOG = "log.txt"
 """Output of the run."""
+
+EXIT_STATUS = "exit_status"
+"""Exit status of a run that a batch script has started, in its folder."""
+
+_REASON = re.compile(r"(error|[A-Z]\w*(Error|Exception)): \S")
+"""An error of a task, or the last line of a traceback."""
 
 Status = Literal["finished", "changed", "failed", "unfinished", "missing"]
 
@@ -59,7 +66,7 @@ def state_of(run: PlannedRun) -> RunState:
     changes = tuple(_changes(run, record))
     if summary:
         return RunState(run, "changed", changes) if changes else RunState(run, "finished", (), summary)
-    if record.get("status") not in (None, 0):
+    if exit_status(run) not in (None, 0):
         return RunState(run, "failed", changes)
     begun = bool(record) or (run.folder / "config.yaml").is_file()
     if begun and changes:
@@ -72,16 +79,40 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _read_json(folder / RECORD)
 
 
+def exit_status(run: PlannedRun) -> int | None:
+    """Return the exit status of the last start of a run, by a sweep or by a batch script; None if it is not known."""
+    status = read_record(run.folder).get("status")
+    try:
+        return int((run.folder / EXIT_STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not started by a batch script, or under way
+        return status if isinstance(status, int) else None
+
+
+def last_words(log: Path) -> str:
+    """Return the reason why a run failed, by its output: the last line with an error, or else its last line.
+
+    "" if it has no output. Launchers write a summary of their own after the error.
+    """
+    try:
+        text = log.read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = [line for line in lines if _REASON.match(line)]
+    return (reasons or lines or [""])[-1]
+
+
 def write_record(run: PlannedRun, status: int | None = None, seconds: float | None = None) -> None:
     """Record how a run is started and, once it has ended, its exit status and duration."""
     values = {
         "settings": run.expected,
-        "launch": run.launch,
+        "launch": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(run.launch).items()},
         "command": run.shell_line(),
         "status": status,
         "seconds": seconds,
     }
     run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / EXIT_STATUS).unlink(missing_ok=True)
     partial = run.folder / f"{RECORD}.partial"
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, run.folder / RECORD)
@@ -98,8 +129,11 @@ def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
             if _differ(old.get(key), new.get(key))
         ]
         # The number of threads changes the speed only.
-        before, now = record.get("launch", {}).get("processes"), run.launch["processes"]
-        return changes if before == now else [*changes, _change("launch.processes", before, now)]
+        before = {"nodes": 1, "processes": None} | record.get("launch", {})
+        now = asdict(run.launch)
+        return changes + [
+            _change(f"launch.{key}", before[key], now[key]) for key in ("nodes", "processes") if before[key] != now[key]
+        ]
     # Started by hand or by a job array: the run's own configuration has its settings.
     resolved = run.folder / "config.yaml"
     if not resolved.is_file():

@@ -7,7 +7,7 @@ difference between two algorithms with one seed, so differences are taken within
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pandas as pd
 from tasks.studies.columns import Column
 from tasks.studies.config import ReportConfig
 from tasks.studies.plan import Setting
+from tasks.studies.published import Published
 from tasks.studies.state import RunState
 
 NO_VALUE = "–"
@@ -64,6 +65,8 @@ class Row:
 
     setting: Setting
     states: tuple[RunState, ...]
+    chosen: str = ""
+    """Labels of this setting that were chosen among those of a method, see `ReportConfig.choose`."""
 
     def raw_values(self, column: Column) -> pd.Series:
         """Return the numbers as the runs wrote them, by seed; NaN for a run that is not finished."""
@@ -81,6 +84,26 @@ class Row:
     def finished(self) -> int:
         """Number of finished runs."""
         return sum(state.status == "finished" for state in self.states)
+
+    @property
+    def failed(self) -> list[RunState]:
+        """The failed runs."""
+        return [state for state in self.states if state.status == "failed"]
+
+    def runs_in_words(self) -> str:
+        """Say how many of the runs are in the numbers, and how many failed."""
+        of = "" if self.finished == len(self.states) else f" of {len(self.states)}"
+        return f"{self.finished}{of}" + (f", {len(self.failed)} failed" if self.failed else "")
+
+    def shown(self, column: Column) -> str:
+        """Return the mean and spread of a column; `failed` if no run is finished and one has failed.
+
+        Says how many runs the numbers are from if some finished runs have none that is finite.
+        """
+        spread = Spread.of(self.values(column))
+        if not self.finished and self.failed:
+            return "failed"
+        return f"{spread} ({spread.count} of {self.finished})" if 0 < spread.count < self.finished else str(spread)
 
 
 def rows_of(states: Sequence[RunState]) -> list[Row]:
@@ -171,14 +194,25 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
-def write_csv(file: Path, rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """Write all numbers as the runs wrote them: a line per run, then mean, std and count per setting."""
+def write_csv(
+    file: Path, rows: Sequence[Row], columns: Sequence[Column], paper: Mapping[str, Mapping[str, Published]]
+) -> None:
+    """Write all numbers as the runs wrote them: a line per run, then mean, std and count per setting.
+
+    Settings with published values, which are given by the names of setting and column, also have the lines paper and
+    paper_std.
+    """
     runs, spreads = [], []
     for row in rows:
         values = pd.DataFrame({column.name: row.raw_values(column) for column in columns})
         values = values.where(values.abs() < math.inf)
         spread = values.agg(["mean", "std"]).astype(object)
         spread.loc["count"] = values.count()
+        theirs = paper.get(row.setting.name, {})
+        scales = {column.name: column.scale for column in columns if column.name in theirs}
+        if scales:
+            spread.loc["paper"] = {name: theirs[name].mean / scale for name, scale in scales.items()}
+            spread.loc["paper_std"] = {name: theirs[name].std / scale for name, scale in scales.items()}
         labels = {f"label_{number}": label for number, label in enumerate(row.setting.labels, start=1)}
         statuses = [state.status for state in row.states]
         runs.append(_lines(row, labels, values.astype(object), "run", list(values.index), statuses))

@@ -11,6 +11,7 @@ from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
 from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
+from tasks.common.weight_average import WeightAverageConfig
 
 _LARGEST_VOCABULARY = 10_000_000
 _MOST_BEAMS = 1000
@@ -279,6 +280,9 @@ class TranslationConfig:
     average_every: int | None = None
     """Optimizer steps between the models to average. The last step is always among them; null takes one per epoch."""
 
+    weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
+    """Average of the weights over the steps (EMA, SWA, LAWA), evaluated and deployed in place of the last weights."""
+
     show_translations: int = 3
     """Test sentences to print with their translations at the end."""
 
@@ -335,6 +339,11 @@ class TranslationConfig:
             raise ValueError(
                 f"average_every needs average_last above 1; got {self.average_every} with average_last = 1, which "
                 f"averages no models. Set average_last, or leave average_every out."
+            )
+        if self.weight_average.kind != "none" and self.average_last > 1:
+            raise ValueError(
+                f"average_last must be 1 with weight_average.kind = {self.weight_average.kind}: both average the "
+                f"deployed model over steps; got {self.average_last}. Leave one of them out."
             )
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, above=0, advice="Use null for no clipping.")

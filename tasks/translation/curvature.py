@@ -61,4 +61,6 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
                 if parameter.requires_grad:
                     parameter.copy_(trained[name])
 
-    return Measurable(model, load_deployed, translation_loss(config.label_smoothing), batches), config.seed
+    averages_steps = config.weight_average.kind != "none"
+    loss_fn = translation_loss(config.label_smoothing)
+    return Measurable(model, load_deployed, loss_fn, batches, averages_steps), config.seed

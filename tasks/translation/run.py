@@ -233,7 +233,7 @@ class TranslationRun:
     def evaluate(self, done: bool, measure_curvature: bool) -> None:
         """Log loss, perplexity and greedy BLEU of the deployed model on the validation split. Collective."""
         pairs, loop = self.data.validation, self.loop
-        with self.accelerator.deployed_model(self.model) as deployed:
+        with loop.deployed_model() as deployed:
             model = self._bare(deployed)
             losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
             found = self.evaluator.translations(model, pairs, greedy=True)
@@ -273,7 +273,7 @@ class TranslationRun:
         pairs, train = self.data.test, self.data.train.pairs
         sample = np.unique(np.linspace(0, len(train) - 1, TRAIN_SAMPLE).round().astype(int)).tolist()
         seen = train.__getitems__(sample)
-        with self.accelerator.deployed_model(self.model) as deployed:
+        with self.loop.deployed_model() as deployed:
             model = self._bare(deployed)
             with self.average.averaged(model, self.loop.step) as averaged:
                 if self.accelerator.is_main_process:  # before scoring, in which a run may still fail

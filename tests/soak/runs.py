@@ -47,9 +47,9 @@ max_grad_norm: 1.0
 show_translations: 1
 """
 
-TIMES = ("seconds", "train_seconds", "data_share")
+TIMES = ("seconds", "train_seconds", "train_cpu_seconds", "data_share")
 LOGGED_TIMES = ("gossip/wait_seconds", "train/tokens_per_second")
-CLOCKS = ("waited", "train_seconds", "seconds", "log_bytes")
+CLOCKS = ("waited", "train_seconds", "train_cpu_seconds", "seconds", "log_bytes")
 """Parts of the state that depend on time; the log's length depends on how its times are written."""
 
 

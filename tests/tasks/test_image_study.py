@@ -114,6 +114,15 @@ def test_adam_has_its_settings_and_gossips_with_the_gamma_of_its_algorithm(short
     assert 0 < ended["dadam_ac"][2][0] < 0.2  # the last rate of the cosine is about a third, and squared
 
 
+def optimizer_of(rank, folder):
+    run = ImageRun(study("digits_transformer", weight_decay=0.5, decoupled_weight_decay=True, output_dir=Path(folder)))
+    return run.optimizer.optimizer.__class__, run.optimizer.param_groups[0]["weight_decay"]
+
+
+def test_decoupled_weight_decay_is_that_of_adamw(tmp_path):
+    assert run_workers(optimizer_of, 1, str(tmp_path)) == [(torch.optim.AdamW, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

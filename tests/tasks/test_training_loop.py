@@ -9,6 +9,7 @@ import torch
 from tasks.common import training_loop
 from tasks.common.config import ConfigError
 from tasks.common.training_loop import Prepared, TrainingLoop
+from tasks.common.weight_average import WeightAverageConfig
 
 STEPS_PER_EPOCH, ACCUMULATION = 3, 2
 
@@ -90,6 +91,7 @@ def make(monkeypatch):
         config = SimpleNamespace(
             eval_every=eval_every,
             curvature=SimpleNamespace(due=due),
+            weight_average=WeightAverageConfig(),
             algorithm="sgd",
             seed=0,
             logging_steps=logging_steps,

@@ -6,14 +6,16 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 from PIL import Image
 
 from dsgdac_accel.cli import main
 from tasks.studies import figures as drawing
 from tasks.studies.columns import columns_of
 from tasks.studies.config import ReportConfig, load_sweep
-from tasks.studies.curves import curve_of
-from tasks.studies.state import state_of
+from tasks.studies.curves import Curve, curve_of
+from tasks.studies.published import published
+from tasks.studies.state import state_of, write_record
 from tasks.studies.table import Paired, Spread, markdown_table, paired, pairs_of, rows_of
 from tests.unit import fake_task
 from tests.unit.test_sweep import BASE, plan, write_sweep
@@ -38,6 +40,12 @@ def study(folder, **report):
 
 def rows(file):
     return rows_of([state_of(run) for run in plan(file)])
+
+
+def half_interval(values):
+    """Half of SciPy's 95 % interval of the mean of independent normal values with unknown spread."""
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+    return (high - low) / 2
 
 
 def losses(learning_rate, power):
@@ -216,10 +224,12 @@ def test_all_figures_with_data_are_written_and_no_other(tmp_path):
     file = study(tmp_path)
     assert main(["report", str(file)]) == 0
     names = {path.name for path in (tmp_path / "runs").glob("*.png")}
-    wanted = ("lr_radius", "lambda_1", "accuracy", "q", "alignment", "sensitivity_gossip.power")
+    wanted = ("lr_radius", "eigenvalues", "accuracy", "penalty", "alignment", "sensitivity_gossip.power")
     assert names == {f"{name}.png" for name in wanted}
     for name in names:
-        assert min(Image.open(tmp_path / "runs" / name).size) > 400
+        image = Image.open(tmp_path / "runs" / name)
+        assert image.width in (990, 1980)  # one or two columns of 3.3 inches at 300 dots per inch
+        assert (tmp_path / "runs" / name).with_suffix(".pdf").read_bytes().startswith(b"%PDF")
         assert f"({name})" in (tmp_path / "runs" / "report.md").read_text()
 
 
@@ -239,7 +249,9 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
     assert radius.get_yscale() == "log"
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [f"{name}, power={power}" for name in VARIANTS for power in POWERS]
-    assert drawn[0].legends[0].get_title().get_text() == "mean over 3 seeds; band: smallest to largest"
+    assert drawn[0].legends[0].get_title().get_text().replace("\n", " ") == (
+        "mean of 3 runs; band: 95 % confidence interval of the mean (Student's t)"
+    )
     assert all(tick == int(tick) for tick in radius.get_xticks())
     assert drawn[0].get_suptitle().endswith("fake_task, dsgd_ac, base base, seeds 0, 1, 5")
 
@@ -262,10 +274,9 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
     _, radius = drawn[0].axes
     (line,) = radius.lines
     assert np.isnan(line.get_ydata()).tolist() == [True, False, False]
-    assert radius.get_title().split("\n") == [
-        "not positive, so not on this axis: slow",
-        "not positive, so not on this axis in 1 of 3 points: fast",
-    ]
+    assert " ".join(radius.get_title().split()) == (
+        "not positive, so not on this axis: slow not positive, so not on this axis in 1 of 3 points: fast"
+    )
 
 
 def test_a_figure_of_half_a_sweep_says_so(tmp_path, drawn):
@@ -308,7 +319,9 @@ def test_an_unfinished_run_does_not_bend_the_mean_of_the_others_but_is_drawn_alo
     curve = curve_of(row, ["gossip/radius"])
     assert curve.epochs == [1.0, 2.0, 3.0]
     assert curve.mean == [np.mean([fake_task.radius(epoch, power, seed) for seed in SEEDS[1:]]) for epoch in range(3)]
-    assert curve.low == [fake_task.radius(epoch, power, 1) for epoch in range(3)]
+    radii = [[fake_task.radius(epoch, power, seed) for seed in SEEDS[1:]] for epoch in range(3)]
+    assert curve.low == pytest.approx([np.mean(values) - half_interval(values) for values in radii])
+    assert curve.high == pytest.approx([np.mean(values) + half_interval(values) for values in radii])
     for run in runs[1:]:
         (run.folder / "summary.json").unlink()
     (row,) = rows(file)
@@ -329,14 +342,14 @@ def test_sensitivity_shows_mean_and_spread_at_every_value(tmp_path, drawn):
             [losses(variant["learning_rate"], power).mean() for power in POWERS]
         )
         spans = [segment[1][1] - segment[0][1] for segment in bars.get_segments()]
-        assert spans == pytest.approx([2 * losses(variant["learning_rate"], power).std(ddof=1) for power in POWERS])
+        assert spans == pytest.approx([2 * half_interval(losses(variant["learning_rate"], power)) for power in POWERS])
 
 
 def test_many_settings_are_spread_over_figures(tmp_path):
     grid = {"gossip.power": [1, 2], "learning_rate": [1, 2, 3]}
     file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["accuracy"]}))
     written = drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
-    assert [path.name for path in written] == [
+    assert [path.name for path in written if path.suffix == ".png"] == [
         f"accuracy_power={power},learning_rate={learning_rate}.png" for power in (1, 2) for learning_rate in (1, 2, 3)
     ]
 
@@ -351,3 +364,115 @@ def test_only_the_columns_asked_for_are_compared(tmp_path, capsys):
     assert "test accuracy" not in comparison
     with pytest.raises(ValueError, match=r"compare must be one of test_loss; got 'radius'"):
         ReportConfig(columns=["test_loss"], compare=["radius"])
+
+
+# ---- failed runs, and the paper's values
+
+
+def fail(run, words):
+    """Leave of a run what a failed one leaves."""
+    (run.folder / "summary.json").unlink()
+    write_record(run, status=1, seconds=1.0)
+    (run.folder / "log.txt").write_text(
+        f"error: at first\nerror: {words}\nelastic.ChildFailedError: \nended by the launcher\n"
+    )
+
+
+def test_a_failed_run_is_a_row_that_says_so(tmp_path, capsys):
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=SEEDS, report={"columns": ["test_loss"]}))
+    slow, fast = ([run for run in plan(file) if run.setting.name == name] for name in VARIANTS)
+    for run in [slow[1], *fast]:
+        fail(run, f"no memory in {run.name}")
+    assert main(["report", str(file), "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    mean = f"{np.mean([fake_task.loss(0.1, 3, seed) for seed in (0, 5)]):.1f}"
+    assert lines[2][:2] == ["slow", "2 of 3, 1 failed"]
+    assert lines[2][2].startswith(mean)
+    assert lines[3:] == [["slow", "seed 1", "failed"], ["fast", "0 of 3, 3 failed", "failed"]]
+    for run in [slow[1], *fast]:
+        assert f"- failed: {run.name} (error: no memory in {run.name})" in out
+
+
+def test_a_finished_run_without_a_finite_value_does_not_hide(tmp_path, capsys):
+    file = run_here(write_sweep(tmp_path, seeds=SEEDS, report={"columns": ["test_loss"]}))
+    summary = plan(file)[1].folder / "summary.json"
+    summary.write_text(summary.read_text().replace('"test_loss": 2.5', '"test_loss": NaN'))
+    assert main(["report", str(file), "--no-figures"]) == 0
+    assert "(2 of 3)" in capsys.readouterr().out
+
+
+def test_published_values_stand_beside_ours_with_the_difference_and_a_verdict(tmp_path, capsys):
+    # The slow means are 2, 2.1 and 2.4, the fast one 3.2; the seeds deviate by 2.65.
+    paper = {
+        "slow, power=0": {"test_loss": "2.31 ± 0.05"},
+        "slow, power=1": {"test_loss": "7.5 ± 0.0"},
+        "slow, power=4": {"test_loss": "7.6 ± 0.0"},
+        "fast, power=4": {"test_loss": "2.0 ± 0.1", "seconds": 3},
+    }
+    report = {"columns": ["test_loss", "test_accuracy", "seconds"], "baselines": ["slow"]}
+    file = write_sweep(
+        tmp_path, variants=VARIANTS, grid={"gossip.power": POWERS}, seeds=SEEDS, report=report, paper=paper
+    )
+    for run in plan(run_here(file)):
+        if run.setting.name == "slow, power=0":
+            (run.folder / "summary.json").unlink()
+    assert main(["report", str(file), "--no-figures"]) == 0
+    beside = capsys.readouterr().out.partition("## Beside the paper")[2]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in beside.partition("### test loss")[2].partition("###")[0].splitlines()
+        if line.startswith("|")
+    ]
+    assert table[0] == ["variant", "power", "runs", "ours", "paper", "difference", "within 2 sd"]
+    assert table[2] == ["slow", "power=0", "0 of 3", "–", "2.31 ± 0.05", "–", "–"]
+    assert 5.2 < 2 * losses(0.1, 1).std(ddof=1) + 0.05 < 5.4
+    assert [row[5:] for row in table[3:]] == [["-5.4", "no"], ["-5.2", "yes"], ["+1.2", "yes"]]
+    assert "### test accuracy" not in beside
+    pair = next(line for line in beside.splitlines() if line.startswith("| fast, power=4 | slow, power=4"))
+    assert "+0.8, × 1.333" in pair
+    assert "-5.6, × 0.263" in pair
+    with open(tmp_path / "runs" / "report.csv", newline="") as stream:
+        lines = {(line["setting"], line["kind"]): line for line in csv.DictReader(stream)}
+    assert lines["fast, power=4", "paper"] | {"test_loss": "2.0", "seconds": "180.0"} == lines["fast, power=4", "paper"]
+
+
+@pytest.mark.parametrize(
+    ("value", "ours", "is_within"),
+    [
+        ("1.00 ± 0.03", (1.07, 0.0), False),
+        ("1.00 ± 0.03", (1.07, 0.02), True),
+        ("1.00 ± 0.03", (1.06, math.nan), True),
+        ("0.0006 ± 0.0000", (0.00064, 0.0), True),  # it may be 0.00064 in full
+        ("0.0006 ± 0.0000", (0.00066, 0.0), False),
+        (96, (96.4, math.nan), True),
+    ],
+)
+def test_two_standard_deviations_are_of_the_difference_and_know_of_rounding(value, ours, is_within):
+    theirs = published(value)
+    assert (abs(ours[0] - theirs.mean) <= theirs.allowed(ours[1]) + 1e-12) == is_within
+
+
+def test_minutes_are_the_seconds_of_the_summary(tmp_path):
+    file = run_here(write_sweep(tmp_path, seeds=[0]))
+    summary = plan(file)[0].folder / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"train_seconds": 90.0}))
+    (minutes,) = columns_of(["train_minutes"])
+    (row,) = rows(file)
+    assert list(row.values(minutes)) == [1.5]
+
+
+def test_magnitudes_of_a_negative_curve_keep_its_interval():
+    curve = Curve([1.0, 2.0], [-3.0, 2.0], [-4.0, -1.0], [-2.0, 5.0], seeds=3, finished=True).magnitude()
+    assert (curve.mean, curve.low, curve.high) == ([3.0, 2.0], [2.0, -1.0], [4.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([10, 50, 75, 100, 150, 175], "linear"), ([0.1, 0.3, 0.5, 1, 2], "log"), ([0, 1, 5], "linear")],
+)
+def test_the_scale_of_a_swept_number_parts_its_values_most(tmp_path, drawn, values, scale):
+    file = run_here(write_sweep(tmp_path, grid={"gossip.power": values}, report={"figures": ["sensitivity"]}))
+    drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
+    assert {axes.get_xscale() for axes in drawn[0].axes if axes.get_visible()} == {scale}
+    assert list(drawn[0].axes[0].get_xticks()) == values

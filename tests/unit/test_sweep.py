@@ -1,15 +1,19 @@
 """Sweep files: what they may say, which runs they make, and the commands that start those."""
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from dsgdac_accel.cli import main
 from tasks.common.config import ConfigError
 from tasks.studies.config import load_sweep
-from tasks.studies.plan import planned_runs, require_valid, settings_of
+from tasks.studies.plan import planned_runs, settings_of
+from tasks.studies.preflight import require_startable, require_valid
+from tasks.studies.smoke import small
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = Path(__file__).with_name("fake_task.py")
@@ -175,7 +179,16 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
         ({"launch": {"processes": 2}}, "kind python starts one process; got processes = 2. Use torchrun"),
         ({"launch": {"kind": "accelerate", "config_file": "no.yaml"}}, r"no\.yaml does not exist"),
         ({"launch": {"kind": "torchrun", "config_file": "base.yaml"}}, "config_file is for kind accelerate"),
-        ({"launch": {"kind": "mpirun"}}, "launch.kind must be one of 'python', 'accelerate', 'torchrun'"),
+        ({"launch": {"kind": "mpirun"}}, "launch.kind must be one of 'python', 'fork', 'accelerate', 'torchrun'"),
+        ({"launch": {"nodes": 2}}, "kind python starts one process; got nodes = 2. Use torchrun"),
+        ({"variants": {"a": {"launch.node": 2}}}, r"a: unknown key launch\.node\. Did you mean 'nodes'"),
+        ({"variants": {"a": {"launch.nodes": "two"}}}, r"a: launch: nodes must be an integer"),
+        ({"paper": {"bas": {"test_loss": 1}}}, "paper: no setting is called 'bas'. Did you mean 'base'"),
+        ({"paper": {"base": {"test_los": 1}}}, "paper.base: the column must be one of .* Did you mean 'test_loss'"),
+        ({"paper": {"base": {"test_loss": "about 1"}}}, "paper: a value must be like 79.71 ± 0.13 or 79.71; got"),
+        ({"smoke": {"only": ["dsgd"]}}, "smoke.only: no variant or grid value is called 'dsgd'"),
+        ({"smoke": {"seeds": []}}, "smoke.seeds must be one or more, each once"),
+        ({"smoke": {"file": "none.yaml"}}, r"smoke.file must be settings of the task; .*none\.yaml does not exist"),
     ],
 )
 def test_a_mistake_is_one_clear_error(tmp_path, keys, message):
@@ -233,3 +246,150 @@ def test_a_setting_that_the_task_refuses_is_found_in_the_plan(tmp_path, keys, me
 def test_settings_of_another_script_are_left_to_it(tmp_path):
     file = write_sweep(tmp_path, settings={"learning_rat": 0.1})
     require_valid(load_sweep(file), plan(file))
+
+
+# ---- what this machine cannot start, or no machine could
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"launch": {"kind": "torchrun", "processes": 4}, "settings": {"global_batch_size": 30}},
+            "base: global_batch_size must divide evenly: 30 over 4 workers .* Use a multiple of 4",
+        ),
+        (
+            {"grid": {"gossip.workers_per_process": [4, 6]}, "settings": {"gossip.topology": "one_peer_exponential"}},
+            "workers_per_process=6: .*one_peer_exponential needs",
+        ),
+    ],
+)
+def test_a_grid_that_no_number_of_workers_can_run_is_found_in_the_plan(tmp_path, keys, message):
+    file = real_sweep(tmp_path, **{"settings": {"global_batch_size": 48}} | keys)
+    with pytest.raises(ConfigError, match=message):
+        require_valid(load_sweep(file), plan(file))
+
+
+def test_synchronous_algorithms_have_no_topology(tmp_path):
+    settings = {"algorithm": "sgd", "gossip.topology": "one_peer_exponential", "gossip.workers_per_process": 6}
+    file = real_sweep(tmp_path, settings=settings | {"global_batch_size": 48})
+    require_valid(load_sweep(file), plan(file))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"launch": {"kind": "torchrun", "gpus": 99}},
+            r"base: a run takes 99 GPUs and this machine has \d+: .* --smoke",
+        ),
+        (
+            {"launch": {"kind": "torchrun", "nodes": 2}},
+            "base: a run takes 2 machines and this is one: .* --print-commands or --slurm",
+        ),
+        ({"settings": {"data.path": "./none"}}, r"base: data\.path must exist; got .*none\. .* --set data\.path=PATH"),
+    ],
+)
+def test_what_this_machine_cannot_start_is_refused_but_can_be_printed(tmp_path, capsys, keys, message):
+    file = real_sweep(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=message):
+        require_startable(load_sweep(file), plan(file))
+    assert main(["sweep", str(file)]) == 2
+    assert not (tmp_path / "runs").exists()
+    assert main(["sweep", str(file), "--print-commands"]) == 0
+    assert "cifar.py" in capsys.readouterr().out
+
+
+# ---- several machines
+
+
+def test_a_line_for_several_machines_reads_rank_and_address_and_stops_without_them(tmp_path):
+    launch = {"kind": "torchrun", "processes": 8}
+    grid = {"nodes": {"1 node": {"learning_rate": 1}, "2 nodes": {"launch.nodes": 2}}}
+    one, two = plan(write_sweep(tmp_path, launch=launch, grid=grid))
+    assert "--standalone" in one.shell_line()
+    assert "launch.nodes" not in two.expected
+    assert two.shell_line().startswith(
+        'torchrun --nnodes=2 "--node_rank=${NODE_RANK:?}" "--master_addr=${MASTER_ADDR:?}" '
+        '"--master_port=${MASTER_PORT:-29500}" --nproc_per_node=8 '
+    )
+    two = plan(write_sweep(tmp_path, launch=launch | {"kind": "accelerate", "nodes": 2}))[0]
+    assert two.shell_line().startswith(
+        "accelerate launch --multi_gpu --num_processes=16 --num_machines=2 "
+        '"--machine_rank=${NODE_RANK:?}" "--main_process_ip=${MASTER_ADDR:?}" '
+        '"--main_process_port=${MASTER_PORT:-29500}" '
+    )
+    done = subprocess.run(["/bin/sh", "-c", two.shell_line()], capture_output=True, text=True, env={})
+    assert done.returncode != 0
+    assert "NODE_RANK" in done.stderr
+
+
+# ---- small runs
+
+
+SMALL = {
+    "variants": {"plain": {"algorithm": "dsgd"}, "ours": {"learning_rate": 2}},
+    "grid": {"gossip.power": [0, 3], "nodes": {"one": {}, "two": {"launch.nodes": 2}}},
+    "launch": {"kind": "torchrun", "processes": 8},
+    "seeds": [0, 1, 2],
+    "report": {"columns": ["test_loss"], "baselines": ["plain", "power=0"]},
+    "paper": {"ours, power=3, two": {"test_loss": 1.0}, "plain, power=0, two": {"test_loss": 1.0}},
+}
+
+
+def small_plan(file):
+    sweep = small(load_sweep(file))
+    return sweep, planned_runs(sweep, file.parent, rules=sweep.smoke)
+
+
+def test_small_runs_follow_the_rules_of_the_study_and_have_a_folder_of_their_own(tmp_path):
+    (tmp_path / "tiny.yaml").write_text("momentum: 0\nsize: 9\n")
+    smoke = {
+        "file": "tiny.yaml",
+        "settings": {"size": 8},
+        "replace": {"learning_rate": {0.5: 0.25, 2: 1}, "gossip.power": {3: 1}, "set.nowhere": {5: 1}},
+        "only": ["power=3", "two"],
+        "seeds": [7],
+    }
+    file = write_sweep(tmp_path, **SMALL, smoke=smoke)
+    sweep, runs = small_plan(file)
+    assert sweep.title.startswith("Small scale (smoke run)")
+    assert [run.name for run in runs] == ["plain,power=3,two/seed_7", "ours,power=3,two/seed_7"]
+    assert [run.expected["learning_rate"] for run in runs] == [0.25, 1]
+    for run in runs:
+        assert run.folder.parent.parent == tmp_path / "runs_smoke"
+        assert (run.expected["gossip.power"], run.expected["size"], run.expected["momentum"]) == (1, 8, 0)
+        assert "set.nowhere" not in run.expected
+        assert (run.launch.kind, run.launch.nodes, run.launch.threads) == ("fork", 1, 1)
+    assert sweep.report.baselines == ["plain"]
+    assert list(sweep.paper) == ["ours, power=3, two"]
+
+
+def test_a_value_without_a_rule_and_a_study_without_rules_are_refused(tmp_path):
+    file = write_sweep(tmp_path, **SMALL, smoke={"replace": {"learning_rate": {2: 1}}})
+    with pytest.raises(
+        ConfigError, match=r"smoke.replace.learning_rate: there is nothing for the value 0.5, only for 2"
+    ):
+        small_plan(file)
+    with pytest.raises(ConfigError, match="smoke: there are no rules for small runs"):
+        small(load_sweep(write_sweep(tmp_path)))
+
+
+def test_a_study_of_the_runs_of_another_one_reports_them_in_its_own_folder(tmp_path):
+    write_sweep(tmp_path, **SMALL, smoke={"settings": {"gossip.power": 1}})
+    view = tmp_path / "view.yaml"
+    view.write_text("title: Curves\nruns_of: sweep.yaml\noutput_dir: seen\nreport: {columns: [radius]}\n")
+    assert [run.folder for run in plan(view)] == [run.folder for run in plan(tmp_path / "sweep.yaml")]
+    sweep = load_sweep(view)
+    assert (sweep.title, sweep.output_dir, sweep.report.columns, sweep.paper) == (
+        "Curves",
+        tmp_path / "seen",
+        ["radius"],
+        {},
+    )
+    sweep, runs = small_plan(view)
+    assert sweep.output_dir == tmp_path / "seen_smoke"
+    assert [run.folder for run in runs] == [run.folder for run in small_plan(tmp_path / "sweep.yaml")[1]]
+    view.write_text("title: Curves\nruns_of: none.yaml\noutput_dir: seen\n")
+    with pytest.raises(ConfigError, match=r"view\.yaml: runs_of: .*none\.yaml is no sweep file in the folder"):
+        load_sweep(view)
