@@ -135,9 +135,6 @@ class CifarConfig:
     no_decay: bool = False
     """Leave biases and the parameters of normalization layers (all with one dimension) out of weight_decay."""
 
-    no_decay: bool = False
-    """Leave biases and the parameters of normalization layers (all with one dimension) out of weight_decay."""
-
     sam_rho: float = 0.05
     """Radius of sam: the length of the ascent step along the gradient."""
 
