@@ -128,7 +128,7 @@ class CurvatureConfig:
             f"training samples{', augmented' if self.augment else ''}"
             f"{f'; curvature.batches asks for {self.batches:,}, but there are no more' if asked else ''}) "
             f"x {cost.products:,} Hessian products{f' over {processes} processes' if processes > 1 else ''}, "
-            f"about {timedelta(seconds=math.ceil(cost.seconds))} h"
+            f"about {timedelta(seconds=math.ceil(cost.seconds))} (h:mm:ss)"
         )
 
 
