@@ -16,7 +16,7 @@ from tasks.images.models import build_image_model
 from tasks.translation.config import TranslationConfig
 from tests.workers import run_workers
 
-pytestmark = pytest.mark.task
+pytestmark = [pytest.mark.task, pytest.mark.filterwarnings("ignore:largest eigenvalue")]
 AUGMENTED = CurvatureConfig(batches=None, batch_size=12, augment=True, iterations=6, probes=2, noise_batches=2)
 
 
@@ -45,6 +45,7 @@ def test_a_batch_has_the_same_crops_and_flips_at_every_reading_and_on_every_work
     ]
     assert len(mirrored) == 53
     assert 10 < sum(mirrored) < 43
+    assert mirrored[:12] != mirrored[12:24], "each batch has flips of its own"
     with pytest.raises(IndexError):
         _ = batches[5]
 
