@@ -99,9 +99,9 @@ def test_any_split_of_the_workers_is_the_same_run(work, script, settings, algori
 
 
 def assert_measured_again(work, script, folder, in_training):
-    """`curvature RUN` finds in the workers' checkpoint what was measured at the end of training."""
+    """`curvature RUN` of two processes finds in the checkpoint what was measured at the end of training."""
     same = [f"--curvature.{word}" for word in ("batches=4", "batch_size=16", "iterations=8", "probes=3")]
-    command = [*forked(), str(ROOT / "tasks" / script), "curvature", folder.name, *same, "--curvature.noise_batches=2"]
+    command = [*forked(2), str(ROOT / "tasks" / script), "curvature", folder.name, *same, "--curvature.noise_batches=2"]
     status, out, err = finish(start(command, work))
     assert status == 0, f"{out}\n{err}"
     measured = json.loads((folder / "curvature.json").read_text(encoding="utf-8"))
