@@ -1,7 +1,8 @@
 """Curvature of the loss at the deployed model, and the workers' disagreement relative to it.
 
-The loss is F(x) = (1/B) sum_b f(x; s_b), the plain mean of the batch losses over a fixed list of batches. Measurements
-leave the model unchanged: gradients, buffers, training modes and random states stay as they are.
+The loss is F(x) = sum_b w_b f(x; s_b) / sum_b w_b, the mean of the losses of a fixed list of batches. The weights w_b
+are 1 unless given. Measurements leave the model unchanged: gradients, buffers, training modes and random states stay as
+they are.
 """
 
 from dsgdac_accel.curvature.batch_derivatives import LossFunction
@@ -24,9 +25,10 @@ from dsgdac_accel.curvature.parameters import (
     flatten,
     set_parameters,
 )
-from dsgdac_accel.curvature.report import CurvatureReport, measure_curvature
+from dsgdac_accel.curvature.report import CurvatureCost, CurvatureReport, ShowProgress, measure_curvature
 
 __all__ = [
+    "CurvatureCost",
     "CurvatureReport",
     "Estimate",
     "HessianOperator",
@@ -34,6 +36,7 @@ __all__ = [
     "NoiseAlignment",
     "ParameterLayout",
     "Penalty",
+    "ShowProgress",
     "Spectrum",
     "alignment",
     "consensus_errors",

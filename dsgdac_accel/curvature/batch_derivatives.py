@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from dsgdac_accel.curvature.batches import FixedBatches
 from dsgdac_accel.curvature.measurement_context import fresh_batch
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -35,7 +36,7 @@ class BatchDerivatives:
     Args:
         model: the model, unwrapped.
         loss_fn: mean loss of a batch, shape ().
-        batches: moved to the device one at a time.
+        batches: read and moved to the device one at a time.
         device: device of the parameters.
         seed: seed of dropout; each batch has its own stream.
         memory: bytes for kept graphs; 0 builds every graph anew.
@@ -45,7 +46,7 @@ class BatchDerivatives:
         self,
         model: nn.Module,
         loss_fn: LossFunction,
-        batches: Sequence[Any],
+        batches: FixedBatches,
         device: torch.device,
         seed: int,
         memory: float,

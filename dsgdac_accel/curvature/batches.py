@@ -1,7 +1,8 @@
-"""A list of batches that must not change, because every product must be of the same Hessian."""
+"""Batches that must not change, because every product must be of the same Hessian, and their weights in the loss."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,14 +16,15 @@ class FixedBatches:
     """A list of batches that detects changes by its length and a checksum of each batch.
 
     Args:
-        batches: list or tuple of tensors, tuples or mappings.
+        batches: list, tuple or other `Sequence` of tensors, tuples or mappings.
+        weights: weight of each batch in the loss, such as its number of samples; None weighs all equally.
 
     Raises:
         TypeError: not a list. A loader or generator may give other batches the second time, or none.
-        ValueError: the list is empty.
+        ValueError: the list is empty, or the weights do not fit it.
     """
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         if not isinstance(batches, Sequence) or isinstance(batches, str | bytes):
             raise TypeError(
                 f"batches must be a list, because each product reads all of them; got {type(batches).__name__}. "
@@ -30,11 +32,33 @@ class FixedBatches:
             )
         if not batches:
             raise ValueError("curvature needs at least one batch; got an empty list. Pass batches of training data.")
+        self.weights = [1.0] * len(batches) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(batches):
+            raise ValueError(
+                f"weights must have one number for each of the {len(batches)} batches; got {len(self.weights)}. Pass "
+                f"the number of samples in each batch, or None."
+            )
+        wrong = [weight for weight in self.weights if not 0 < weight < math.inf]
+        if wrong:
+            raise ValueError(
+                f"weights must be finite numbers above 0; got {wrong[0]:g}. Pass the number of samples in each batch, "
+                f"or None."
+            )
         self.batches = batches
         self.checksums = [checksum(batch) for batch in batches]
 
     def __len__(self) -> int:
         return len(self.checksums)
+
+    def __getitem__(self, number: int) -> Any:
+        """Read batch `number`. Raises RuntimeError if its content changed."""
+        batch = self.batches[number]
+        if checksum(batch) != self.checksums[number]:
+            raise RuntimeError(
+                f"batch {number} changed between products. Pass copies of batches that are overwritten, the same "
+                f"batch each time if they are made when read, or make a new HessianOperator."
+            )
+        return batch
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
         """Raise RuntimeError if the length of the list or the content of one of the batches `numbers` changed."""
@@ -44,11 +68,7 @@ class FixedBatches:
                 f"new HessianOperator for the new list."
             )
         for number in numbers:
-            if checksum(self.batches[number]) != self.checksums[number]:
-                raise RuntimeError(
-                    f"batch {number} changed between products. Pass copies of batches that are overwritten, or make a "
-                    f"new HessianOperator."
-                )
+            _ = self[number]
 
 
 def checksum(value: Any, start: int = 0) -> int:

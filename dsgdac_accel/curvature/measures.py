@@ -199,7 +199,8 @@ def gradient_noise_alignment(
 ) -> NoiseAlignment:
     """Measure A_grad, raw and normalized, over the batches of an operator. Collective.
 
-    Each batch takes a product over all batches, so time grows with the square of their number.
+    Each batch takes a product over all batches, so time grows with the square of their number. Batches of less than
+    the largest weight, such as a smaller last one, are left out: their noise is larger.
 
     Args:
         operator: product with the Hessian of F.
@@ -212,18 +213,28 @@ def gradient_noise_alignment(
     Raises:
         ValueError: max_batches is less than 1.
     """
-    count = len(operator.batches)
-    taken = count if max_batches is None else min(count, check_integer("max_batches", max_batches, minimum=1))
+    numbers = batches_for_noise(operator, max_batches)
+    taken = len(numbers)
     mean = operator.gradient.double()
     forms, squared_norms = [], []
-    for position in range(taken):
-        noise = (operator.batch_gradient(position * count // taken).double() - mean).to(operator.dtype)
+    for number in numbers:
+        noise = (operator.batch_gradient(number).double() - mean).to(operator.dtype)
         forms.append(dot(noise, operator(noise)))
         squared_norms.append(dot(noise, noise))
     form, norm, top = _estimate(forms), sum(squared_norms), float(top)
     rounding = norm <= taken * (_ROUNDING * torch.finfo(operator.dtype).eps) ** 2 * dot(mean, mean)
     normalized = math.nan if rounding else _ratio(sum(forms), norm * top)
     return NoiseAlignment(_ratio(form.value, top), normalized, abs(_ratio(form.stderr, top)), taken)
+
+
+def batches_for_noise(operator: HessianOperator, max_batches: int | None) -> list[int]:
+    """Numbers of the batches that `gradient_noise_alignment` uses."""
+    weights = operator.batches.weights
+    largest = max(weights)
+    numbers = [number for number, weight in enumerate(weights) if weight == largest]
+    count = len(numbers)
+    taken = count if max_batches is None else min(count, check_integer("max_batches", max_batches, minimum=1))
+    return [numbers[position * count // taken] for position in range(taken)]
 
 
 def _estimate(samples: Sequence[float]) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,29 @@ from dsgdac_accel.curvature.batch_derivatives import LossFunction
 from dsgdac_accel.curvature.lanczos import lanczos
 from dsgdac_accel.curvature.measures import (
     baseline_of,
+    batches_for_noise,
     gradient_noise_alignment,
     hutchinson_trace,
     measure_penalty,
 )
 from dsgdac_accel.curvature.operator import HessianOperator
 from dsgdac_accel.distributed.group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class CurvatureCost:
+    """Work of a measurement, known before it starts."""
+
+    products: int
+    """Hessian products over all batches, at most."""
+    seconds: float
+    """Estimate from the time of one batch."""
+    computations: int
+    """Products and gradients of single batches on this process, at most."""
+
+
+ShowProgress = Callable[[CurvatureCost], Callable[[], object]]
+"""Called once, before the first product. It returns a function to call after each of the `computations`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class CurvatureReport:
     penalty: float
     """E = Q lambda_1, not normalized."""
     batches: int
+    """Number of batches."""
     batch_size: float
     """Samples in the first batch, NaN if unknown. With BatchNorm, eigenvalues depend on it."""
 
@@ -65,6 +83,7 @@ def measure_curvature(
     batches: Sequence[Any],
     deltas: Iterable[Tensor] = (),
     *,
+    weights: Sequence[float] | None = None,
     group: WorkerGroup | None = None,
     seed: int = 0,
     frozen: Collection[nn.Module] = (),
@@ -72,6 +91,7 @@ def measure_curvature(
     probes: int = 50,
     noise_batches: int = 32,
     graph_memory: float = 2**30,
+    progress: ShowProgress | None = None,
 ) -> CurvatureReport:
     """Measure eigenvalues, trace, Q, A, B and A_grad at a model. Collective if a group is given.
 
@@ -81,22 +101,31 @@ def measure_curvature(
     Args:
         model: the average of the workers, so call this inside `deployed_model`. The model does not change.
         loss_fn: called as `loss_fn(model, batch)`; returns the mean loss of the batch, shape ().
-        batches: fixed list of training batches, the same on all processes, which share the work.
+        batches: fixed list of training batches, the same on all processes, which share the work. It may be a `Sequence`
+            that makes each batch when it is read; see `HessianOperator`.
         deltas: consensus errors of the workers of this process, each (d,), or one tensor (N, d); see
             `consensus_errors`. Empty if all workers are equal; then Q is 0 and A is NaN.
+        weights: weight of each batch in the loss, such as its number of samples; None weighs all equally.
         group: the processes; None for this one alone.
         seed: seed of dropout, start vector and probes.
         frozen, graph_memory: see `HessianOperator`.
         iterations: iterations of Lanczos, at least 1.
         probes: random probes of the trace; 0 leaves trace and B out, as NaN.
         noise_batches: maximum number of batches for A_grad; 0 leaves it out, as NaN.
+        progress: shows the cost and the progress. Give it on all processes or on none, because the time of a batch is
+            measured on all.
 
     Raises:
         ValueError: an argument is out of range; for model, loss and batches see `HessianOperator`.
     """
     for name, value in (("probes", probes), ("noise_batches", noise_batches)):
         check_integer(name, value, minimum=0)
-    hvp = HessianOperator(model, loss_fn, batches, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory)
+    hvp = HessianOperator(
+        model, loss_fn, batches, weights=weights, group=group, seed=seed, frozen=frozen, graph_memory=graph_memory
+    )
+    deltas = list(deltas)
+    if progress is not None:
+        hvp.on_batch = progress(_cost(hvp, len(deltas), iterations, probes, noise_batches))
     spectrum = lanczos(hvp, iterations, seed=seed, which="largest", stacklevel=3)
     top = float(spectrum.values[0])
     trace = hutchinson_trace(hvp, probes, seed=seed) if probes else None
@@ -120,6 +149,16 @@ def measure_curvature(
         batches=len(batches),
         batch_size=_batch_size(batches[0]),
     )
+
+
+def _cost(hvp: HessianOperator, deltas: int, iterations: int, probes: int, noise_batches: int) -> CurvatureCost:
+    group = hvp.group
+    workers = deltas if group is None else sum(group.all_gather_object(deltas, "counting the workers for curvature"))
+    noise = batches_for_noise(hvp, noise_batches) if noise_batches else []
+    products = min(iterations, hvp.dim) + probes + workers + len(noise)
+    passes = products + bool(noise)  # the mean gradient takes one more
+    own_noise = len(set(noise).intersection(hvp.share))
+    return CurvatureCost(products, passes * hvp.seconds_per_product(), passes * len(hvp.share) + own_noise)
 
 
 def _batch_size(batch: Any) -> float:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from tqdm.auto import tqdm
 
 from dsgdac_accel import GossipAccelerator, WorkerGroup
 from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest, worker_parameters
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature import (
+    CurvatureCost,
     CurvatureReport,
     LossFunction,
     consensus_errors,
@@ -24,9 +29,12 @@ from dsgdac_accel.curvature import (
     measure_curvature,
     set_parameters,
 )
+from dsgdac_accel.devices import default_device
 from tasks.common.checkpoints import PATTERN
+from tasks.common.cli_errors import leave
 from tasks.common.config import ConfigError, parse_config
 from tasks.common.output_dir import AnyAccelerator, write_json
+from tasks.common.training_batches import TrainingBatches
 
 _MOST_PRODUCTS = 10_000
 """Most Hessian products for an estimate. Each iteration of Lanczos also keeps a vector as long as the parameters."""
@@ -40,10 +48,15 @@ class CurvatureConfig:
     """Epochs between measurements; the last epoch is always measured. null never measures."""
 
     batches: int | None = 32
-    """Training batches whose mean loss is measured, drawn by the seed; null takes all of the training data."""
+    """Training batches whose mean loss is measured, drawn by the seed: whole batches, at most as many as there are.
+    null takes the entire training set, with a smaller last batch, at a cost that is printed before it starts."""
 
     batch_size: int = 32
     """Samples per batch. Eigenvalues of models with BatchNorm depend on it, since it is in training mode."""
+
+    augment: bool = False
+    """Crop and flip the images as in training. The seed fixes the crops and flips of every batch, so that all
+    measurements of a run see the same images."""
 
     iterations: int = 30
     """Lanczos iterations: 30 find the largest eigenvalue, about 80 also the smallest."""
@@ -55,9 +68,9 @@ class CurvatureConfig:
     """Batches for the alignment of the gradient noise, at most `batches`; 0 leaves it out."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "batches"):
+        for name, unset in (("every", "never to measure"), ("batches", "for the entire training set")):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
+                check_integer(name, getattr(self, name), minimum=1, advice=f"Use null {unset}.")
         check_integer("batch_size", self.batch_size, minimum=1)
         check_integer("iterations", self.iterations, minimum=1, maximum=_MOST_PRODUCTS)
         check_integer("probes", self.probes, minimum=0, maximum=_MOST_PRODUCTS)
@@ -67,34 +80,71 @@ class CurvatureConfig:
         """Whether to measure at the end of `epoch` (0-based)."""
         return self.every is not None and (last or (epoch + 1) % self.every == 0)
 
-    def rows(self, total: int, seed: int) -> list[list[int]]:
-        """Rows of the training data in each batch, whole batches only. They depend on `total` and `seed` alone."""
-        size = min(self.batch_size, total)
-        count = total // size if self.batches is None else min(self.batches, total // size)
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
-        return [order[number * size : (number + 1) * size] for number in range(count)]
+    def training_batches(self, total: int, seed: int, make: Callable[[int, Tensor], Any]) -> TrainingBatches:
+        """The batches to measure on; see `TrainingBatches`."""
+        return TrainingBatches(total, self.batch_size, self.batches, seed, make)
 
     def measure(
-        self, model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], deltas: Sequence[Any], **options: Any
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batches: TrainingBatches,
+        deltas: Sequence[Any],
+        *,
+        group: WorkerGroup | None = None,
+        **options: Any,
     ) -> CurvatureReport:
-        """Call `measure_curvature` with these settings."""
-        return measure_curvature(
-            model,
-            loss_fn,
-            batches,
-            deltas,
-            iterations=self.iterations,
-            probes=self.probes,
-            noise_batches=self.noise_batches,
-            **options,
+        """Call `measure_curvature` with these settings. The first process prints the cost and shows a progress bar."""
+        shown = group is None or group.rank == 0
+        processes = 1 if group is None else group.size
+        with ExitStack() as bars:
+
+            def show(cost: CurvatureCost) -> Callable[[], object]:
+                if shown:
+                    tqdm.write(self.announcement(batches, cost, processes), file=sys.stdout)
+                disable = None if shown else True
+                bar = tqdm(total=cost.computations, desc="curvature", unit="batch", leave=False, disable=disable)
+                return bars.enter_context(bar).update
+
+            return measure_curvature(
+                model,
+                loss_fn,
+                batches,
+                deltas,
+                weights=batches.sizes,
+                group=group,
+                iterations=self.iterations,
+                probes=self.probes,
+                noise_batches=self.noise_batches,
+                progress=show,
+                **options,
+            )
+
+    def announcement(self, batches: TrainingBatches, cost: CurvatureCost, processes: int) -> str:
+        """Data and cost of a measurement in one line."""
+        asked = self.batches is not None and self.batches > len(batches)
+        return (
+            f"curvature: {len(batches):,} batches of {batches.size} ({len(batches.order):,} of {batches.total:,} "
+            f"training samples{', augmented' if self.augment else ''}"
+            f"{f'; curvature.batches asks for {self.batches:,}, but there are no more' if asked else ''}) "
+            f"x {cost.products:,} Hessian products{f' over {processes} processes' if processes > 1 else ''}, "
+            f"about {timedelta(seconds=math.ceil(cost.seconds))} (h:mm:ss)"
         )
 
 
-def refuse_batches_of_one(config: CurvatureConfig, model: nn.Module) -> None:
-    """Raise ConfigError if BatchNorm, which is in training mode, would get a single sample."""
-    if config.batch_size == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+def refuse_batches_of_one(config: CurvatureConfig, model: nn.Module, total: int) -> None:
+    """Raise ConfigError if BatchNorm, which is in training mode, would get a single one of the `total` samples."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return
+    if config.batch_size == 1:
         raise ConfigError(
             "curvature.batch_size: the model has BatchNorm, which needs at least 2 samples in a batch; got 1."
+        )
+    if config.batches is None and total % config.batch_size == 1:
+        raise ConfigError(
+            f"curvature.batch_size: the model has BatchNorm, which needs at least 2 samples in a batch, but batches of "
+            f"{config.batch_size} leave a last one of 1 of the {total} training samples. Use another batch_size, or "
+            f"curvature.batches: {max(1, total // config.batch_size)}."
         )
 
 
@@ -104,7 +154,7 @@ def measure_in_training(
     model: nn.Module,
     deployed: nn.Module,
     loss_fn: LossFunction,
-    batches: Sequence[Any],
+    batches: TrainingBatches,
     seed: int,
 ) -> CurvatureReport:
     """Measure the curvature inside `with accelerator.deployed_model(model) as deployed`. Collective.
@@ -118,8 +168,6 @@ def measure_in_training(
         batches: the same batches on all workers.
         seed: seed of the random directions.
     """
-    products = config.iterations + config.probes
-    accelerator.print(f"measuring the curvature: at least {products} Hessian products over {len(batches)} batches each")
     deltas, frozen = [], []
     if isinstance(accelerator, GossipAccelerator):
         deltas = _centered(
@@ -176,7 +224,7 @@ class Measurable:
     """Loads the deployed model from a folder into `model`."""
     loss_fn: LossFunction
     """Mean loss of a batch."""
-    batches: Sequence[Any]
+    batches: TrainingBatches
     averages_steps: bool = False
     """Whether the deployed model is an average over the steps, and not the one of the workers at the last step."""
 
@@ -185,6 +233,8 @@ def measure_run(
     arguments: Sequence[str], make: Callable[[Path, CurvatureConfig], tuple[Measurable, int]], prog: str
 ) -> None:
     """Measure the curvature of a finished run, print it and write curvature.json into its folder.
+
+    Processes that are started together, by torchrun say, share the batches.
 
     Args:
         arguments: RUN, then settings of `CurvatureOfRun` as `--key value`.
@@ -195,6 +245,7 @@ def measure_run(
     """
     words = ["--run", *arguments] if arguments and not arguments[0].startswith("-") else list(arguments)
     asked = parse_config(CurvatureOfRun, words, prog=prog, description=measure_run.__doc__)
+    group = _launched_group()
     settings = asked.run / "config.yaml"
     if not settings.is_file():
         raise ConfigError(f"RUN must be the output folder of a run; {asked.run} has no config.yaml.")
@@ -221,14 +272,31 @@ def measure_run(
             )
         found.load_deployed(deployed)
         source = f"{deployed}; without a checkpoint of the workers (save_steps) there is no Q and no A"
-    refuse_batches_of_one(asked.curvature, found.model)
-    report = asked.curvature.measure(found.model, found.loss_fn, found.batches, deltas, seed=seed)
+    refuse_batches_of_one(asked.curvature, found.model, found.batches.total)
+    own_deltas = deltas if group.rank == 0 else []  # every process has read those of all workers
+    report = asked.curvature.measure(found.model, found.loss_fn, found.batches, own_deltas, group=group, seed=seed)
+    if group.rank == 0:
+        _write_report(report, asked.run, source, seed, with_workers=bool(deltas))
+    if group.size > 1:
+        group.barrier("ending the measurement")
+        leave()
+
+
+def _launched_group() -> WorkerGroup:
+    """The processes that were started together. It also chooses the GPU of this process."""
+    device = default_device()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        device = Accelerator(cpu=device.type == "cpu").device
+    return WorkerGroup(device)
+
+
+def _write_report(report: CurvatureReport, run: Path, source: str, seed: int, with_workers: bool) -> None:
     values = report.as_dict()
-    if not deltas:
+    if not with_workers:
         values |= dict.fromkeys(("Q", "A", "penalty"), math.nan)
     width = max(map(len, values))
     print(f"curvature of {source}")
     print("\n".join(f"  {name:{width}}  {value:.6g}" for name, value in values.items()))
-    target = asked.run / "curvature.json"
+    target = run / "curvature.json"
     write_json(target, {"source": source, "seed": seed, **values})
     print(f"written to {target}", file=sys.stderr)

@@ -156,7 +156,7 @@ class ImageRun:
                 f"global_batch_size: BatchNorm of model {config.model!r} needs at least 2 images per worker and "
                 f"accumulation step, and {config.global_batch_size} in all give it 1. Use {2 * shares} or more."
             )
-        refuse_batches_of_one(config.curvature, model)
+        refuse_batches_of_one(config.curvature, model, len(self.data.train_images))
 
     def described(self) -> str:
         """Algorithm, data, workers and steps in one line."""
@@ -232,10 +232,9 @@ class ImageRun:
             self.accelerator.group.barrier("writing the results")
 
     def _curvature(self, deployed: nn.Module) -> CurvatureReport:
-        """Curvature of the training loss at the deployed model, on images without augmentation. Collective."""
+        """Curvature of the training loss at the deployed model. Collective."""
         config = self.config
-        rows = config.curvature.rows(len(self.data.train_images), config.seed)
-        batches = curvature_batches(self.data, rows, self.inputs)
+        batches = curvature_batches(self.data, config.curvature, config.seed, self.inputs)
         return measure_in_training(
             config.curvature, self.accelerator, self.model, deployed, image_loss, batches, config.seed
         )

@@ -317,6 +317,7 @@ class TranslationConfig:
 
     def __post_init__(self) -> None:
         check_run(self, plain_algorithm="dadam")
+        refuse_augmentation(self.curvature)
         for name in ("batch_tokens", "warmup_steps", "average_last"):
             check_integer(name, getattr(self, name), minimum=1)
         if self.warmup_learning_rate is not None:
@@ -347,3 +348,11 @@ class TranslationConfig:
             )
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, above=0, advice="Use null for no clipping.")
+
+
+def refuse_augmentation(curvature: CurvatureConfig) -> None:
+    """Raise ValueError for `curvature.augment`, which pairs of sentences do not have."""
+    if curvature.augment:
+        raise ValueError(
+            "curvature.augment must be false for translation, whose training pairs are not augmented. Leave it out."
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,21 @@ from dsgdac_accel.curvature import LossFunction
 from dsgdac_accel.devices import default_device
 from tasks.common.config import load_config
 from tasks.common.diagnostics import CurvatureConfig, Measurable
+from tasks.common.training_batches import TrainingBatches
 from tasks.translation.batches import IGNORED, Collate
-from tasks.translation.config import TranslationConfig
+from tasks.translation.config import TranslationConfig, refuse_augmentation
 from tasks.translation.data import load_translation_data
 from tasks.translation.loss import smoothed_loss
 from tasks.translation.model import DEFAULT_POSITIONS, build_model, decoder_start, load_translator
 
 
-def curvature_batches(
-    pairs: Any, rows: Sequence[Sequence[int]], collate: Collate, device: torch.device
-) -> list[dict[str, Tensor]]:
-    """Padded training pairs of these rows, on `device`."""
-    collated = [collate(pairs.__getitems__(list(row))) for row in rows]
-    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in collated]
+def curvature_batches(pairs: Any, curvature: CurvatureConfig, seed: int, collate: Collate) -> TrainingBatches:
+    """Batches of padded training pairs, on the CPU.
+
+    Raises ValueError for `curvature.augment`.
+    """
+    refuse_augmentation(curvature)
+    return curvature.training_batches(len(pairs), seed, lambda number, rows: collate(pairs.__getitems__(rows.tolist())))
 
 
 def translation_loss(smoothing: float) -> LossFunction:
@@ -52,7 +53,7 @@ def to_measure(settings: Path, curvature: CurvatureConfig) -> tuple[Measurable, 
     device = default_device()
     nn.Module.to(model, device)
     collate = Collate(tokenizer.pad_token_id, decoder_start(model))
-    batches = curvature_batches(train.pairs, curvature.rows(len(train.pairs), config.seed), collate, device)
+    batches = curvature_batches(train.pairs, curvature, config.seed, collate)
 
     def load_deployed(folder: Path) -> None:
         trained = dict(load_translator(folder)[0].named_parameters())

@@ -253,9 +253,7 @@ class TranslationRun:
     def _measure_curvature(self, deployed: nn.Module) -> CurvatureReport:
         """Curvature of the training loss, dropout included, at the average of the workers. Collective."""
         config, pairs = self.config, self.data.train.pairs
-        batches = curvature_batches(
-            pairs, config.curvature.rows(len(pairs), config.seed), self.collate, self.accelerator.device
-        )
+        batches = curvature_batches(pairs, config.curvature, config.seed, self.collate)
         return measure_in_training(
             config.curvature,
             self.accelerator,

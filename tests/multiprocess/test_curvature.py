@@ -78,9 +78,14 @@ def measure(rank, held, batches, launched=True):
     deltas, mean = consensus_errors(mine, net, group)
     set_parameters(net, mean)
     torch.manual_seed(rank)  # workers have different random streams
+    costs, done = [], []
     report = measure_curvature(
-        net, classify, make_batches(batches), deltas, group=group, iterations=12, probes=3, noise_batches=3
-    )
+        net, classify, make_batches(batches), deltas, weights=[6] * (batches - 1) + [2], group=group, iterations=12,
+        probes=3, noise_batches=3, progress=lambda cost: costs.append(cost) or (lambda: done.append(1)),
+    )  # fmt: skip
+    assert costs[0].products == 12 + 3 + sum(held) + min(3, batches - 1)
+    assert len(done) == costs[0].computations
+    assert costs[0].seconds > 0
     return torch.tensor(list(report.as_dict().values()), dtype=torch.float64), torch.stack(deltas or [mean * 0])
 
 

@@ -99,9 +99,9 @@ def test_any_split_of_the_workers_is_the_same_run(work, script, settings, algori
 
 
 def assert_measured_again(work, script, folder, in_training):
-    """`curvature RUN` finds in the workers' checkpoint what was measured at the end of training."""
+    """`curvature RUN` of two processes finds in the checkpoint what was measured at the end of training."""
     same = [f"--curvature.{word}" for word in ("batches=4", "batch_size=16", "iterations=8", "probes=3")]
-    command = [*forked(), str(ROOT / "tasks" / script), "curvature", folder.name, *same, "--curvature.noise_batches=2"]
+    command = [*forked(2), str(ROOT / "tasks" / script), "curvature", folder.name, *same, "--curvature.noise_batches=2"]
     status, out, err = finish(start(command, work))
     assert status == 0, f"{out}\n{err}"
     measured = json.loads((folder / "curvature.json").read_text(encoding="utf-8"))
@@ -151,16 +151,26 @@ def test_one_image_is_no_batch_to_measure_on_with_batch_norm(work):
     assert "curvature.batch_size: the model has BatchNorm" in error_lines(err)[0]
 
 
+def rows_of(config, seed):
+    return [rows.tolist() for rows in config.training_batches(50, seed, lambda number, rows: rows)]
+
+
 def test_batches_to_measure_on_are_whole_and_drawn_by_the_seed():
     config = CurvatureConfig(batches=3, batch_size=4)
-    rows = config.rows(50, seed=1)
+    rows = rows_of(config, seed=1)
     assert [len(row) for row in rows] == [4, 4, 4]
     assert len({row for batch in rows for row in batch}) == 12
-    assert rows == config.rows(50, seed=1) != config.rows(50, seed=2)
-    assert len(CurvatureConfig(batches=None, batch_size=4).rows(50, seed=1)) == 50 // 4
-    assert CurvatureConfig(batch_size=64).rows(50, seed=1)[0] != sorted(range(50))
+    assert rows == rows_of(config, seed=1) != rows_of(config, seed=2)
+    everything = rows_of(CurvatureConfig(batches=None, batch_size=4), seed=1)
+    assert [len(row) for row in everything] == [4] * 12 + [2]
+    assert sorted(row for batch in everything for row in batch) == list(range(50))
+    assert everything[:3] == rows, "a few batches are the first ones of all"
+    assert rows_of(CurvatureConfig(batch_size=64), seed=1)[0] != sorted(range(50))
     assert not CurvatureConfig().due(0, last=True)
     due = CurvatureConfig(every=2)
     assert [due.due(epoch, last=epoch == 4) for epoch in range(5)] == [False, True, False, True, True]
     with pytest.raises(ValueError, match="every must be an integer >= 1; got 0"):
         CurvatureConfig(every=0)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"batches must be an integer >= 1; got .*Use null for the entire"):
+            CurvatureConfig(batches=wrong)

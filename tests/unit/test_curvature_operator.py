@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import weakref
+from collections.abc import Sequence
 
 import numpy
 import pytest
@@ -15,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dsgdac_accel.curvature import HessianOperator, flatten, set_parameters
+from dsgdac_accel.curvature import HessianOperator, flatten, gradient_noise_alignment, set_parameters
 from dsgdac_accel.curvature.batches import checksum
 from dsgdac_accel.curvature.measurement_context import fresh_batch
 
@@ -167,6 +169,33 @@ def test_float32_products_agree_with_float64():
     narrow = HessianOperator(net.float(), loss_fn, [tuple(t.float() for t in batch) for batch in batches])
     assert narrow.dtype == torch.float32
     torch.testing.assert_close(narrow(v.float()).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_weighted_by_their_samples_have_the_hessian_of_the_mean_over_all_samples():
+    torch.manual_seed(0)
+    net, (everything,) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), inputs(1, rows=14)
+    batches = list(zip(*(part.split(6) for part in everything), strict=True))
+    hessian, gradient = dense_hessian(net, squared, [everything])
+    hvp = HessianOperator(net, squared, batches, weights=[6, 6, 2])
+    torch.testing.assert_close(as_matrix(hvp), hessian, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(hvp.gradient, gradient, rtol=1e-9, atol=1e-11)
+    assert hvp.loss == pytest.approx(squared(net, everything).item())
+    assert gradient_noise_alignment(hvp, 1.0).batches == 2, "the smaller batch has larger noise"
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], r"one number for each of the 2 batches; got 1.*number of samples"),
+        ([2, 0], "finite numbers above 0; got 0"),
+        ([2, float("nan")], "finite numbers above 0; got nan"),
+        ([float("inf"), 1], "finite numbers above 0; got inf"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, message):
+    net, batches = simple()
+    with pytest.raises(ValueError, match=message):
+        HessianOperator(net, squared, batches, weights=weights)
 
 
 def test_a_loss_linear_in_the_parameters_has_a_hessian_of_zero():
@@ -414,6 +443,53 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
         gc.enable()
     hvp(v)
     assert len(hvp.derivatives.kept) == kept, "release() frees all of the budget"
+
+
+class MadeWhenRead(Sequence):
+    """Batches of which a new copy is made at each reading, and the largest number of copies alive at a time."""
+
+    def __init__(self, count, change=0.0):
+        self.batches, self.change = inputs(count), change
+        self.copies, self.most, self.reads = weakref.WeakSet(), 0, 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, number):
+        x, y = self.batches[number]
+        copy = Copy(x + self.change * self.reads)
+        self.copies.add(copy)
+        self.reads += 1
+        self.most = max(self.most, len(self.copies))
+        return copy.x, y, copy
+
+
+class Copy:
+    """Stands for the memory of a batch."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("graph_memory", [0, 3000])
+def test_batches_made_when_read_are_in_memory_one_at_a_time(graph_memory):
+    net, loss = nn.Linear(3, 2).double(), lambda model, batch: squared(model, batch[:2])
+    most, kept = set(), set()
+    for count in (12, 36):
+        batches = MadeWhenRead(count)
+        hvp = HessianOperator(net, loss, batches, graph_memory=graph_memory)
+        batches.reads = 0
+        for reads in (count, 2 * count):
+            hvp(torch.ones(8, dtype=torch.float64))
+            assert batches.reads == reads, "each product reads each batch once"
+        assert hvp.derivatives.kept_bytes <= graph_memory
+        kept.add(len(hvp.derivatives.kept))
+        most.add(batches.most)
+    assert most <= {1, 2}
+    assert len(kept) == 1, "more graphs are kept of more batches"
+    changing = HessianOperator(net, loss, MadeWhenRead(2, change=1.0), graph_memory=0)
+    with pytest.raises(RuntimeError, match=r"batch 0 changed.*the same batch each time"):
+        changing(torch.ones(8, dtype=torch.float64))
 
 
 # ---- refusals
