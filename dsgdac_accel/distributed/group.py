@@ -268,22 +268,23 @@ class WorkerGroup:
                 what,
             )
 
-    def _way_of(self, tensor: Tensor) -> tuple[Any, torch.device]:
-        """Return the process group that a tensor travels through, and the device from which it does.
+    def _device_for(self, tensor: Tensor) -> torch.device:
+        """Return the device from which a tensor travels.
 
-        NCCL sends tensors of its own GPU only. All others, such as a CPU buffer of a model on a GPU, take the way of
-        objects.
+        NCCL sends tensors of its own GPU only. All others, such as a CPU buffer of a model on a GPU, travel like
+        objects, from the CPU.
+        """
+        return tensor.device if is_on(tensor.device, self.device) else torch.device("cpu")
+
+    def _run(self, collective: Callable[..., Any], tensor: Tensor, what: str) -> None:
+        """Run a collective of torch on a tensor that is where `_device_for` says.
+
+        The process group is looked up now: after a lost worker there are new ones.
         """
         if is_on(tensor.device, self.device):
-            return self.process_groups.exchange, tensor.device
-        return self.process_groups.control, torch.device("cpu")
-
-    def _run(self, collective: Callable[[], Any], handle: Any, what: str) -> None:
-        """Run a collective of torch in a process group that `_way_of` returned."""
-        if handle is self.process_groups.exchange:
-            self.process_groups.transport.run(collective, what)
+            self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.exchange), what)
         else:
-            collective()  # control is on gloo, where the host waits
+            collective(tensor, group=self.process_groups.control)  # on gloo, where the host waits
 
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
@@ -299,7 +300,7 @@ class WorkerGroup:
             return tensor
         if self.size > 1:
             self._drain()
-        handle, device = self._way_of(tensor)
+        device = self._device_for(tensor)
         for start in range(0, len(tensor), _MEAN_CHUNK):
             part = tensor[start : start + _MEAN_CHUNK]
 
@@ -308,7 +309,7 @@ class WorkerGroup:
                 for other in others:
                     wide.add_(other[start : start + _MEAN_CHUNK].to(device))
                 if self.size > 1:
-                    self._run(partial(dist.all_reduce, wide, group=handle), handle, what)
+                    self._run(dist.all_reduce, wide, what)
                 return wide.div_(self.size * (1 + len(others)))
 
             part.copy_(self.collective(mean, what))
@@ -318,11 +319,10 @@ class WorkerGroup:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
             self._drain()
-            handle, device = self._way_of(tensor)
 
             def largest() -> Tensor:
-                found = tensor.to(device, copy=True)
-                self._run(partial(dist.all_reduce, found, dist.ReduceOp.MAX, group=handle), handle, what)
+                found = tensor.to(self._device_for(tensor), copy=True)
+                self._run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), found, what)
                 return found
 
             tensor.copy_(self.collective(largest, what))
@@ -332,12 +332,11 @@ class WorkerGroup:
         """Overwrite `tensor` on every worker by worker 0's, bit by bit, for every dtype and stride."""
         if self.size > 1 and tensor.numel():
             self._drain()
-            handle, device = self._way_of(tensor)
 
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
-                octets = as_bytes(tensor).to(device, copy=True)
-                self._run(partial(dist.broadcast, octets, 0, group=handle), handle, what)
+                octets = as_bytes(tensor).to(self._device_for(tensor), copy=True)
+                self._run(partial(dist.broadcast, src=0), octets, what)
                 return octets.view(tensor.dtype).view(tensor.shape)
 
             values = self.collective(first, what)
