@@ -366,7 +366,7 @@ def _assemble(
             )
         ]
     )
-    held_out_labels = torch.tensor([numbers[label] for label in (*test.labels, *validation.labels)])
+    held_out_labels = torch.tensor([numbers[label] for label in (*test.labels, *validation.labels)], device="cpu")
     tests = len(test.labels)
     mean, std = pixel_statistics(train_images)
     return ImageData(
