@@ -5,10 +5,10 @@ Four looks, each for what the others cannot see:
 
 - A parameter whose version counter moved was written in place. Writes through `.data` leave no such trace.
 - The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
-  receiver notices even an edit that was undone before the end. A bucket of up to 1 MiB is summed whole; of a larger one
-  every sixteenth row of 4 KiB is, other rows at each step: three whole passes over 40 MB would cost 6 % of a step.
+  receiver notices even an edit that was undone before the end.
 - Two workers that are a pair must form the same difference, bit for bit. They sum all of it while it is in the cache,
-  and compare when they next meet.
+  and compare when they next meet. So in buckets above 1 MiB they sum only every sixteenth row of 4 KiB of the
+  parameters, other rows at each step: three whole passes over 40 MB would cost 6 % of a step.
 - Channel and step travel, too: NCCL ignores tags, and an all-reduce has none.
 """
 
@@ -110,6 +110,8 @@ class EditGuard:
         """[local worker] the sums of its parameters when they were posted, (blocks,); only of those that send."""
         self._versions: dict[int, list[int]] = {}
         """[local worker] the version of each of its parameters then."""
+        self._turns: dict[int, int | None] = {}
+        """[local worker] which rows of its parameters are summed; None: all of them."""
         self._read: dict[int, Tensor] = {}
         """The sums of parameters that were copied or rounded for sending, right after that."""
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
@@ -128,7 +130,8 @@ class EditGuard:
         """
         self.watched, self._step = watched, step
         senders = [local for local in range(self.rounds.local_workers) if watched and self._sends(round_, local)]
-        self._posted = {local: self._sums(self.buckets.values(local)) for local in senders}
+        self._turns = {local: step if self._pairs(round_, local) else None for local in senders}
+        self._posted = {local: self._sums(self.buckets.values(local), local) for local in senders}
         self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
         self._sent, self._received, self._read = {}, {}, {}
         for local in range(self.rounds.local_workers):
@@ -160,7 +163,7 @@ class EditGuard:
 
     def confirm(self) -> None:
         """Sum the parameters that were just copied or rounded for sending. Runs in the thread that posts."""
-        self._read = {local: self._sums(self.buckets.values(local)) for local in self._posted}
+        self._read = {local: self._sums(self.buckets.values(local), local) for local in self._posted}
 
     def _words(self, round_: int, local: int) -> Tensor:
         head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
@@ -195,7 +198,7 @@ class EditGuard:
         self._refuse_written()
         heads, changes = [], []
         for local, posted in self._posted.items():
-            changes.append(self._change(local, self._sums(self.buckets.values(local)) != posted))
+            changes.append(self._change(local, self._sums(self.buckets.values(local), local) != posted))
             if local in self._read:
                 changes.append(self._change(local, self._read[local] != posted))
         for local, received in self._received.items():
@@ -223,7 +226,7 @@ class EditGuard:
         words, changes = self._received[local][k], []
         count = self._count(OF_PARAMETERS)
         if self.watched:
-            arrived = self._sums(self.buckets.received[local][k])
+            arrived = self._sums(self.buckets.received[local][k], local)
             changed = (arrived != words[_HEAD : _HEAD + count]) & (words[2] != 0)
             changes.append(_Change([sender], self._step, changed))
         if paired and (local, sender) in self._met:
@@ -312,8 +315,12 @@ class EditGuard:
         plan = self.rounds.plan(round_, local)
         return bool(self.rounds.elsewhere([*plan.weights, *plan.recipients]))
 
-    def _sums(self, buckets: Sequence[Tensor]) -> Tensor:
-        return block_sums(buckets, self._step).to(self.group.device)
+    def _pairs(self, round_: int, local: int) -> bool:
+        """Return whether the difference to the only neighbor is summed whole. It then does the same."""
+        return self.uncompressed and self.rounds.partner(round_, local) is not None
+
+    def _sums(self, buckets: Sequence[Tensor], local: int) -> Tensor:
+        return block_sums(buckets, self._turns[local]).to(self.group.device)
 
     def _count(self, blocks: Blocks) -> int:
         return sum(blocks.count(x.nbytes) for x in self.buckets.values(0))
@@ -340,12 +347,12 @@ def parameters_between(bucket: Bucket, first: int, last: int) -> list[Parameter]
     ]
 
 
-def block_sums(buckets: Sequence[Tensor], turn: int) -> Tensor:
+def block_sums(buckets: Sequence[Tensor], turn: int | None) -> Tensor:
     """Return sums of the bits of each block of some buckets, as int64 words modulo 2^64: exact in any order.
 
     Args:
         buckets: (D,) each, padded to whole rows of 128 bytes.
-        turn: which rows of a large bucket are summed; the step.
+        turn: which rows of a large bucket are summed, for example the step; None: all of them.
 
     Returns:
         (blocks,); of each bucket the last two are those of what is less than a block and less than sixteen rows.
@@ -359,11 +366,13 @@ def block_sums(buckets: Sequence[Tensor], turn: int) -> Tensor:
         words = bucket.view(torch.int64)
         groups = bucket.nbytes // (every * row)  # of neighboring rows, one of which is summed
         tail = words[groups * every * row // 8 :]
-        rows = words[: len(words) - len(tail)].view(groups, every, row // 8)[:, turn % every]
+        rows = words[: len(words) - len(tail)].view(groups, every * row // 8)
+        if turn is not None:
+            rows = rows.view(groups, every, row // 8)[:, turn % every]
         per_block = _block_bytes(bucket.nbytes) // (every * row)
         whole = groups // per_block
         sums += [
-            rows[: whole * per_block].view(whole, per_block, row // 8).sum((1, 2)),
+            rows[: whole * per_block].unflatten(0, (whole, per_block)).sum((1, 2)),
             rows[whole * per_block :].sum().view(1),
             tail.sum().view(1),
         ]

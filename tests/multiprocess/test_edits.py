@@ -79,11 +79,21 @@ def test_an_edit_in_flight_ends_the_run_by_name_or_does_no_harm(workers, options
     assert any("overlap=False" in error for error in errors)
 
 
+ONE_PEER = {"topology": "one_peer_ring"}
+
+
 @pytest.mark.parametrize(
-    ("how", "who"), [("element", "worker 0 or worker 1"), ("element of a view", f"worker {EDITOR}")]
+    ("workers", "options", "how", "who"),
+    [
+        (2, ONE_PEER, "element", "worker 0 or worker 1"),
+        (2, ONE_PEER, "element of a view", f"worker {EDITOR}"),
+        (2, ONE_PEER | {"comm_dtype": "int8"}, "element", f"worker {EDITOR}"),
+        pytest.param(3, {"topology": "complete"}, "element", f"worker {EDITOR}", marks=pytest.mark.slow),
+        pytest.param(4, {"topology": "ring"}, "element", f"worker {EDITOR}", marks=pytest.mark.slow),
+    ],
 )
-def test_one_element_that_is_changed_once_in_a_large_model_is_noticed(how, who):
-    for outcome in try_workers(train, 2, how, {"topology": "one_peer_ring"}, False, timeout=60):
+def test_one_element_that_is_changed_once_in_a_large_model_is_noticed(workers, options, how, who):
+    for outcome in try_workers(train, workers, how, options, False, timeout=60):
         assert f"{who}: 1.weight was changed while its exchange was in flight at step 1" in outcome.error
 
 

@@ -119,11 +119,12 @@ def test_re_pointed_parameters_are_brought_back():
 
 
 @pytest.mark.parametrize("sizes", [[1], [40, 3], [2**17, 5], [2**18 + 7, 5000], [2**21 + 2**14 + 40]])
-def test_every_edit_changes_the_sum_of_its_block_in_some_turn(sizes):
+def test_every_edit_changes_the_sum_of_its_block_in_some_turn_and_whenever_all_is_summed(sizes):
     flat = FlatParameters([Parameter(torch.randn(size)) for size in sizes])
     (bucket,) = flat.buckets
     count, size = (rule(bucket.data.nbytes) for rule in (OF_PARAMETERS.count, OF_PARAMETERS.size))
     before = [block_sums([bucket.data], turn) for turn in range(16)]
+    all_before = block_sums([bucket.data], None)
     assert all(len(sums) == count <= 130 for sums in before)
     for parameter in flat.parameters:
         for place in (0, len(parameter) // 2, -1):
@@ -138,6 +139,7 @@ def test_every_edit_changes_the_sum_of_its_block_in_some_turn(sizes):
                     assert any(found is parameter for found in parameters_between(bucket, first, first + size))
                 noticed += len(changed)
             assert noticed in ((1, 16) if bucket.data.nbytes > 2**20 else (16,))
+            assert (block_sums([bucket.data], None) != all_before).sum() == 1
             parameter.data[place] = kept
     assert all(torch.equal(block_sums([bucket.data], turn), sums) for turn, sums in enumerate(before))
 
