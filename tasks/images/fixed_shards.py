@@ -12,8 +12,8 @@ class FixedShards(Sampler[list[int]]):
     """Batch sampler whose batches hold equally many rows of each worker's shard, in the order of the workers.
 
     The rows are dealt once, by the seed, into one shard per worker; sizes differ by one at most. In each epoch every
-    worker takes rows of its own shard in a new order. Surplus rows are left out, others in each epoch. All processes
-    make the same batches, and each takes the part of its own workers.
+    worker takes rows of its own shard in a new order; rows that do not fill a batch are left out, different ones in
+    each epoch. All processes make the same batches, and each takes the part of its own workers.
 
     Args:
         rows: number of training rows.
