@@ -35,14 +35,16 @@ def staged(tensors: Mapping[str, Tensor]) -> Staged:
 
     They travel in the queue of the current stream, into one page-locked buffer. What is queued later, such as the next
     step, may change them. A tensor that does not fit into the rest of `MOST_PINNED_BYTES` is waited for, as are those
-    of other accelerators. Tensors of the CPU stay what they are.
+    of other accelerators, and all if the system refuses page-locked memory. Tensors of the CPU stay what they are.
     """
     places, total = {}, 0
     for name, tensor in tensors.items():
         end = total + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if _is_on_gpu(tensor) and tensor.nbytes and end <= MOST_PINNED_BYTES:
             places[name], total = total, end
-    buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=bool(total))
+    buffer = _page_locked(total)
+    if buffer is None:
+        buffer, places = torch.empty(0, dtype=torch.uint8, device="cpu"), {}
     copies = {
         name: _started_copy(tensor, buffer[places[name] :]) if name in places else tensor.to("cpu")
         for name, tensor in tensors.items()
@@ -52,6 +54,14 @@ def staged(tensors: Mapping[str, Tensor]) -> Staged:
         events.append(torch.cuda.Event(blocking=True))
         events[-1].record(torch.cuda.current_stream(device))
     return Staged(copies, events)
+
+
+def _page_locked(nbytes: int) -> Tensor | None:
+    """Return memory that a GPU copies into by itself; None if the system refuses as much of it."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
+    except RuntimeError:
+        return None
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:

@@ -275,9 +275,13 @@ class EditGuard:
 
     def _refuse_written(self) -> None:
         for local, versions in self._versions.items():
-            parameters = self.buckets.flats[local].parameters
-            if list(map(_VERSION, parameters)) != versions:
-                written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
+            flat = self.buckets.flats[local]
+            if list(map(_VERSION, flat.parameters)) == versions:
+                continue
+            elsewhere = {id(parameter) for parameter, _ in flat.moved()}  # the bucket keeps what was posted
+            pairs = zip(flat.parameters, versions, strict=True)
+            written = [p for p, version in pairs if p._version != version and id(p) not in elsewhere]
+            if written:
                 self._raise_changed([self.rounds.workers[local]], written, self._step)
 
     def _raise_changed(self, workers: Sequence[int], suspects: Sequence[Parameter], step: int) -> None:
@@ -288,7 +292,8 @@ class EditGuard:
         self._raise(
             f"{who}: {what} was changed while its exchange was in flight at step {step}",
             ", so neighbors may have received other values. Change weights inside `with deployed_model(...)` if it is "
-            "for an evaluation, or set GossipConfig(overlap=False).",
+            "for an evaluation, in a step post-hook of the optimizer if it belongs to the step, or set "
+            "GossipConfig(overlap=False).",
         )
 
     def _raise_not_in_step(self, worker: int, theirs: list[int], mine: list[int]) -> None:

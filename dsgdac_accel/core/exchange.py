@@ -55,6 +55,9 @@ class Exchange:
         self._only_peer: int | None = None
         self._transport = group.process_groups.transport
         self._stopwatch = self._transport.stopwatch()
+        self.channel = group.new_channel()
+        """Separates the messages of this exchange from another's. It stays the same after a loss: survivors may need
+        several attempts to connect, and not all of them equally many."""
         if self._transport.connects_late:
             group.barrier("connecting the neighbors")
         group.guarded(self.connect, "connecting the neighbors")
@@ -62,7 +65,6 @@ class Exchange:
     def connect(self) -> None:
         """Make what the rounds need in the present process group. Collective."""
         self._transport.within(self.group.timeout, self._connect)
-        self.channel = self.group.new_channel()
 
     def _connect(self) -> None:
         for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +65,12 @@ def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
     return torch.stack([nonfinite(magnitude).to(largest[0].device) for magnitude in largest]).amax()
 
 
+@functools.cache
+def _asks_the_scaler(step: Callable[..., Any]) -> bool:
+    """Return whether an optimizer's `step` wants the GradScaler itself, and so does not look at `found_inf`."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the next `optimizer.step()` changes nothing if the tensor `optimizer.found_inf` is 1.
 
@@ -69,6 +78,8 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     from uninitialized memory: while it has none, it must not be called.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if _asks_the_scaler(type(optimizer).step):
         return False
     for group in optimizer.param_groups:
         if not group.get("fused", True):  # loaded from a state dict of an optimizer that was not fused

@@ -323,6 +323,7 @@ class MasterParameters:
                 f"the state has {len(theirs)} masters of bf16 and fp16 parameters, and this model {len(mine)}, or of "
                 f"other shapes. Build the model, and freeze parameters, as when it was saved."
             )
+        self._unread = None  # an edit of values that are replaced now
         for master, value in zip(self.values(), values, strict=True):
             master.copy_(value)
         self.write_back()

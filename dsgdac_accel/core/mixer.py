@@ -74,7 +74,6 @@ class Mixer:
         self._mixes_from = 0
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
-        group.register(self)
         if compressed:
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
@@ -84,6 +83,7 @@ class Mixer:
         self.edits = EditGuard(self.exchange, self.buckets, self.parameters, uncompressed=not compressed)
         self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits)
         self._lay_out()
+        group.register(self)
 
     # ---- one step
 
@@ -219,6 +219,7 @@ class Mixer:
     # ---- layout
 
     def _lay_out(self) -> None:
+        self.edits.settle()  # names parameters by their places in the present buckets
         before = self.buckets.flats
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")

@@ -34,7 +34,10 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
             problem = f"{name} cannot be compared with that of the other workers: {error}"
             break
     plain = [is_plain(tensor) for _, tensor in named[: len(begun)]]
-    digests = list(zip(finish_digests(begun), plain, strict=True))
+    try:
+        digests = list(zip(finish_digests(begun), plain, strict=True))
+    except Exception as error:
+        digests, problem = [], problem or f"its tensors cannot be compared with those of the other workers: {error}"
     everyone = group.all_gather_object((layouts, digests, problem), "comparing the models of all workers")
     workers = group.members.original_ranks
     first_layouts = everyone[0][0]

@@ -70,12 +70,13 @@ class FailureDetector:
         Arguments as in `WorkerGroup.guarded`. `step`, the optimizer steps taken so far, is added to `what` unless it
         names one.
         """
-        own = type(error).__module__.startswith("dsgdac_accel")  # raised closer to where it happened
+        if type(error).__module__.startswith("dsgdac_accel"):  # raised closer to where it happened
+            return None
         if is_own_mistake(error):
             self.reports.write(f"worker {self.members.original_rank} failed in {what}: {short_cause(error)}")
             return None
         pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
-        if own or not (isinstance(error, dist.DistError) or pattern.search(str(error))):
+        if not (isinstance(error, dist.DistError) or pattern.search(str(error))):
             return None
         return Failure(
             what if re.search(r"step \d", what) else f"{what} at step {step}",

@@ -107,7 +107,8 @@ class Watch:
     def overdue(self, seconds: float) -> Pending | None:
         """Return the first communication that has been waited for longer than this."""
         now = time.monotonic()
-        late = (p for p in list(self._pending) if p.since is not None and now > p.since + seconds)
+        # `since` is read once: the training thread may reset it meanwhile.
+        late = (p for p in list(self._pending) if (since := p.since) is not None and now > since + seconds)
         return next((pending for pending in late if not pending.is_done()), None)
 
     def _run(self) -> None:

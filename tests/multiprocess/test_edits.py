@@ -51,6 +51,10 @@ def edit(weight: nn.Parameter, how: str) -> None:
         weight.data.view(-1)[1_000_000] += 1e-3
     elif how == "element of a view":
         weight.detach().view(-1)[1_000_000] = weight.detach().view(-1)[1_000_000]
+    elif how == "elsewhere":  # the bucket keeps what was posted; the values are adopted at the next step
+        weight.data = weight.data.clone()
+        with torch.no_grad():
+            weight.copy_(weight)
     elif how == "data":
         weight.data.add_(6.0)
     elif how == "no_grad":
@@ -102,8 +106,30 @@ def test_without_overlap_weights_may_be_changed_between_steps():
     assert changes == pytest.approx([3.0, 3.0], abs=1e-5)
 
 
-def test_weights_that_nobody_changes_are_no_edit():
-    assert run_workers(train, 2, "none", {}, False) == [0.0, 0.0]
+@pytest.mark.parametrize("how", ["none", "elsewhere"])
+def test_weights_that_nobody_changes_are_no_edit(how):
+    assert run_workers(train, 2, how, {}, False) == [0.0, 0.0]
+
+
+def edit_and_unfreeze(rank: int) -> None:
+    """Lay the buckets out anew between an edit and the moment at which a late check is read."""
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(timeout=10, power=0))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 400))
+    model[2].requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator.gossip_steps[0].mixer.arrivals.checks_late = True
+    for step in range(4):
+        if step == 1:
+            model[2].requires_grad_(True)
+            if rank == EDITOR:
+                model[1].bias.data.fill_(7.0)
+        optimizer.step()
+
+
+def test_a_late_finding_is_named_by_the_layout_that_it_was_made_in():
+    for outcome in try_workers(edit_and_unfreeze, 2, timeout=60):
+        assert f"worker {EDITOR}: " in outcome.error
+        assert "1.bias" in outcome.error
 
 
 def make_equal_again(rank: int) -> tuple[float, float]:

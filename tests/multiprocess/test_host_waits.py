@@ -245,10 +245,11 @@ def launches(rank: int, topology: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("topology", "workers"), [("one_peer_ring", 2), ("complete", 3), pytest.param("ring", 4, marks=pytest.mark.slow)]
+    ("topology", "workers", "passes"),  # all is summed for the edit guard where workers are not in pairs
+    [("one_peer_ring", 2, 2), ("complete", 3, 3), pytest.param("ring", 4, 3, marks=pytest.mark.slow)],
 )
-def test_a_mix_passes_over_each_buffer_twice_at_most_and_launches_few_other_kernels(topology, workers):
+def test_a_mix_passes_over_each_buffer_a_few_times_and_launches_few_other_kernels(topology, workers, passes):
     for found in run_workers(launches, workers, topology):
         for whole, others, buffers in found:
-            assert 0 < whole <= 2 * buffers
+            assert 0 < whole <= passes * buffers
             assert others <= 50 + 8 * buffers

@@ -66,6 +66,19 @@ def slow_afterwards(monkey, accelerator):
     monkey.setattr(accelerator, "measure_consensus", lambda: time.sleep(2.0) or measure())
 
 
+def connects_again(monkey, accelerator):
+    """One survivor needs a second attempt when others have connected. All of them then try again."""
+    connect = accelerator.group.process_groups.connect
+    failures = iter([RuntimeError("Connection reset by peer")])
+
+    def connect_once_in_vain():
+        connect()
+        for failure in failures:
+            raise failure
+
+    monkey.setattr(accelerator.group.process_groups, "connect", connect_once_in_vain)
+
+
 @dataclass
 class AtSomeMoment:
     seconds: float
@@ -147,6 +160,13 @@ def test_the_short_timeouts_of_connecting_end_once_all_are_connected():
     assert [outcome.exit_code for outcome in outcomes[1:]] == [0, 0], [outcome.error for outcome in outcomes]
     assert outcomes[1].value[0] == outcomes[2].value[0] == ([1, 2], [0], outcomes[1].value[0][2])
     assert outcomes[1].value[2] == 1  # they have reconnected once only
+
+
+def test_survivors_that_need_unequally_many_attempts_to_connect_exchange_on():
+    outcomes = try_workers(train, 4, 3, 2, connects_again)
+    assert [outcome.exit_code for outcome in outcomes[:3]] == [0, 0, 0], [outcome.error for outcome in outcomes]
+    assert [outcome.value[0] for outcome in outcomes[:3]] == [([0, 1, 2], [3], outcomes[0].value[0][2])] * 3
+    assert max(outcome.value[1] for outcome in outcomes[:3]) < 15  # 30 if their messages never match
 
 
 @pytest.mark.slow
