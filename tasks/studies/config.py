@@ -142,8 +142,8 @@ def _check_known(by: str, own: Sequence[Column]) -> None:
     known = {*KNOWN, *(other.name for other in own)}
     if column.key not in known and column.name not in known:
         raise ValueError(
-            f"choose.by: {by} is no column of the tasks.{did_you_mean(by, known)} Name a column of the report, or "
-            "validation_loss."
+            f"choose must be by a column of the tasks or of the report; got {by}.{did_you_mean(by, known)} Name one of "
+            "report.columns, or validation_loss."
         )
 
 

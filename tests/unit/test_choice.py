@@ -88,7 +88,7 @@ def test_a_method_without_a_finished_run_has_chosen_nothing(tmp_path):
         ({"by": "bleu"}, "smallest value is the best; got bleu"),
         (
             {"by": "validation_los"},
-            "choose.by: validation_los is no column of the tasks. Did you mean 'validation_loss'",
+            "report.choose must be by a column of .* got validation_los. Did you mean 'validation_loss'",
         ),
     ],
 )
