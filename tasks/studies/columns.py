@@ -37,6 +37,8 @@ _SCALES = {
     "seconds": 1 / 60,
     "train_minutes": 1 / 60,
 }
+KNOWN = frozenset(_HEADINGS)
+"""Numbers of the tasks of this package."""
 _OTHER_NAMES = {"train_minutes": "train_seconds"}
 """Columns that show a key of summary.json in another unit."""
 _PLACES = {"last": "", "max": " (max)", "min": " (min)"}
@@ -55,8 +57,17 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The column in report.csv, where numbers are as the run wrote them."""
+        """The column as the sweep names it."""
         return f"{self.key}@{self.place}" if self.place else self.key
+
+    @property
+    def written_name(self) -> str:
+        """The column in report.csv, where numbers are as the run wrote them.
+
+        >>> columns_of(["train_minutes"])[0].written_name
+        'train_seconds'
+        """
+        return f"{self.key}@{self.place}" if self.place else _OTHER_NAMES.get(self.key, self.key)
 
     @property
     def scale(self) -> float:

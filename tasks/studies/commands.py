@@ -84,6 +84,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from tasks.studies.config import naming
     from tasks.studies.preflight import require_startable, require_valid
     from tasks.studies.runner import failure_report, run_sweep
     from tasks.studies.slurm import write_batch_scripts
@@ -93,7 +94,7 @@ def _sweep(options: argparse.Namespace) -> int:
     runs = _selected(runs, options.only)
     if options.list:
         return _list(sweep, runs)
-    _naming(options.sweep, lambda: require_valid(sweep, runs))
+    naming(options.sweep, lambda: require_valid(sweep, runs))
     if options.print_commands:
         print("\n".join(run.shell_line() for run in runs))
         return 0
@@ -103,7 +104,7 @@ def _sweep(options: argparse.Namespace) -> int:
         lines = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
         print("\n".join(lines) or f"all {len(runs)} runs are finished")
         return 0
-    _naming(options.sweep, lambda: require_startable(sweep, runs))
+    naming(options.sweep, lambda: require_startable(sweep, runs))
     try:
         result = run_sweep(runs, options.jobs, options.rerun_changed, say=lambda line: print(line, flush=True))
     except KeyboardInterrupt:
@@ -145,24 +146,14 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
-    from tasks.studies.config import load_sweep
+    from tasks.studies.config import load_sweep, naming
     from tasks.studies.plan import planned_runs
     from tasks.studies.smoke import small
 
     whole = load_sweep(options.sweep)
-    sweep = _naming(options.sweep, lambda: small(whole)) if options.smoke else whole
+    sweep = naming(options.sweep, lambda: small(whole)) if options.smoke else whole
     rules, folder = (sweep.smoke if options.smoke else None), options.sweep.absolute().parent
-    return sweep, _naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
-
-
-def _naming(file: Path, action: Any) -> Any:
-    """Return the result of `action`; name the sweep file in its configuration errors."""
-    from tasks.common.config import ConfigError
-
-    try:
-        return action()
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    return sweep, naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
 
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:

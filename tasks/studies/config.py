@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from dsgdac_accel.checks import LARGEST_SEED, check_choice, check_integer, check_number, did_you_mean
 from tasks.common.config import ConfigError, load_config
 from tasks.common.strict_yaml import read_yaml
-from tasks.studies.columns import columns_of
+from tasks.studies.columns import KNOWN, Column, columns_of
 from tasks.studies.published import published
 
 FIGURES = (
@@ -28,6 +28,8 @@ RESERVED = {
 }
 """Keys of a task that the sweep sets itself, each with what to write instead."""
 
+Kind = Literal["python", "fork", "accelerate", "torchrun"]
+
 T = TypeVar("T")
 
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 class LaunchConfig:
     """How a run is started."""
 
-    kind: Literal["python", "fork", "accelerate", "torchrun"] = "python"
+    kind: Kind = "python"
     """python starts one process, and so does fork, but from one that has loaded the task, for runs of seconds;
     accelerate and torchrun start several, with a GPU each or on the CPU."""
 
@@ -55,6 +57,7 @@ class LaunchConfig:
     """OMP_NUM_THREADS of each process; null leaves it as it is."""
 
     def __post_init__(self) -> None:
+        check_choice("kind", self.kind, get_args(Kind))
         for name in ("nodes", "processes", "threads"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
@@ -76,7 +79,7 @@ class ChooseConfig:
     """Which of a method's settings the report shows."""
 
     by: str = "validation_loss"
-    """Column to choose by: the setting with the smallest mean over the seeds is shown."""
+    """Column to choose by, such as a loss: the setting with the smallest mean over the seeds is shown."""
 
     over: list[str] = field(default_factory=list)
     """Keys of the grid whose values are chosen, such as learning_rate."""
@@ -85,7 +88,12 @@ class ChooseConfig:
     """Method: [variants that are settings of it]. A variant that no method names is a method of its own."""
 
     def __post_init__(self) -> None:
-        columns_of([self.by])  # raises for an invalid place
+        (column,) = columns_of([self.by])  # raises for an invalid place
+        if any(score in column.key for score in ("accuracy", "bleu", "chrf")):
+            raise ValueError(
+                f"by must be a column whose smallest value is the best; got {self.by}. Choose by a loss, such as "
+                "validation_loss."
+            )
         variants = [variant for of in self.methods.values() for variant in of]
         for variant in variants:
             if variants.count(variant) > 1:
@@ -123,7 +131,20 @@ class ReportConfig:
             check_choice("compare", column, list(self.columns))
         if not self.columns:
             raise ValueError("columns must name at least one column; got none. Leave it out for the usual ones.")
-        columns_of(self.columns)  # raises for an invalid place
+        own = columns_of(self.columns)  # raises for an invalid place
+        if self.choose is not None:
+            _check_known(self.choose.by, own)
+
+
+def _check_known(by: str, own: Sequence[Column]) -> None:
+    """Raise ValueError for a column to choose by that is neither one of the tasks nor one of the report."""
+    (column,) = columns_of([by])
+    known = {*KNOWN, *(other.name for other in own)}
+    if column.key not in known and column.name not in known:
+        raise ValueError(
+            f"choose must be by a column of the tasks or of the report; got {by}.{did_you_mean(by, known)} Name one of "
+            "report.columns, or validation_loss."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +238,7 @@ class SweepConfig:
                 raise ValueError(f"grid.{name}: must list at least one value; got none. Leave the key out.")
             if isinstance(values, list):
                 refuse_reserved([name], "grid")
+                _refuse_equal(name, values)
         if not self.task.is_file():
             raise ValueError(f"task: {self.task} does not exist. Name the task's script, such as tasks/cifar.py.")
         if self.gpu_hours is not None:
@@ -232,16 +254,16 @@ class SweepConfig:
         choose = self.report.choose
         if choose is not None:
             for key in choose.over:
-                check_choice("report.choose.over", key, list(self.grid))
+                _check_among("report.choose.over", key, self.grid, "grid")
             for variant in (variant for of in choose.methods.values() for variant in of):
-                check_choice("report.choose.methods: the variant", variant, list(self.variants))
-            known = [*choose.methods, *known]
+                _check_among("report.choose.methods: the variant", variant, self.variants, "variants")
+        known = self.shown_labels()
         baselines = self.report.baselines
         named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
         for label in named:
             if label not in known:
                 raise ValueError(
-                    f"report.baselines: no variant or grid value is called {label!r}.{did_you_mean(label, known)} "
+                    f"report.baselines: no row of the report is called {label!r}.{did_you_mean(label, known)} "
                     f"There are {', '.join(known) or 'none'}."
                 )
 
@@ -249,18 +271,30 @@ class SweepConfig:
         """Return all labels in order: variants, then `key=value` or the labels of a mapping for each grid entry."""
         return [label for axis in self.axes() for label in axis]
 
+    def shown_labels(self) -> list[str]:
+        """Return the labels of the report's rows: without `report.choose` all labels, with it methods for variants."""
+        choose = self.report.choose
+        if choose is None:
+            return self.labels()
+        settings = {variant for of in choose.methods.values() for variant in of}
+        methods = [*choose.methods, *(variant for variant in self.variants if variant not in settings)]
+        grid = {key: values for key, values in self.grid.items() if key not in choose.over}
+        return [*methods, *(label for key, values in grid.items() for label in grid_labels(key, values))]
+
     def axes(self) -> Iterator[list[str]]:
         """Yield the labels of the variants, if there are any, then those of each grid entry."""
         if self.variants:
             yield list(self.variants)
         for key, values in self.grid.items():
-            yield [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
+            yield grid_labels(key, values)
 
     def setting_names(self) -> list[str]:
-        """Return the names of all settings: their labels with commas between them."""
-        return [", ".join(labels) or "base" for labels in itertools.product(*self.axes())]
+        """Return the names of all settings."""
+        return [setting_name(labels) for labels in itertools.product(*self.axes())]
 
     def _check_paper(self) -> None:
+        if self.paper and self.report.choose is not None:
+            raise ValueError("paper: its values are for single settings, and report.choose shows methods. Drop one.")
         settings = self.setting_names()
         columns = {column.name for column in columns_of(self.report.columns)}
         for setting, values in self.paper.items():
@@ -285,7 +319,7 @@ class ViewConfig:
     """Table or figure of a paper that the study is to reproduce."""
 
     runs_of: Path
-    """Sweep file in the same folder, whose runs are launched and reported."""
+    """Sweep file in the same folder, whose runs are launched and reported; no study of other runs itself."""
 
     output_dir: Path
     """Folder for report.md, report.csv and the figures."""
@@ -300,28 +334,35 @@ def load_sweep(file: Path | str) -> SweepConfig:
     Raises ConfigError, in one line that names the file, if it or its base cannot be used.
     """
     file = Path(file)
-    if "runs_of" in _naming(file, lambda: read_yaml(file)):
-        return _naming(file, lambda: _view(load_config(ViewConfig, file), file))
-    sweep = _naming(file, lambda: load_config(SweepConfig, file))
+    if "runs_of" in naming(file, lambda: read_yaml(file)):
+        return naming(file, lambda: _view(load_config(ViewConfig, file), file))
+    sweep = naming(file, lambda: load_config(SweepConfig, file))
     if not sweep.base.is_file():
         problem = "is a folder" if sweep.base.is_dir() else "does not exist"
         raise ConfigError(f"{file}: base: {sweep.base} {problem}. Name the configuration that the runs share.")
-    _naming(file, lambda: read_yaml(sweep.base))
+    naming(file, lambda: read_yaml(sweep.base))
     return sweep
 
 
 def _view(view: ViewConfig, file: Path) -> SweepConfig:
     if not view.runs_of.is_file() or view.runs_of.resolve().parent != file.resolve().parent:
         raise ConfigError(f"runs_of: {view.runs_of} is no sweep file in the folder of this one. Name one there.")
+    if "runs_of" in read_yaml(view.runs_of):
+        raise ConfigError(
+            f"runs_of: {view.runs_of} shows the runs of another file itself. Name the file with the runs."
+        )
     own = {key.name: getattr(view, key.name) for key in fields(view) if key.name != "runs_of"}
     sweep = load_sweep(view.runs_of)
-    return replace(sweep, runs_dir=sweep.runs_dir or sweep.output_dir, paper={}, **own)
-
-
-def _naming(file: Path, read: Callable[[], T]) -> T:
-    """Return the result of `read`; name the sweep file in errors that do not name any."""
     try:
-        return read()
+        return replace(sweep, runs_dir=sweep.runs_dir or sweep.output_dir, paper={}, **own)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def naming(file: Path, action: Callable[[], T]) -> T:
+    """Return the result of `action`; name the sweep file in configuration errors that do not begin with a file."""
+    try:
+        return action()
     except ConfigError as error:
         named = str(error).startswith((str(file), "config file"))
         raise error if named else ConfigError(f"{file}: {error}") from None
@@ -333,6 +374,20 @@ def check_seeds(seeds: list[int]) -> None:
         check_integer("seeds", seed, minimum=0, maximum=LARGEST_SEED)
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be one or more, each once; got {seeds}.")
+
+
+def setting_name(labels: Sequence[str]) -> str:
+    """Return the name of a setting: its labels with commas between them.
+
+    >>> setting_name(["dsgd_ac", "power=3"]), setting_name([])
+    ('dsgd_ac, power=3', 'base')
+    """
+    return ", ".join(labels) or "base"
+
+
+def grid_labels(key: str, values: list[Any] | dict[str, dict[str, Any]]) -> list[str]:
+    """Return the labels of a grid entry: `key=value`, or those of a mapping."""
+    return [value_label(key, value) for value in values] if isinstance(values, list) else list(values)
 
 
 def value_label(key: str, value: Any) -> str:
@@ -362,6 +417,21 @@ def spelled(value: Any) -> str:
                 raise ValueError(f"a list on the command line is cut at its commas; {item!r} holds one. Use the base.")
         return ",".join(map(spelled, value)) or "[]"
     return str(value)
+
+
+def _check_among(where: str, label: str, known: Collection[str], section: str) -> None:
+    """Raise ValueError for a label that a section of the sweep does not have, or if there is no such section."""
+    if not known:
+        raise ValueError(f"{where}: the sweep has no {section}; got {label!r}. Add a {section} section or drop it.")
+    check_choice(where, label, known)
+
+
+def _refuse_equal(key: str, values: list[Any]) -> None:
+    """Raise ValueError for a number that is listed twice, such as 1 and 1.0; true and 1 are two values."""
+    for number, value in enumerate(values):
+        for other in values[:number]:
+            if value == other and isinstance(value, bool) == isinstance(other, bool):
+                raise ValueError(f"grid.{key}: {other!r} and {value!r} are the same value. Drop one.")
 
 
 def refuse_reserved(keys: Collection[str], where: str) -> None:

@@ -14,7 +14,15 @@ from typing import Any
 from dsgdac_accel.checks import did_you_mean
 from tasks.common.config import ConfigError
 from tasks.common.known_tasks import base_values, flat_values
-from tasks.studies.config import LaunchConfig, SmokeConfig, SweepConfig, refuse_reserved, spelled, value_label
+from tasks.studies.config import (
+    LaunchConfig,
+    SmokeConfig,
+    SweepConfig,
+    refuse_reserved,
+    setting_name,
+    spelled,
+    value_label,
+)
 from tasks.studies.smoke import shrunk
 
 Overrides = dict[str, Any]
@@ -47,7 +55,7 @@ class Setting:
         >>> Setting(("dsgd_ac", "power=3"), {}).name
         'dsgd_ac, power=3'
         """
-        return ", ".join(self.labels) or "base"
+        return setting_name(self.labels)
 
     @property
     def folder(self) -> str:

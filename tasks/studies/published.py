@@ -23,7 +23,10 @@ class Published:
     """Half a unit of the last printed digit of the mean."""
 
     def allowed(self, our_std: float) -> float:
-        """Return two standard deviations of the difference, and what rounding can add.
+        """Return twice the spread of single runs, 2 sqrt(s1² + s2²), and what rounding can add.
+
+        The standard deviations are those over runs, not those of the means, which are smaller by the root of the
+        number of runs.
 
         Args:
             our_std: standard deviation over our runs; NaN for a single one counts as 0.
@@ -32,15 +35,17 @@ class Published:
 
 
 def published(value: Any) -> Published:
-    """Read a value such as `79.71 ± 0.13` or 79.71.
+    """Read a value such as `79.71 ± 0.13`, "79.71" or 96, as text if it has a point.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, such as a float: 80.00 would have lost the zeros that say how it is rounded.
 
     >>> published("79.71 ± 0.13")
     Published(text='79.71 ± 0.13', mean=79.71, std=0.13, rounding=0.005)
     """
+    if isinstance(value, float):
+        raise ValueError(f"paper: a value with a point must be quoted, to keep its zeros; got {value}. Quote it.")
     found = _VALUE.fullmatch(str(value).strip())
     if found is None:
-        raise ValueError(f"paper: a value must be like 79.71 ± 0.13 or 79.71; got {value!r}. Write it so.")
+        raise ValueError(f"paper: a value must be like 79.71 ± 0.13, '79.71' or 96; got {value!r}. Write it so.")
     decimals = len(found["decimals"] or "")
     return Published(str(value).strip(), float(found["mean"]), float(found["std"] or 0), 0.5 * 10**-decimals)

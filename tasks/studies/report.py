@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,9 +170,10 @@ def _paper_pairs(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colu
         for column in columns:
             values = [paper.get(row.setting.name, {}).get(column.name) for row in (pair.row, pair.baseline)]
             if values[0] and values[1]:
-                difference, ratio = values[0].mean - values[1].mean, values[0].mean / values[1].mean
+                difference = values[0].mean - values[1].mean
+                ratio = values[0].mean / values[1].mean if values[1].mean else math.nan
                 names = [pair.row.setting.name, pair.baseline.setting.name, column.heading]
-                body.append([*names, _our_pair(pair, column), f"{difference:+.3g}, × {ratio:.3f}"])
+                body.append([*names, _our_pair(pair, column), _with_ratio(difference, ratio)])
     if not body:
         return []
     return ["### Differences and ratios", markdown_table(["setting", "baseline", "of", "ours", "paper"], body)]
@@ -179,7 +181,12 @@ def _paper_pairs(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colu
 
 def _our_pair(pair: Pair, column: Column) -> str:
     found: Paired = paired(pair, column)
-    return f"{found.difference.mean:+.3g}, × {found.ratio:.3f}" if found.difference.count else NO_VALUE
+    return _with_ratio(found.difference.mean, found.ratio) if found.difference.count else NO_VALUE
+
+
+def _with_ratio(difference: float, ratio: float) -> str:
+    """Show a difference, and the ratio if there is one: a baseline of 0 has none."""
+    return f"{difference:+.3g}" + (f", × {ratio:.3f}" if math.isfinite(ratio) else "")
 
 
 def _comparisons(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:

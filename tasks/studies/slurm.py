@@ -24,6 +24,10 @@ _SCRIPT = """#!/bin/bash
 set -uo pipefail
 export PATH={programs}:"$PATH" MASTER_ADDR MASTER_PORT COMMAND
 line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {runs})
+if [ -z "$line" ]; then
+    echo "error: there is no run $SLURM_ARRAY_TASK_ID in" {runs}". Use --array=1-{count}." >&2
+    exit 1
+fi
 folder=${{line%%$'\t'*}}
 COMMAND=${{line#*$'\t'}}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.common.config import ConfigError
-from tasks.common.known_tasks import base_values, flat_values
+from tasks.common.config import ConfigError, keys_of
+from tasks.common.config_hints import hint
+from tasks.common.known_tasks import base_values, config_class_of, flat_values
 from tasks.studies.config import ReportConfig, SmokeConfig, SweepConfig, spelled, value_label
 
 LABEL = "Small scale (smoke run)"
@@ -18,11 +19,12 @@ LABEL = "Small scale (smoke run)"
 def small(sweep: SweepConfig) -> SweepConfig:
     """Return a sweep with the labels, seeds and launcher of its rules for small runs, in a folder of its own.
 
-    Raises ConfigError if it has no such rules.
+    Raises ConfigError if it has no such rules, or a rule for a key that its task does not have.
     """
     rules = sweep.smoke
     if rules is None:
         raise ConfigError("smoke: there are no rules for small runs. Add the section smoke, or leave --smoke out.")
+    _check_keys(rules, config_class_of(sweep.task))
     grid: dict[str, Any] = {}
     for key, values in sweep.grid.items():
         if isinstance(values, list):
@@ -46,7 +48,7 @@ def small(sweep: SweepConfig) -> SweepConfig:
     if choose is not None:
         methods = {method: [name for name in of if name in names] for method, of in choose.methods.items()}
         choose = replace(choose, methods={method: of for method, of in methods.items() if of})
-        names += choose.methods
+        names = replace(kept, report=replace(sweep.report, choose=choose, baselines=[])).shown_labels()
     return replace(
         kept,
         report=replace(sweep.report, choose=choose, baselines=_present(sweep.report.baselines, names)),
@@ -89,6 +91,16 @@ def rules_in_words(rules: SmokeConfig) -> str:
     for key, values in rules.replace.items():
         changes.append(f"{key} " + ", ".join(f"{old} -> {spelled(new)}" for old, new in values.items()))
     return "; ".join(changes)
+
+
+def _check_keys(rules: SmokeConfig, config_class: type | None) -> None:
+    """Raise ConfigError for a rule whose key is no value of the task; keys of other scripts are not known here."""
+    if config_class is None:
+        return
+    values = [name for name, key in keys_of(config_class).items() if key.section is None]
+    for name in rules.replace:
+        if name not in values:
+            raise ConfigError(f"smoke.replace: unknown key {name}. {hint(name, values)}")
 
 
 def _kept(labels: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:

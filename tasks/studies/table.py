@@ -204,15 +204,15 @@ def write_csv(
     """
     runs, spreads = [], []
     for row in rows:
-        values = pd.DataFrame({column.name: row.raw_values(column) for column in columns})
+        values = pd.DataFrame({column.written_name: row.raw_values(column) for column in columns})
         values = values.where(values.abs() < math.inf)
         spread = values.agg(["mean", "std"]).astype(object)
         spread.loc["count"] = values.count()
         theirs = paper.get(row.setting.name, {})
-        scales = {column.name: column.scale for column in columns if column.name in theirs}
-        if scales:
-            spread.loc["paper"] = {name: theirs[name].mean / scale for name, scale in scales.items()}
-            spread.loc["paper_std"] = {name: theirs[name].std / scale for name, scale in scales.items()}
+        given = [column for column in columns if column.name in theirs]
+        if given:
+            spread.loc["paper"] = {c.written_name: theirs[c.name].mean / c.scale for c in given}
+            spread.loc["paper_std"] = {c.written_name: theirs[c.name].std / c.scale for c in given}
         labels = {f"label_{number}": label for number, label in enumerate(row.setting.labels, start=1)}
         statuses = [state.status for state in row.states]
         runs.append(_lines(row, labels, values.astype(object), "run", list(values.index), statuses))

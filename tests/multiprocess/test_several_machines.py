@@ -85,18 +85,20 @@ def summaries(file):
     return {run.setting.name: json.loads((run.folder / "summary.json").read_text()) for run in plan(file)}
 
 
-def test_an_array_runs_the_runs_and_a_failed_one_does_not_hide(tmp_path, capsys, submit):
+def test_an_array_runs_the_runs_and_a_failed_one_does_not_hide(tmp_path, capfd, submit):
     variants = {"good": {"word": "it's; a $trap"}, "bad": {"behavior": "fail"}}
     file = write_sweep(tmp_path, variants=variants, report={"columns": ["test_loss"]})
-    (script,) = scripts(capsys, file, tmp_path / "slurm")
+    (script,) = scripts(capfd, file, tmp_path / "slurm")
     assert "#SBATCH --array=1-2\n" in Path(script).read_text()
     assert "--gpus" not in Path(script).read_text()
     assert [submit(script, number) for number in (1, 2)] == [0, 1]
+    assert [submit(script, number) for number in (3, 0)] == [1, 1]  # there is no such run
+    assert "error: there is no run 3 in" in capfd.readouterr().err
     good, bad = plan(file)
     assert [state_of(run).status for run in (good, bad)] == ["finished", "failed"]
     assert "the data are not there" in (bad.folder / "log.txt").read_text()
     assert main(["report", str(file), "--no-figures"]) == 0
-    assert "| bad     | 0 of 1, 1 failed | failed    |" in capsys.readouterr().out
+    assert "| bad     | 0 of 1, 1 failed | failed    |" in capfd.readouterr().out
     write_record(bad)  # a sweep starts it again
     assert state_of(bad).status == "unfinished"
 

@@ -83,9 +83,42 @@ def test_a_method_without_a_finished_run_has_chosen_nothing(tmp_path):
         ({"methods": {"ema": ["ema 3"]}}, "report.choose.methods: the variant must be one of .*ema 1.*ema 3"),
         ({"methods": {"a": ["plain"], "b": ["plain"]}}, "name each variant once; 'plain' is there more often"),
         ({"by": "test_loss@last"}, "only a metric"),
+        ({"by": "validation_accuracy"}, "smallest value is the best; got validation_accuracy"),
+        ({"by": "test/accuracy@max"}, "smallest value is the best; got test/accuracy@max"),
+        ({"by": "bleu"}, "smallest value is the best; got bleu"),
+        (
+            {"by": "validation_los"},
+            "report.choose must be by a column of .* got validation_los. Did you mean 'validation_loss'",
+        ),
     ],
 )
 def test_a_choice_of_nothing_is_refused(tmp_path, choose, message):
     file = write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [1]}, report={"choose": CHOOSE | choose})
     with pytest.raises(ConfigError, match=message):
         load_sweep(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "choose", "message"),
+    [
+        ({"grid": {}}, {"methods": {}}, "report.choose.over: the sweep has no grid; got 'gossip.power'"),
+        ({"variants": {}}, {"over": []}, "report.choose.methods: .* the sweep has no variants; got 'ema 1'"),
+    ],
+)
+def test_a_choice_in_a_sweep_without_the_section_is_refused(tmp_path, keys, choose, message):
+    keys = {"variants": VARIANTS, "grid": {"gossip.power": [1]}} | keys
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write_sweep(tmp_path, **keys, report={"choose": CHOOSE | choose}))
+
+
+@pytest.mark.parametrize("baselines", [["ema 1"], ["power=1"], {"plain": "ema 2"}, {"power=1": "plain"}])
+def test_only_rows_of_the_report_are_baselines(tmp_path, baselines):
+    report = {"choose": CHOOSE, "baselines": baselines}
+    file = write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [1, 2]}, report=report)
+    with pytest.raises(ConfigError, match=r"report\.baselines: no row of the report is called .* There are ema, plain"):
+        load_sweep(file)
+
+
+def test_any_column_of_the_report_may_decide(tmp_path):
+    report = {"choose": CHOOSE | {"by": "my/own@max"}, "columns": ["my/own@max"]}
+    load_sweep(write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [1]}, report=report))

@@ -15,8 +15,9 @@ from tasks.studies.columns import columns_of
 from tasks.studies.config import ReportConfig, load_sweep
 from tasks.studies.curves import Curve, curve_of
 from tasks.studies.published import published
+from tasks.studies.report import report_text
 from tasks.studies.state import state_of, write_record
-from tasks.studies.table import Paired, Spread, markdown_table, paired, pairs_of, rows_of
+from tasks.studies.table import Paired, Spread, markdown_table, paired, pairs_of, rows_of, write_csv
 from tests.unit import fake_task
 from tests.unit.test_sweep import BASE, plan, write_sweep
 
@@ -460,6 +461,18 @@ def test_minutes_are_the_seconds_of_the_summary(tmp_path):
     (minutes,) = columns_of(["train_minutes"])
     (row,) = rows(file)
     assert list(row.values(minutes)) == [1.5]
+    write_csv(tmp_path / "report.csv", [row], [minutes], {"base": {"train_minutes": published("2.0 ± 0.1")}})
+    lines = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
+    written = {line["kind"]: float(line["train_seconds"]) for line in lines if line["train_seconds"]}
+    assert (written["run"], written["paper"], written["paper_std"]) == (90.0, 120.0, 6.0)
+
+
+def test_a_published_baseline_of_0_has_no_ratio(tmp_path):
+    paper = {"slow": {"test_loss": "0.0 ± 0.0"}, "fast": {"test_loss": "0.5"}}
+    report = {"columns": ["test_loss"], "baselines": ["slow"]}
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, settings={"gossip.power": 0}, report=report, paper=paper))
+    text = report_text(load_sweep(file), rows(file), columns_of(["test_loss"]))
+    assert "| fast    | slow     | test loss | +0   | +0.5  |" in text  # ours is 0, too: the loss is the seed
 
 
 def test_magnitudes_of_a_negative_curve_keep_its_interval():

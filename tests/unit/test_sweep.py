@@ -153,6 +153,9 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
     assert "--num_processes=2" in run.command
 
 
+CHOOSE_NOTHING = {"choose": {}}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -185,7 +188,12 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
         ({"variants": {"a": {"launch.nodes": "two"}}}, r"a: launch: nodes must be an integer"),
         ({"paper": {"bas": {"test_loss": 1}}}, "paper: no setting is called 'bas'. Did you mean 'base'"),
         ({"paper": {"base": {"test_los": 1}}}, "paper.base: the column must be one of .* Did you mean 'test_loss'"),
-        ({"paper": {"base": {"test_loss": "about 1"}}}, "paper: a value must be like 79.71 ± 0.13 or 79.71; got"),
+        ({"paper": {"base": {"test_loss": "about 1"}}}, "paper: a value must be like 79.71 ± 0.13, '79.71' or 96; got"),
+        ({"paper": {"base": {"test_loss": 80.0}}}, r"paper: a value with a point must be quoted.* got 80\.0"),
+        ({"paper": {"base": {"test_loss": 1}}, "report": CHOOSE_NOTHING}, "paper: .*report.choose shows methods. Drop"),
+        ({"variants": {"a": {"launch.kind": "fast"}}}, "a: launch: kind must be one of python, fork, .* got 'fast'"),
+        ({"settings": {"launch.kind": None}}, "base: launch: kind must be one of .* got None"),
+        ({"grid": {"gossip.power": [1, 2, 1.0]}}, r"grid\.gossip\.power: 1 and 1\.0 are the same value"),
         ({"smoke": {"only": ["dsgd"]}}, "smoke.only: no variant or grid value is called 'dsgd'"),
         ({"smoke": {"seeds": []}}, "smoke.seeds must be one or more, each once"),
         ({"smoke": {"file": "none.yaml"}}, r"smoke.file must be settings of the task; .*none\.yaml does not exist"),
@@ -333,7 +341,7 @@ SMALL = {
     "launch": {"kind": "torchrun", "processes": 8},
     "seeds": [0, 1, 2],
     "report": {"columns": ["test_loss"], "baselines": ["plain", "power=0"]},
-    "paper": {"ours, power=3, two": {"test_loss": 1.0}, "plain, power=0, two": {"test_loss": 1.0}},
+    "paper": {"ours, power=3, two": {"test_loss": "1.0"}, "plain, power=0, two": {"test_loss": "1.0"}},
 }
 
 
@@ -390,6 +398,33 @@ def test_a_study_of_the_runs_of_another_one_reports_them_in_its_own_folder(tmp_p
     sweep, runs = small_plan(view)
     assert sweep.output_dir == tmp_path / "seen_smoke"
     assert [run.folder for run in runs] == [run.folder for run in small_plan(tmp_path / "sweep.yaml")[1]]
-    view.write_text("title: Curves\nruns_of: none.yaml\noutput_dir: seen\n")
-    with pytest.raises(ConfigError, match=r"view\.yaml: runs_of: .*none\.yaml is no sweep file in the folder"):
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("runs_of: none.yaml", r"view\.yaml: runs_of: .*none\.yaml is no sweep file in the folder"),
+        ("runs_of: view.yaml", r"view\.yaml: runs_of: .*view\.yaml shows the runs of another file itself"),
+        ("runs_of: sweep.yaml\nreport: {baselines: [zzz]}", r"view\.yaml: report\.baselines: no row .* called 'zzz'"),
+    ],
+)
+def test_a_study_of_the_runs_of_no_sweep_is_refused_by_name(tmp_path, keys, message):
+    write_sweep(tmp_path, **SMALL)
+    view = tmp_path / "view.yaml"
+    view.write_text(f"title: Curves\noutput_dir: seen\n{keys}\n")
+    with pytest.raises(ConfigError, match=message):
         load_sweep(view)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("gossip.start_epok", "Did you mean gossip.start_epoch"), ("gossip", "unknown key gossip")]
+)
+def test_a_rule_for_a_key_that_the_task_does_not_have_is_refused(tmp_path, key, message):
+    file = real_sweep(tmp_path, smoke={"replace": {key: {"5": 1}}})
+    with pytest.raises(ConfigError, match=rf"smoke\.replace: .*{message}"):
+        small(load_sweep(file))
+
+
+def test_a_launcher_given_on_the_command_line_is_checked(tmp_path, capsys):
+    assert main(["sweep", str(write_sweep(tmp_path)), "--list", "--set", "launch.kind=fast"]) == 2
+    assert "launch: kind must be one of python" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Every shipped sweep makes the runs of its table, and the task accepts the settings of each."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ def test_a_study_of_the_paper_names_its_source_its_hardware_and_the_hours(name):
         assert sweep.gpu_hours > 0
         assert sweep.launch.gpus == sweep.launch.processes == 8
         assert sweep.paper or sweep.runs_dir
+
+
+def test_the_documented_runs_and_hours_are_those_of_the_files():
+    text = (CONFIGS.parent / "docs" / "paper.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`configs/(paper/\w+)\.yaml` \| (?P<runs>[^|]*) \| (?P<hours>[^|]*) \|\n", text)
+    assert {name for name, _, _ in rows} == {f"paper/{file.stem}" for file in CONFIGS.glob("paper/*.yaml")}
+    for name, number, hours in rows:
+        sweep, runs = plan(name)
+        assert hours.removeprefix("the same ") == f"{sweep.gpu_hours:,.0f}"
+        assert number == (str(len(runs)) if sweep.paper else "those of Table 3")
 
 
 def test_columns_can_be_read_and_every_baseline_has_somebody_to_compare_with(name):
