@@ -162,12 +162,13 @@ class Average:
 
     def _measured(self, squared_distances: list[list[Tensor]]) -> None:
         """Reduce the squared distances of the local workers, [worker][bucket], over all workers."""
-        step, workers = self.mixer.step, self.mixer.topology.num_workers
+        step = self.mixer.step
         nothing = torch.zeros((), dtype=torch.float64, device="cpu")  # everything may be frozen
         squares = torch.stack([torch.stack(mine or [nothing]).sum() for mine in squared_distances])
         means = torch.stack([squares.sqrt().mean(), squares.mean()])
         self.group.all_reduce_mean_(means, f"measuring the consensus radius at step {step}")
-        self._arriving = HostCopy(means), workers, step
+        # Counted only now: after a loss the survivors reduce once more.
+        self._arriving = HostCopy(means), self.mixer.topology.num_workers, step
 
 
 def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> Tensor:
