@@ -1,4 +1,4 @@
-"""What kinds of devices workers can train on, and what an accelerator is asked for beside tensor operations.
+"""Decides which kinds of devices workers can train on, and asks accelerators for more than tensor operations.
 
 Several processes need a backend that sends between neighbors: gloo on CPU, NCCL on CUDA. A single process, with any
 number of virtual workers, may use any accelerator that `torch.accelerator` names and on which the core's memory layout

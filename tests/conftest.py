@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Every test starts from the same state of Accelerate and of the environment."""
 
 from __future__ import annotations
 

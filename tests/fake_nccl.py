@@ -24,7 +24,7 @@ from dsgdac_accel.distributed.transport import Gloo, Nccl
 _DEVICE_SECONDS = 2.0  # a wait holds the host, which is the device here, for so long; then the device has hung
 
 queue: list[FakeWork] = []
-"""What the device waits for, in order."""
+"""The works that the device waits for, in order."""
 connections: list[tuple[int, int]] = []
 """Pairs (own rank, peer) that were connected in this process, in order; twice if it sends and receives."""
 batches: list[int] = []

@@ -63,7 +63,7 @@ OF_DIFFERENCES = Blocks(lambda nbytes: SUMMED_BYTES, lambda nbytes: -(-nbytes //
 
 @dataclass
 class _Change:
-    """What may have changed: one flag for each block of a worker's parameters."""
+    """Tells which blocks of a worker's parameters may have changed, by one flag for each."""
 
     workers: Sequence[int]
     """The one that changed it, or the two that may have."""
@@ -135,8 +135,7 @@ class EditGuard:
         self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
         self._sent, self._received, self._read = {}, {}, {}
         for local in range(self.rounds.local_workers):
-            plan = self.rounds.plan(round_, local)
-            if plan.averaging_group is None and self.rounds.elsewhere([*plan.weights, *plan.recipients]):
+            if self.rounds.plan(round_, local).averaging_group is None and self._sends(round_, local):
                 words = self._sent[local] = self._words(round_, local)
                 self._received[local] = [torch.zeros_like(words) for _ in range(self.rounds.slots[local])]
         for members in self.rounds.sums(round_):

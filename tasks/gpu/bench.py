@@ -1,4 +1,4 @@
-"""What checks run on: this process, its device, and one group of workers that all checks share."""
+"""The bench that checks run on: this process, its device, and one group of workers that all checks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is: a function that settles one suspicion about the GPU path, with its limits, and its result."""
+"""A check is a function that settles one suspicion about the GPU path; here are its limits and its result."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Status = Literal["PASS", "FAIL", "SKIP"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found in one process."""
+    """The result of a check in one process."""
 
     ok: bool
     figure: str
-    """What was measured, and its limit, in a few words."""
+    """The measured value and its limit, in a few words."""
     values: Mapping[str, float] = field(default_factory=dict)
     """The same for programs."""
     spent: bool = False

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Machine:
-    """What checks may use here."""
+    """The processes and devices that checks may use here."""
 
     cuda: bool
     """Whether they run on GPUs, or on the CPU."""
@@ -196,7 +196,7 @@ class Launch:
             time.sleep(0.02)
 
     def _lines(self) -> list[list[dict[str, Any]]]:
-        """What each process has written so far, by rank."""
+        """Return the lines that each process has written so far, by rank."""
         found = []
         for rank in range(self.count):
             path = self.folder / f"answers_{rank}"

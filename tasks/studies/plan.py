@@ -32,10 +32,10 @@ _UNSAFE = re.compile(r"[^\w.=+-]+")
 _MODULES = {"accelerate": ["-m", "accelerate.commands.launch"], "torchrun": ["-m", "torch.distributed.run"]}
 
 RANK, ADDRESS, PORT = "${NODE_RANK:?}", "${MASTER_ADDR:?}", "${MASTER_PORT:-29500}"
-"""What a shell fills in on each of several machines: its number from 0, and address and port of the first one."""
+"""A shell fills these in on each of several machines: its number from 0, and address and port of the first one."""
 
 _LAUNCH = "launch."
-"""What the keys begin with that a variant or a grid value sets for the launcher."""
+"""Keys that a variant or a grid value sets for the launcher begin with it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What would fail later is found before the first run of a sweep starts."""
+"""Checks of a sweep before its first run, for mistakes that would show only later."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tasks.common.known_tasks import base_values, config_class_of, flat_values
 from tasks.studies.config import ReportConfig, SmokeConfig, SweepConfig, spelled, value_label
 
 LABEL = "Small scale (smoke run)"
-"""What titles of small runs begin with."""
+"""Titles of small runs begin with it."""
 
 
 def small(sweep: SweepConfig) -> SweepConfig:

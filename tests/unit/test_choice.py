@@ -121,4 +121,6 @@ def test_only_rows_of_the_report_are_baselines(tmp_path, baselines):
 
 def test_any_column_of_the_report_may_decide(tmp_path):
     report = {"choose": CHOOSE | {"by": "my/own@max"}, "columns": ["my/own@max"]}
-    load_sweep(write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [1]}, report=report))
+    sweep = load_sweep(write_sweep(tmp_path, variants=VARIANTS, grid={"gossip.power": [1]}, report=report))
+    assert sweep.report.choose is not None
+    assert sweep.report.choose.by == "my/own@max"

@@ -1,4 +1,4 @@
-"""What the two transports do without workers: NCCL groups that fit together, posts that block, late figures."""
+"""The two transports without workers: NCCL groups that fit together, posts that block, late figures."""
 
 from __future__ import annotations
 
