@@ -25,7 +25,7 @@ class KernelLaunches(TorchDispatchMode):
     def __init__(self, ignored: Iterable[Any] = ()) -> None:
         super().__init__()
         self.launches: list[tuple[str, int]] = []
-        """Name, and number of elements of the largest tensor."""
+        """Name, and bytes of the largest tensor."""
         self._not_counted = _NO_KERNEL | {packet.__name__ for packet in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,9 +33,9 @@ class KernelLaunches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "aten" and name not in self._not_counted:
             leaves = tree_leaves((args, kwargs, result))
-            self.launches.append((name, max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=0)))
+            self.launches.append((name, max((leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)), default=0)))
         return result
 
-    def on(self, elements: int) -> int:
-        """Return the number of launches that some tensor with so many elements, or more, takes part in."""
-        return sum(largest >= elements for _, largest in self.launches)
+    def on(self, nbytes: int) -> int:
+        """Return the number of launches that some tensor of so many bytes, or more, takes part in."""
+        return sum(largest >= nbytes for _, largest in self.launches)

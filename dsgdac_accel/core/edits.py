@@ -5,19 +5,24 @@ Four looks, each for what the others cannot see:
 
 - A parameter whose version counter moved was written in place. Writes through `.data` leave no such trace.
 - The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
-  receiver notices even an edit that was undone before the end.
+  receiver notices even an edit that was undone before the end. An all-reduce sends a copy, which is summed instead of
+  the parameters: what counts is that those at the end are what was sent.
 - Two workers that are a pair must form the same difference, bit for bit. They sum all of it while it is in the cache,
-  and compare when they next meet. So in buckets above 1 MiB they sum only every sixteenth row of 4 KiB of the
-  parameters, other rows at each step: three whole passes over 40 MB would cost 6 % of a step.
+  and compare when they next meet, or all workers are averaged or saved. So in buckets above 1 MiB they sum only every
+  sixteenth row of 4 KiB of the parameters, other rows at each step: three whole passes over 40 MB would cost 6 % of a
+  step.
 - Channel and step travel, too: NCCL ignores tags, and an all-reduce has none.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +41,7 @@ _EVERY, _ROW_BYTES = 16, 2**12
 _HEAD = 4  # words: channel, step, whether sums of parameters follow, and the step of the difference that was summed
 _MOST_NAMES = 8
 _VERSION = operator.attrgetter("_version")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,12 +114,12 @@ class EditGuard:
         """[local worker][k] the words of its k-th neighbor in another process; those of a whole averaging group."""
         self._posted: dict[int, Tensor] = {}
         """[local worker] the sums of its parameters when they were posted, (blocks,); only of those that send."""
+        self._read: dict[int, Tensor] = {}
+        """The sums of a copy for an all-reduce, or of parameters right after they were rounded or added to one."""
         self._versions: dict[int, list[int]] = {}
         """[local worker] the version of each of its parameters then."""
         self._turns: dict[int, int | None] = {}
         """[local worker] which rows of its parameters are summed; None: all of them."""
-        self._read: dict[int, Tensor] = {}
-        """The sums of parameters that were copied or rounded for sending, right after that."""
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
         """[local worker, partner] the step of their last difference, and the sums of its bits."""
         self._unread: _Findings | None = None
@@ -131,7 +137,10 @@ class EditGuard:
         self.watched, self._step = watched, step
         senders = [local for local in range(self.rounds.local_workers) if watched and self._sends(round_, local)]
         self._turns = {local: step if self._pairs(round_, local) else None for local in senders}
-        self._posted = {local: self._sums(self.buckets.values(local), local) for local in senders}
+        copied = [self.rounds.local(members)[0] for members in self.rounds.sums(round_)]
+        self._posted = {
+            local: self._sums(self.buckets.values(local), local) for local in senders if local not in copied
+        }
         self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
         self._sent, self._received, self._read = {}, {}, {}
         for local in range(self.rounds.local_workers):
@@ -160,9 +169,14 @@ class EditGuard:
             for local, slots in enumerate(self.buckets.received)
         ]
 
+    def copied(self, local: int) -> None:
+        """Sum the copy that an all-reduce is about to send, in its receive buffer. Runs in the thread that posts."""
+        if self.watched:
+            self._read[local] = self._sums(self.buckets.received[local][0], local)
+
     def confirm(self) -> None:
-        """Sum the parameters that were just copied or rounded for sending. Runs in the thread that posts."""
-        self._read = {local: self._sums(self.buckets.values(local), local) for local in self._posted}
+        """Sum the parameters that were just rounded for sending, or added to a copy. Runs in the thread that posts."""
+        self._read |= {local: self._sums(self.buckets.values(local), local) for local in self._posted}
 
     def _words(self, round_: int, local: int) -> Tensor:
         head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
@@ -196,10 +210,10 @@ class EditGuard:
         """
         self._refuse_written()
         heads, changes = [], []
-        for local, posted in self._posted.items():
-            changes.append(self._change(local, self._sums(self.buckets.values(local), local) != posted))
-            if local in self._read:
-                changes.append(self._change(local, self._read[local] != posted))
+        for local in self._versions:
+            sums = self._sums(self.buckets.values(local), local)
+            sent = [then[local] for then in (self._posted, self._read) if local in then]
+            changes += [_Change([self.rounds.workers[local]], self._step, sums != then) for then in sent]
         for local, received in self._received.items():
             members = self.rounds.plan(round_, local).averaging_group
             if members:
@@ -235,9 +249,6 @@ class EditGuard:
             changes.append(_Change(pair, step, changed, OF_DIFFERENCES))
         return changes
 
-    def _change(self, local: int, changed: Tensor) -> _Change:
-        return _Change([self.rounds.workers[local]], self._step, changed)
-
     def remember(self, updates: Sequence[Update], round_: int) -> None:
         """Keep the sums of the differences that were just formed, until the same workers meet again."""
         for update in updates:
@@ -256,10 +267,33 @@ class EditGuard:
             if theirs.tolist() != unread.expected:
                 self._raise_not_in_step(worker, theirs.tolist(), unread.expected)
         change = next(change for change in unread.changes if bool(change.changed.any()))
+        self._raise_changed(change.workers, self._suspects(change), change.step)
+
+    def compare_meetings(self, what: str) -> None:
+        """Raise RuntimeError on all workers if those of a pair formed different last differences. Collective.
+
+        Args:
+            what: names the occasion in errors.
+        """
+        steps = {(self.rounds.workers[local], partner): step for (local, partner), (step, _) in self._met.items()}
+        copies = HostCopy(torch.stack([sums for _, sums in self._met.values()])).read() if steps else ()
+        mine = dict(zip(steps, copies, strict=True))
+        found = {pair: (steps[pair], sha256(sums.numpy().tobytes()).digest()) for pair, sums in mine.items()}
+        everyone = self._gathered(found, what)
+        for (i, j), (step, digest) in sorted(everyone.items()):
+            other_step, other_digest = everyone.get((j, i), (None, None))
+            if step == other_step and digest != other_digest:
+                both = self._gathered({pair: sums for pair, sums in mine.items() if set(pair) == {i, j}}, what)
+                change = _Change((i, j), step, both[i, j] != both[j, i], OF_DIFFERENCES)
+                self._raise_changed(change.workers, self._suspects(change), step)
+
+    def _gathered(self, values: dict[tuple[int, int], T], what: str) -> dict[tuple[int, int], T]:
+        """Return the values of all workers' meetings."""
+        return dict(itertools.chain.from_iterable(map(dict.items, self.group.all_gather_object(values, what))))
+
+    def _suspects(self, change: _Change) -> list[Parameter]:
         blocks = change.changed.nonzero().flatten().tolist()
-        # Small parameters share a block.
-        suspects = min((self._parameters_in(block, change) for block in blocks), key=len)
-        self._raise_changed(change.workers, suspects, change.step)
+        return min((self._parameters_in(block, change) for block in blocks), key=len)  # small ones share a block
 
     def forget(self) -> None:
         """Drop what was posted and what was not read: the exchange is given up, or the run continues elsewhere."""

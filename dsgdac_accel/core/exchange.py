@@ -123,6 +123,7 @@ class Exchange:
         outgoing: Outgoing,
         incoming: Incoming,
         encode: Callable[[], None] | None = None,
+        copied: Callable[[int], None] | None = None,
         confirm: Callable[[], None] | None = None,
     ) -> None:
         """Start sending and receiving; returns at once. No tensor may be touched until `wait` returns.
@@ -134,6 +135,7 @@ class Exchange:
             incoming: the tensors to fill. `incoming[i][0]` gets the SUM over an averaging group that spans processes,
                 where i is its first local member.
             encode: fills the outgoing tensors first, in the background.
+            copied: called in the background with a local worker whose parameters were copied for an all-reduce.
             confirm: called in the background once the parameters need not be read any more, if that is before `wait`.
         """
         assert self._posted is None, "one exchange at a time"
@@ -151,7 +153,7 @@ class Exchange:
         def post() -> Works:
             if encode is not None:
                 encode()
-            works = self._average(sums, outgoing, incoming)
+            works = self._average(sums, outgoing, incoming, copied)
             if confirm is not None and (sums or encode is not None):
                 confirm()
             handle = self.group.process_groups.exchange
@@ -204,15 +206,24 @@ class Exchange:
             raise WorkerLostError(f"{self._what} cannot be given up, since the transport blocks. Start again.")
         self._works.clear()  # each work holds the connections open
 
-    def _average(self, sums: list[tuple[int, ...]], outgoing: Outgoing, incoming: Incoming) -> Works:
+    def _average(
+        self,
+        sums: list[tuple[int, ...]],
+        outgoing: Outgoing,
+        incoming: Incoming,
+        copied: Callable[[int], None] | None,
+    ) -> Works:
         works: Works = []
         for members in sums:
             handle = self.group.process_groups.subgroup(self.rounds.processes(members))
             first, *others = self.rounds.local(members)
-            for number, own in enumerate(outgoing(first, None)):
-                total = incoming[first][0][number]
+            totals = incoming[first][0]
+            for total, own in zip(totals, outgoing(first, None), strict=True):
                 total.copy_(own)
-                for other in others:
-                    total.add_(outgoing(other, None)[number])
-                works.append((dist.all_reduce(total, group=handle, async_op=True), None))
+            if copied is not None:
+                copied(first)
+            for other in others:
+                for total, own in zip(totals, outgoing(other, None), strict=True):
+                    total.add_(own)
+            works += [(dist.all_reduce(total, group=handle, async_op=True), None) for total in totals]
         return works

@@ -111,6 +111,7 @@ class Mixer:
             lambda local, receiver: [*messages(local, receiver), *self.edits.outgoing(local)],
             self.edits.incoming(),
             encode,
+            self.edits.copied,
             self.edits.confirm,
         )
 
@@ -246,6 +247,7 @@ class Mixer:
         if self.topology.num_workers > 1:
             self.group.barrier(f"averaging the workers at step {self.step}")
             self.group.require_equal(self.step, "number of optimizer steps")
+            self.edits.compare_meetings(f"averaging the workers at step {self.step}")
             self.drain()
             self.buckets.drop()
         self._follow_changes()

@@ -2,15 +2,14 @@
 
     u_i = gamma * sum_j W_ij (x_j - x_i)
 
-An update is kept as scale * difference, so that gamma costs no pass over memory of its own:
+An update is kept as scale * difference, so that neither gamma nor one of the weights costs a pass over memory:
 
-    scale_i      = gamma * sum_j W_ij
-    difference_i = sum_j W_ij x_j / sum_j W_ij - x_i        sums over the neighbors j != i
+    scale_i      = gamma * W_i1
+    difference_i = sum_j (W_ij / W_i1) (x_j - x_i)        sum over the neighbors j != i, the first of which is 1
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,16 +82,10 @@ def consensus_update(
     >>> x
     tensor([1.5000])
     """
-    total, squares = sum(weights), []
-    for own, target, *theirs in zip(x, out, *neighbors, strict=True):
-        if len(theirs) == 1:
-            squares += _subtract(theirs[0], own, target)
-            continue
-        torch.mul(theirs[0], weights[0] / total, out=target)
-        for x_j, weight in zip(theirs[1:], weights[1:], strict=True):
-            target.add_(x_j, alpha=weight / total)
-        target.sub_(own)
-    return Update(gamma * total, list(out), torch.stack(squares).sum() if squares else None)
+    ratios, squares = [weight / weights[0] for weight in weights], []
+    for own, target, first, *others in zip(x, out, *neighbors, strict=True):
+        squares += _subtract(first, own, target, sum(ratios), others, ratios[1:])
+    return Update(gamma * weights[0], list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
 
 
 def pair_update(
@@ -141,7 +134,7 @@ def group_update(
     """
     others, squares = len(weights), []
     for own, everybody, target in zip(x, total, out, strict=True):
-        squares += _subtract(everybody, own, target, factor=others + 1)
+        squares += _subtract(everybody, own, target, others + 1)
     square = torch.stack(squares).sum() / others**2 if squares else None
     return Update(gamma * sum(weights) / others, list(out), square)
 
@@ -227,23 +220,29 @@ def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = No
         )
 
 
-def _subtract(a: Tensor, b: Tensor, out: Tensor, factor: int = 1, sums: list[Tensor] | None = None) -> list[Tensor]:
-    """out <- a - factor * b, all (D,); return the squared norms of its pieces, each taken while it is in the cache.
+def _subtract(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    factor: float = 1,
+    others: Sequence[Tensor] = (),
+    ratios: Sequence[float] = (),
+    sums: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """out <- a + sum_k ratio_k other_k - factor * b, all (D,); return the squared norms of its pieces.
 
-    Likewise append the sums of its bits to `sums`, if it is given.
+    Each piece is measured while it is in the cache. Likewise append the sums of its bits to `sums`, if it is given.
     """
     on_cpu = out.device.type == "cpu"  # elsewhere nothing stays in the cache, and `dot` would read the difference twice
-    piece = _PIECE * torch.get_num_threads() if on_cpu else max(1, len(out))
-    words = out.view(torch.int64) if sums is not None else out.new_empty(0, dtype=torch.int64)
-    parts = words.split(piece * out.element_size() // 8)
+    size = _PIECE * torch.get_num_threads() if on_cpu else max(1, len(out))
     squares = []
-    pieces = zip(a.split(piece), b.split(piece), out.split(piece), strict=True)
-    for (theirs, mine, difference), part in itertools.zip_longest(pieces, parts):
+    for theirs, mine, difference, *more in zip(*(x.split(size) for x in (a, b, out, *others)), strict=True):
+        for other, ratio in zip(more, ratios, strict=True):
+            theirs = torch.add(theirs, other, alpha=ratio, out=difference)
         torch.sub(theirs, mine, alpha=factor, out=difference)
-        norm = torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square()
-        squares.append(norm)
+        squares.append(torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square())
         if sums is not None:
-            sums += _bit_sums(part)
+            sums += _bit_sums(difference.view(torch.int64))
     return squares
 
 
