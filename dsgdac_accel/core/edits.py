@@ -7,17 +7,15 @@ Four looks, each for what the others cannot see:
 - The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
   receiver notices even an edit that was undone before the end. An all-reduce sends a copy, which is summed instead of
   the parameters: what counts is that those at the end are what was sent.
-- Two workers that are a pair must form the same difference, bit for bit. They sum all of it while it is in the cache,
-  and compare when they next meet, or all workers are averaged or saved. So in buckets above 1 MiB they sum only every
-  sixteenth row of 4 KiB of the parameters, other rows at each step: three whole passes over 40 MB would cost 6 % of a
-  step.
+- Two workers that are a pair must form the same difference, bit for bit. They sum it while it is in the cache, and
+  compare when they next meet, or all workers are averaged or saved. So they sum parameters of more than 1 MiB in no
+  other way: three passes over 40 MB would cost 6 % of a step.
 - Channel and step travel, too: NCCL ignores tags, and an all-reduce has none.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +34,7 @@ from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.update import SUMMED_BYTES, Update
 
 _MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
-_WHOLE_BYTES = 2**20
-_EVERY, _ROW_BYTES = 16, 2**12
+_FEW_BYTES = 2**20
 _HEAD = 4  # words: channel, step, whether sums of parameters follow, and the step of the difference that was summed
 _MOST_NAMES = 8
 _VERSION = operator.attrgetter("_version")
@@ -53,17 +50,11 @@ class Blocks:
     count: Callable[[int], int]
 
 
-def _rows(nbytes: int) -> tuple[int, int]:
-    """Return of how many rows of a bucket one is summed at a time, and their size in bytes."""
-    return (1, ALIGNMENT) if nbytes <= _WHOLE_BYTES else (_EVERY, _ROW_BYTES)
-
-
 def _block_bytes(nbytes: int) -> int:
-    group = math.prod(_rows(nbytes))
-    return -(-max(1, nbytes) // (group * _MOST_BLOCKS)) * group
+    return -(-max(1, nbytes) // (ALIGNMENT * _MOST_BLOCKS)) * ALIGNMENT
 
 
-OF_PARAMETERS = Blocks(_block_bytes, lambda nbytes: nbytes // _block_bytes(nbytes) + 2)
+OF_PARAMETERS = Blocks(_block_bytes, lambda nbytes: nbytes // _block_bytes(nbytes) + 1)
 OF_DIFFERENCES = Blocks(lambda nbytes: SUMMED_BYTES, lambda nbytes: -(-nbytes // SUMMED_BYTES))
 
 
@@ -118,8 +109,6 @@ class EditGuard:
         """The sums of a copy for an all-reduce, or of parameters right after they were rounded or added to one."""
         self._versions: dict[int, list[int]] = {}
         """[local worker] the version of each of its parameters then."""
-        self._turns: dict[int, int | None] = {}
-        """[local worker] which rows of its parameters are summed; None: all of them."""
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
         """[local worker, partner] the step of their last difference, and the sums of its bits."""
         self._unread: _Findings | None = None
@@ -136,11 +125,9 @@ class EditGuard:
         """
         self.watched, self._step = watched, step
         senders = [local for local in range(self.rounds.local_workers) if watched and self._sends(round_, local)]
-        self._turns = {local: step if self._pairs(round_, local) else None for local in senders}
         copied = [self.rounds.local(members)[0] for members in self.rounds.sums(round_)]
-        self._posted = {
-            local: self._sums(self.buckets.values(local), local) for local in senders if local not in copied
-        }
+        summed = [local for local in senders if self._is_summed(round_, local) and local not in copied]
+        self._posted = {local: self._sums(self.buckets.values(local)) for local in summed}
         self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
         self._sent, self._received, self._read = {}, {}, {}
         for local in range(self.rounds.local_workers):
@@ -172,19 +159,21 @@ class EditGuard:
     def copied(self, local: int) -> None:
         """Sum the copy that an all-reduce is about to send, in its receive buffer. Runs in the thread that posts."""
         if self.watched:
-            self._read[local] = self._sums(self.buckets.received[local][0], local)
+            self._read[local] = self._sums(self.buckets.received[local][0])
 
     def confirm(self) -> None:
         """Sum the parameters that were just rounded for sending, or added to a copy. Runs in the thread that posts."""
-        self._read |= {local: self._sums(self.buckets.values(local), local) for local in self._posted}
+        self._read |= {local: self._sums(self.buckets.values(local)) for local in self._posted}
 
     def _words(self, round_: int, local: int) -> Tensor:
         head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
         values = [self.exchange.channel, self._step, int(self.watched)]
         if not self.uncompressed:
             return self._fill(head, *values)
-        parts = [head, self._posted[local] if local in self._posted else head.new_zeros(self._count(OF_PARAMETERS))]
         partner = self.rounds.partner(round_, local)
+        parts = [head]
+        if self._is_summed(round_, local):
+            parts.append(self._posted.get(local, head.new_zeros(self._count(OF_PARAMETERS))))
         if partner is not None:
             step, sums = self._met.get((local, partner), (-1, head.new_zeros(self._count(OF_DIFFERENCES))))
             parts.append(sums)
@@ -210,8 +199,8 @@ class EditGuard:
         """
         self._refuse_written()
         heads, changes = [], []
-        for local in self._versions:
-            sums = self._sums(self.buckets.values(local), local)
+        for local in sorted({*self._posted, *self._read}):
+            sums = self._sums(self.buckets.values(local))
             sent = [then[local] for then in (self._posted, self._read) if local in then]
             changes += [_Change([self.rounds.workers[local]], self._step, sums != then) for then in sent]
         for local, received in self._received.items():
@@ -224,7 +213,7 @@ class EditGuard:
             for k, sender in enumerate(senders):
                 heads.append((sender, received[k][:2]))
                 if self.uncompressed:
-                    changes += self._changes_by(sender, local, k, self.rounds.partner(round_, local) == sender)
+                    changes += self._changes_by(sender, local, k, round_)
         self._posted, self._versions, self._received = {}, {}, {}
         expected = [self.exchange.channel, self._step]
         if heads or changes:
@@ -234,15 +223,15 @@ class EditGuard:
         if not late:
             self.settle()
 
-    def _changes_by(self, sender: int, local: int, k: int, paired: bool) -> list[_Change]:
+    def _changes_by(self, sender: int, local: int, k: int, round_: int) -> list[_Change]:
         """Compare what a sender sent with its words; of a partner, the last difference, too."""
         words, changes = self._received[local][k], []
-        count = self._count(OF_PARAMETERS)
-        if self.watched:
-            arrived = self._sums(self.buckets.received[local][k], local)
+        count = self._count(OF_PARAMETERS) if self._is_summed(round_, local) else 0
+        if self.watched and count:
+            arrived = self._sums(self.buckets.received[local][k])
             changed = (arrived != words[_HEAD : _HEAD + count]) & (words[2] != 0)
             changes.append(_Change([sender], self._step, changed))
-        if paired and (local, sender) in self._met:
+        if self.rounds.partner(round_, local) == sender and (local, sender) in self._met:
             step, sums = self._met[local, sender]
             changed = (sums != words[_HEAD + count :]) & (words[3] == step)
             pair = sorted([self.rounds.workers[local], sender])
@@ -353,12 +342,13 @@ class EditGuard:
         plan = self.rounds.plan(round_, local)
         return bool(self.rounds.elsewhere([*plan.weights, *plan.recipients]))
 
-    def _pairs(self, round_: int, local: int) -> bool:
-        """Return whether the difference to the only neighbor is summed whole. It then does the same."""
-        return self.uncompressed and self.rounds.partner(round_, local) is not None
+    def _is_summed(self, round_: int, local: int) -> bool:
+        """Return whether the parameters are summed, and not only their difference to a single neighbor."""
+        paired = self.uncompressed and self.rounds.partner(round_, local) is not None
+        return not paired or sum(x.nbytes for x in self.buckets.values(local)) <= _FEW_BYTES
 
-    def _sums(self, buckets: Sequence[Tensor], local: int) -> Tensor:
-        return block_sums(buckets, self._turns[local]).to(self.group.device)
+    def _sums(self, buckets: Sequence[Tensor]) -> Tensor:
+        return block_sums(buckets).to(self.group.device)
 
     def _count(self, blocks: Blocks) -> int:
         return sum(blocks.count(x.nbytes) for x in self.buckets.values(0))
@@ -385,33 +375,21 @@ def parameters_between(bucket: Bucket, first: int, last: int) -> list[Parameter]
     ]
 
 
-def block_sums(buckets: Sequence[Tensor], turn: int | None) -> Tensor:
+def block_sums(buckets: Sequence[Tensor]) -> Tensor:
     """Return sums of the bits of each block of some buckets, as int64 words modulo 2^64: exact in any order.
 
     Args:
         buckets: (D,) each, padded to whole rows of 128 bytes.
-        turn: which rows of a large bucket are summed, for example the step; None: all of them.
 
     Returns:
-        (blocks,); of each bucket the last two are those of what is less than a block and less than sixteen rows.
+        (blocks,); of each bucket the last one is the sum of what is less than a block.
 
-    >>> len(block_sums([torch.zeros(64), torch.zeros(2**20)], turn=0))
-    70
+    >>> len(block_sums([torch.zeros(64), torch.zeros(2**20)]))
+    132
     """
     sums = []
     for bucket in buckets:
-        every, row = _rows(bucket.nbytes)
-        words = bucket.view(torch.int64)
-        groups = bucket.nbytes // (every * row)  # of neighboring rows, one of which is summed
-        tail = words[groups * every * row // 8 :]
-        rows = words[: len(words) - len(tail)].view(groups, every * row // 8)
-        if turn is not None:
-            rows = rows.view(groups, every, row // 8)[:, turn % every]
-        per_block = _block_bytes(bucket.nbytes) // (every * row)
-        whole = groups // per_block
-        sums += [
-            rows[: whole * per_block].unflatten(0, (whole, per_block)).sum((1, 2)),
-            rows[whole * per_block :].sum().view(1),
-            tail.sum().view(1),
-        ]
+        words, size = bucket.view(torch.int64), _block_bytes(bucket.nbytes) // 8
+        whole = len(words) // size * size
+        sums += [words[:whole].view(-1, size).sum(1), words[whole:].sum().view(1)]
     return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")  # everything is frozen

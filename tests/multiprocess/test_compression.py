@@ -58,9 +58,9 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
         _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
-        words = 4  # channel, step and two more, then sums of the parameters and of the last difference
+        words = 4  # channel, step and two more; then sums of few parameters, and of the last difference
         if comm_dtype == "full":
-            words += len(block_sums([torch.zeros(size // 4)], 0)) + OF_DIFFERENCES.count(size)
+            words += len(block_sums([torch.zeros(size // 4)])) + OF_DIFFERENCES.count(size)
         assert (sent - 8 * words) / size == pytest.approx(share, rel=0.02)
 
 
