@@ -24,7 +24,8 @@ from torch import Tensor
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange, Outgoing
 from dsgdac_accel.core.flat_parameters import FlatParameters
-from dsgdac_accel.core.update import Update, add_scaled
+from dsgdac_accel.core.kernels import add_scaled
+from dsgdac_accel.core.update import Update
 from dsgdac_accel.topology import RoundPlan, Topology
 
 _BLOCK = 256  # elements that share a scale: 1.6 % more bytes

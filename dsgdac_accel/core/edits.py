@@ -30,8 +30,9 @@ from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, Bucket
 from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.kernels import SUMMED_BYTES
 from dsgdac_accel.core.parameter_guard import MixedParameters
-from dsgdac_accel.core.update import SUMMED_BYTES, Update
+from dsgdac_accel.core.update import Update
 
 _MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
 _FEW_BYTES = 2**20

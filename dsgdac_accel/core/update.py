@@ -15,15 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.kernels import add_scaled, subtract
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.topology import RoundPlan
-
-_PIECE = 2**17  # elements for each thread: they stay in its cache
-_MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
-SUMMED_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece
 
 
 @dataclass
@@ -84,7 +80,7 @@ def consensus_update(
     """
     ratios, squares = [weight / weights[0] for weight in weights], []
     for own, target, first, *others in zip(x, out, *neighbors, strict=True):
-        squares += _subtract(first, own, target, sum(ratios), others, ratios[1:])
+        squares += subtract(first, own, target, sum(ratios), others, ratios[1:])
     return Update(gamma * weights[0], list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
 
 
@@ -111,7 +107,7 @@ def pair_update(
     squares: list[Tensor] = []
     sums: list[Tensor] | None = [] if with_sums else None
     for own, other, target in zip(x, theirs, out, strict=True):
-        squares += _subtract(other, own, target, sums=sums) if comes_first else _subtract(own, other, target, sums=sums)
+        squares += subtract(other, own, target, sums=sums) if comes_first else subtract(own, other, target, sums=sums)
     return Update(
         gamma * weight if comes_first else -gamma * weight,
         list(out),
@@ -134,7 +130,7 @@ def group_update(
     """
     others, squares = len(weights), []
     for own, everybody, target in zip(x, total, out, strict=True):
-        squares += _subtract(everybody, own, target, others + 1)
+        squares += subtract(everybody, own, target, others + 1)
     square = torch.stack(squares).sum() / others**2 if squares else None
     return Update(gamma * sum(weights) / others, list(out), square)
 
@@ -196,60 +192,3 @@ def _updates_of_group(
         member: group_update(gamma, weights, buckets.values(member), total, out=buckets.received[member][0])
         for member in reversed(members)
     }
-
-
-def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = None) -> None:
-    """x += scale * values, all (D,), unless `skip`, shape (), is 1: decided on the device, in one pass."""
-    if skip is None:
-        x.add_(values, alpha=scale)
-        return
-    # A step of SGD, whose fused kernel can skip like that; a product with 0 would let NaN through.
-    for part, added in zip(x.split(_MOST_FUSED), values.split(_MOST_FUSED), strict=True):
-        sgd(
-            [part],
-            [added],
-            [None],
-            fused=True,
-            found_inf=skip,
-            lr=scale,
-            maximize=True,
-            weight_decay=0.0,
-            momentum=0.0,
-            dampening=0.0,
-            nesterov=False,
-        )
-
-
-def _subtract(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    factor: float = 1,
-    others: Sequence[Tensor] = (),
-    ratios: Sequence[float] = (),
-    sums: list[Tensor] | None = None,
-) -> list[Tensor]:
-    """out <- a + sum_k ratio_k other_k - factor * b, all (D,); return the squared norms of its pieces.
-
-    Each piece is measured while it is in the cache. Likewise append the sums of its bits to `sums`, if it is given.
-    """
-    on_cpu = out.device.type == "cpu"  # elsewhere nothing stays in the cache, and `dot` would read the difference twice
-    size = _PIECE * torch.get_num_threads() if on_cpu else max(1, len(out))
-    squares = []
-    for theirs, mine, difference, *more in zip(*(x.split(size) for x in (a, b, out, *others)), strict=True):
-        for other, ratio in zip(more, ratios, strict=True):
-            theirs = torch.add(theirs, other, alpha=ratio, out=difference)
-        torch.sub(theirs, mine, alpha=factor, out=difference)
-        squares.append(torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square())
-        if sums is not None:
-            sums += _bit_sums(difference.view(torch.int64))
-    return squares
-
-
-def _bit_sums(words: Tensor) -> list[Tensor]:
-    """Return sums of int64 words, modulo 2^64, over `SUMMED_BYTES` each but for the last."""
-    row = SUMMED_BYTES // 8
-    if len(words) % row == 0:
-        return [words.view(-1, row).sum(1)]
-    whole = len(words) // row * row
-    return [words[:whole].view(-1, row).sum(1), words[whole:].sum(0, keepdim=True)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.checkpoint import staging
-from dsgdac_accel.core import exchange, update
+from dsgdac_accel.core import exchange, kernels
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.poster import Poster
@@ -222,7 +222,7 @@ def test_small_objects_such_as_whether_there_is_another_batch_take_one_collectiv
 
 def launches(rank: int, topology: str) -> list[tuple[int, int, int, int]]:
     """Return, for one bucket and for two: launches on whole buckets, others, and numbers of buffers and buckets."""
-    update._PIECE = 2**30  # as on a GPU: a CPU works in pieces that fit into its cache
+    kernels._PIECE = 2**30  # as on a GPU: a CPU works in pieces that fit into its cache
     exchange._FEW_BYTES = 2**30  # posted by this thread, as with NCCL
     found = []
     for dtypes in ([torch.float32], [torch.float32, torch.float64]):

@@ -13,7 +13,7 @@ from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, nonfinite_workers, skips_on_device
-from dsgdac_accel.core.update import add_scaled
+from dsgdac_accel.core.kernels import add_scaled
 from tests.host_waits import HostWaits
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate

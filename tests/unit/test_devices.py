@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, WorkerLostError, devices, randomness
 from dsgdac_accel.cli.doctor import join_workers
 from dsgdac_accel.compatibility import refuse_unsupported_launch
-from dsgdac_accel.core import update
+from dsgdac_accel.core import kernels
 from dsgdac_accel.core.compression import Bf16, Rounding
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.host_copy import HostCopy
@@ -268,18 +268,18 @@ def test_a_mistake_of_this_process_is_not_a_lost_worker_and_is_told_to_the_other
 
 def test_fused_kernels_get_at_most_2_30_elements(monkeypatch):
     sizes = []
-    monkeypatch.setattr(update, "sgd", lambda x, values, *_, **__: sizes.append((x[0].numel(), values[0].numel())))
+    monkeypatch.setattr(kernels, "sgd", lambda x, values, *_, **__: sizes.append((x[0].numel(), values[0].numel())))
     x = torch.empty(2**31 + 5, device="meta")
-    update.add_scaled(x, torch.empty_like(x), 0.5, torch.zeros((), device="meta"))
+    kernels.add_scaled(x, torch.empty_like(x), 0.5, torch.zeros((), device="meta"))
     assert sizes == [(2**30, 2**30), (2**30, 2**30), (5, 5)]
 
 
 def test_pieces_cover_everything_and_skip_alike(monkeypatch):
-    monkeypatch.setattr(update, "_MOST_FUSED", 4)
+    monkeypatch.setattr(kernels, "_MOST_FUSED", 4)
     x, values = torch.arange(10.0), torch.full((10,), 2.0)
-    update.add_scaled(x, values, 0.5, torch.zeros(()))
+    kernels.add_scaled(x, values, 0.5, torch.zeros(()))
     assert torch.equal(x, torch.arange(10.0) + 1)
-    update.add_scaled(x, values / 0, 0.5, torch.ones(()))
+    kernels.add_scaled(x, values / 0, 0.5, torch.ones(()))
     assert torch.equal(x, torch.arange(10.0) + 1)
 
 

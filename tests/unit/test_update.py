@@ -9,8 +9,9 @@ from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.kernels import SUMMED_BYTES, add_scaled
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.core.update import SUMMED_BYTES, add_scaled, consensus_update, group_update, pair_update
+from dsgdac_accel.core.update import consensus_update, group_update, pair_update
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import Topology
 
