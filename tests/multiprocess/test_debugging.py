@@ -31,8 +31,8 @@ def train_checked(rank: int) -> dict:
 
 
 def test_workers_that_send_unequally_many_messages_follow_algorithm_1():
-    simulation, expected = simulate(3, "one_peer_ring", "sgd")
-    for found, parameters in zip(run_workers(train_checked, 3), expected, strict=True):
+    simulation, expected = simulate(5, "one_peer_ring", "sgd")
+    for found, parameters in zip(run_workers(train_checked, 5), expected, strict=True):
         torch.testing.assert_close(found["x"], torch.cat([p.flatten() for p in parameters]), rtol=0, atol=1e-6)
         assert found["radius"] == pytest.approx(simulation.radius(), abs=1e-9)
 
@@ -49,6 +49,7 @@ def mix_checked(rank: int) -> float:
     for step in range(3):
         mixer.add(mixer.consensus_update(0.5))
         group.barrier(f"step {step}")
+        assert group.all_gather_object(rank, "who is here") == [0, 1, 2]
     mixer.drain()
     return float(parameter.detach()[0])
 
