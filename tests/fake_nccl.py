@@ -1,7 +1,8 @@
 """NCCL as a CPU can imitate it over gloo, so that the library's code for NCCL runs: what blocks, and what does not.
 
-Tags are ignored. A wait only puts a work into the queue of the device, which events then follow. The first message
-between two workers blocks its caller, without a timeout, until the other one is there. Nobody hears of a lost worker.
+Tags are ignored. A wait only puts a work into the queue of the device, which events and computations then follow. The
+first message between two workers blocks its caller, without a timeout, until the other one is there. Nobody hears of a
+lost worker. Messages that do not form a group wait for each other, as torch posts them where it cannot form one.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.poster import run_within
 from dsgdac_accel.distributed.transport import Gloo, Nccl
 
-_DEVICE_SECONDS = 2.0  # a wait holds the host, which is the device here, for so long; then the device has hung
+_CPU = torch.device("cpu")
+_DEVICE_SECONDS = 2.0  # a work holds what is computed after it for so long; then the device has hung
 
 queue: list[FakeWork] = []
 """The works that the device waits for, in order."""
+held: list[FakeWork] = []
+"""Those that nothing was computed after."""
 connections: list[tuple[int, int]] = []
 """Pairs (own rank, peer) that were connected in this process, in order; twice if it sends and receives."""
 batches: list[int] = []
@@ -35,9 +40,6 @@ groups: list[dict[str, Any]] = []
 
 class FakeNccl(Nccl):
     backend = "fake"  # not refused where going on after a loss is asked for
-
-    def coalesces(self, handle: Any) -> bool:
-        return True
 
     def within(self, seconds: float, connect: Callable[[], Any]) -> Any:
         return run_within(seconds, connect)
@@ -66,14 +68,23 @@ class FakeEvent:
         return max([self.made, *(work.ended for work in self.before)])
 
 
+class Device(TorchDispatchMode):
+    """Computes in the order of the queue. The host is the device here, so it is held where the device would be."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        while held:
+            held.pop(0).hold()
+        return function(*args, **(kwargs or {}))
+
+
 class FakeWork:
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: Iterable[Any]) -> None:
         self.ended = 0.0
         self.hung = False
         self.over = threading.Event()
         threading.Thread(target=self._follow, args=(works,), daemon=True).start()
 
-    def _follow(self, works: list[Any]) -> None:
+    def _follow(self, works: Iterable[Any]) -> None:
         with contextlib.suppress(RuntimeError):
             for work in works:
                 work.wait()
@@ -85,6 +96,9 @@ class FakeWork:
 
     def wait(self) -> None:
         queue.append(self)
+        held.append(self)
+
+    def hold(self) -> None:
         self.hung = not self.over.wait(0.0 if any(work.hung for work in queue) else _DEVICE_SECONDS)
 
 
@@ -100,6 +114,8 @@ def install(tells: bool = False) -> None:
     def batch(operations: list[Any]) -> list[FakeWork]:
         batches.append(len(operations))  # an operation would keep the connections of its process group open
         _connect([(op.op is dist.isend, op.peer) for op in operations])
+        if not torch_coalesces(operations[0].group):
+            return [FakeWork(_in_turn(operations, peer)) for peer in {op.peer for op in operations}]
         works = [op.op(op.tensor, op.peer, op.group) for op in operations]
         return works if tells else [FakeWork(works)]
 
@@ -117,9 +133,22 @@ def install(tells: bool = False) -> None:
     process_groups.transport_for = lambda device, distributed: FakeNccl(device) if distributed else Gloo()
     dist.new_group, dist.batch_isend_irecv = fake_group, batch
     dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)
+    dist.ProcessGroupGloo.supports_coalescing = True  # a wrapper around it then is as one of torch 2.10 around NCCL
     if not tells:
+        Device().__enter__()
         dist.all_reduce, dist.broadcast = in_queue(all_reduce), in_queue(broadcast)
         HostCopy.__init__ = mark
+
+
+def torch_coalesces(handle: Any) -> bool:
+    """The condition of `dist.batch_isend_irecv`."""
+    return type(handle) is dist.ProcessGroup and handle._get_backend(_CPU).supports_coalescing
+
+
+def _in_turn(operations: list[Any], peer: int) -> Iterator[Any]:
+    for op in operations:
+        if op.peer == peer:
+            yield op.op(op.tensor, op.peer, op.group)
 
 
 class _Options:

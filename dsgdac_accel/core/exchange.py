@@ -46,7 +46,7 @@ class Exchange:
         self.group = group
         self.rounds = rounds
         self.waited_seconds = 0.0
-        """Duration of the last `wait`, or with NCCL of the last one that the device has finished."""
+        """Duration of the last `wait`, or with NCCL of the one before, see `DeviceStopwatch`."""
         self.bytes_sent = 0
         """By this process in the last exchange."""
         self._posted: futures.Future[Works] | None = None

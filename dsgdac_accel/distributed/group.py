@@ -9,7 +9,6 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -261,12 +260,7 @@ class WorkerGroup:
     def barrier(self, what: str) -> None:
         """Wait until every worker is here. The error names the workers that did not come."""
         if self.size > 1:
-            self.collective(
-                lambda: dist.monitored_barrier(
-                    group=self.process_groups.control, timeout=timedelta(seconds=self.timeout), wait_all_ranks=True
-                ),
-                what,
-            )
+            self.collective(lambda: self.process_groups.barrier(self.timeout), what)
 
     def _device_for(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor travels.
@@ -282,7 +276,7 @@ class WorkerGroup:
         The process group is looked up now: after a lost worker there are new ones.
         """
         if is_on(tensor.device, self.device):
-            self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.exchange), what)
+            self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.reduction), what)
         else:
             collective(tensor, group=self.process_groups.control)  # on gloo, where the host waits
 

@@ -30,7 +30,13 @@ class ProcessGroups:
         self.control: Any = None
         """For objects and barriers; gloo."""
         self.exchange: Any = None
-        """For parameters on their way to neighbors, and between exchanges for reductions and broadcasts of tensors."""
+        """For parameters on their way to neighbors."""
+        self.reduction: Any = None
+        """For reductions and broadcasts of tensors: with gloo `control`, with NCCL `exchange`, which saves a
+        communicator of the GPU."""
+        self.checked = False
+        """Whether torch compares how many calls each worker has made before each collective of a group, as with
+        `TORCH_DISTRIBUTED_DEBUG=DETAIL`. On gloo it counts messages, too, of which workers have unequally many."""
         self.connected: set[tuple[int, int]] = set()
         """Pairs (from, to) of ranks that have exchanged a message, where that connects them."""
         self._subgroups: dict[tuple[int, ...], Any] = {}
@@ -44,6 +50,7 @@ class ProcessGroups:
     def connect_control(self) -> None:
         """Create the group for objects and barriers, which needs no device. Collective, before `connect`."""
         self.world = dist.group.WORLD
+        self.checked = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.control = self.new("gloo")
 
     def connect(self) -> None:
@@ -51,10 +58,11 @@ class ProcessGroups:
         if self.control is None:
             self.connect_control()
         self.exchange = self.new(self.backend)
+        self.reduction = self.control if self.backend == "gloo" else self.exchange
 
     def disconnect(self) -> None:
         """Close every connection, so that a worker that waits for this one gets an error at once."""
-        self.world = self.control = self.exchange = None
+        self.world = self.control = self.exchange = self.reduction = None
         self.connected.clear()
         self._subgroups.clear()
         self._created.clear()
@@ -72,9 +80,17 @@ class ProcessGroups:
             self._created.append(handle)
         return handle
 
+    def barrier(self, seconds: float) -> None:
+        """Wait until every worker is here. The error names the workers that did not come within `seconds`."""
+        if self.checked:
+            dist.barrier(group=self.control)  # torch finds out by itself who is missing; a monitored one has messages
+        else:
+            limit = timedelta(seconds=seconds)
+            dist.monitored_barrier(group=self.control, timeout=limit, wait_all_ranks=True)
+
     def subgroup(self, members: tuple[int, ...]) -> Any:
         """The group of `members`. Collective over ALL workers at the first call for these members."""
-        if len(members) == dist.get_world_size():
+        if len(members) == dist.get_world_size() and not self.checked:
             return self.exchange
         if members not in self._subgroups:
             self._subgroups[members] = self.new(self.backend, members)

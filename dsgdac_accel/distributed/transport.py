@@ -230,7 +230,7 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Measures how long the device waits. Methods as in `HostStopwatch`; a wait is known a step later.
+    """Measures how long the device waits. Methods as in `HostStopwatch`; a wait is known when the next one has begun.
 
     Args:
         event: marks the present end of the device's queue, with a time.
@@ -250,8 +250,9 @@ class DeviceStopwatch:
 
     @property
     def seconds(self) -> float:
-        """Duration of the latest wait that the device has finished. Reading it does not wait."""
-        while self._unread and self._unread[0][1].query():
+        """Duration of the latest wait but one, or of an earlier one if the device is behind. Reading does not wait."""
+        # The latest is left to the next reading even if it is over: whoever reads after each wait misses none.
+        while len(self._unread) > 1 and self._unread[0][1].query():
             began, ended = self._unread.popleft()
             self._seconds = began.elapsed_time(ended) / 1e3
         return self._seconds

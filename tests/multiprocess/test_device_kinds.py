@@ -76,18 +76,18 @@ def train_as_on_gpus(rank: int) -> dict:
     accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, constant=0.5, **FAST))
     group = accelerator.group
     group.device = torch.device("cuda:0")
-    gloo, nccl = group.process_groups.exchange, "NCCL, which knows no tensors of the host"
-    group.process_groups.exchange = nccl
+    gloo, nccl = group.process_groups.reduction, "NCCL, which knows no tensors of the host"
+    group.process_groups.reduction = nccl
     model = WithHostTensors(rank)
     parameter_guard.is_on = lambda device, expected: True  # the trained ones
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # What follows on the device itself is not what this test is about.
-    group.device, group.process_groups.exchange = CPU, gloo
+    group.device, group.process_groups.reduction = CPU, gloo
     for step in range(2):
         accelerator.backward(model(inputs(rank, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    group.device, group.process_groups.exchange = torch.device("cuda:0"), nccl
+    group.device, group.process_groups.reduction = torch.device("cuda:0"), nccl
     start = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         model.target.weight.fill_(rank)
