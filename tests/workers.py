@@ -114,10 +114,12 @@ def _preloaded() -> list[str]:
     """What the server that workers are forked from imports when it starts, at the first launch.
 
     The modules of all collected tests are among them: a worker that has to import its own test module, pytest and
-    Transformers' Trainer first takes half a second of processor time, a forked one 20 ms.
+    Transformers' Trainer first takes half a second of processor time, a forked one 20 ms. Task scripts also draw plots.
     """
     tests = sorted(name for name in sys.modules if name.startswith("tests."))
-    return ["torch._dynamo", "accelerate", "dsgdac_accel", "dsgdac_accel.trainer", *tests]
+    plots = ["matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets", "torch.utils.tensorboard"]
+    tasks = plots if any(name.startswith("tests.tasks.") for name in tests) else []
+    return ["torch._dynamo", "accelerate", "dsgdac_accel", "dsgdac_accel.trainer", *tasks, *tests]
 
 
 def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:

@@ -17,7 +17,7 @@ from tasks.common.known_tasks import FOLDER
 _LOCK = threading.Lock()
 """multiprocessing looks at all children whenever it starts one, so one thread at a time may start or look."""
 
-_SLOW = ("torch._dynamo", "matplotlib.backends.backend_agg", "sklearn.datasets")
+_SLOW = ("torch._dynamo", "matplotlib.backends.backend_agg", "matplotlib.figure", "sklearn.datasets")
 
 
 class ForkedScript:

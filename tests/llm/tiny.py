@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Trainer, TrainerCallback
 
-from tasks.translation.grammar import grammar_splits
+from tasks.translation.grammar import Sampler
 
-PAIRS = grammar_splits()["train"][:96]
+_SAMPLER = Sampler(2602)
+PAIRS = [_SAMPLER.pair() for _ in range(96)]
 """English sentences and their German translations."""
 
 CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {{ eos_token }} {% endfor %}"

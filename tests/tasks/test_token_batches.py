@@ -140,12 +140,18 @@ def test_a_batch_is_padded_on_the_right_and_the_decoder_reads_its_labels_shifted
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-@pytest.mark.data
-@pytest.mark.parametrize(("tokens", "workers"), [(6_000, 2), (50_000, 8), (25_000, 2)])
-def test_padding_stays_below_a_tenth_on_multi30k(tmp_path, tokens, workers):
+@pytest.fixture(scope="module")
+def multi30k_lengths(tmp_path_factory):
+    """Lengths of the sources and of the targets of Multi30k."""
     rows = pq.read_table(real_data("multi30k") / "train.parquet").column("translation").combine_chunks()
     texts = [rows.field(language).to_pylist() for language in ("en", "de")]
-    train_tokenizer((text for side in texts for text in side), 8000).save(str(tmp_path / "bpe.json"))
-    tokenizer = load_tokenizer(tmp_path / "bpe.json")
-    lengths = [[len(ids) for ids in encode(tokenizer, side)] for side in texts]
-    assert TokenBatches(*lengths, tokens=tokens, workers=workers).padding < 0.1
+    file = tmp_path_factory.mktemp("multi30k") / "bpe.json"
+    train_tokenizer((text for side in texts for text in side), 8000).save(str(file))
+    tokenizer = load_tokenizer(file)
+    return [[len(ids) for ids in encode(tokenizer, side)] for side in texts]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("tokens", "workers"), [(6_000, 2), (50_000, 8), (25_000, 2)])
+def test_padding_stays_below_a_tenth_on_multi30k(multi30k_lengths, tokens, workers):
+    assert TokenBatches(*multi30k_lengths, tokens=tokens, workers=workers).padding < 0.1
