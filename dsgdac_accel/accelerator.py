@@ -50,6 +50,7 @@ from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
@@ -160,6 +161,7 @@ class GossipAccelerator(Accelerator):
         check_choice("scheduler_ticks", scheduler_ticks, TICK_SETTINGS)
         check_flag("keep_average", keep_average)
         if not PartialState._shared_state:
+            join_slurm_step()  # later, Accelerate would not read the variables any more
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
