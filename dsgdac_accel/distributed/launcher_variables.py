@@ -1,4 +1,4 @@
-"""Environment variables by which launchers tell a process its rank: torchrun's, and those of Slurm and MPI."""
+"""Environment variables by which launchers tell a process its rank: torchrun's, and those of others in their place."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import re
 
 _SLURM = "SLURM_STEP_NUM_TASKS"
-_SIZES = ("WORLD_SIZE", _SLURM, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_SIZES = ("WORLD_SIZE", _SLURM, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "PET_NNODES")
 _SINGLE = "To train each alone, set WORLD_SIZE=1."
 
 
 def launched_processes() -> tuple[int, str]:
     """Return how many processes a launcher started together, and the variable that says so; 1 without a launcher.
 
-    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks.
+    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks. PET_NNODES, which Kubeflow sets
+    to the number of pods, is only read by torchrun.
     """
-    name = next((name for name in _SIZES if os.environ.get(name)), _SIZES[0])
+    name = next((name for name in _SIZES if os.environ.get(name, "").isdigit()), _SIZES[0])
     return int(os.environ.get(name) or 1), name
 
 

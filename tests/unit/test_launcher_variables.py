@@ -31,7 +31,7 @@ JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
     """Set the variables of a launcher, without any others, and forget what is set meanwhile."""
-    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "PMI")) or name in JOINED]:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "PMI", "PET")) or name in JOINED]:
         monkeypatch.delenv(name)
     kept = dict(os.environ)
     yield lambda found: os.environ.update(found)
@@ -93,6 +93,7 @@ LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "join_slurm_step",
     "OMPI_COMM_WORLD_SIZE": "Launch with torchrun",
     "PMI_SIZE": "Launch with torchrun",
+    "PET_NNODES": "Launch with torchrun",
 }
 
 
