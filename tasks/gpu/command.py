@@ -42,8 +42,8 @@ def _machine(options: GpuCheckConfig) -> Machine:
     count, variable = launched_processes()
     if "RANK" in os.environ or count > 1:
         raise ValueError(
-            f"gpu_check.py starts its own processes; got {count} of a launcher ({variable}). Start it with python, "
-            f"outside torchrun, accelerate launch and srun -n {count}."
+            f"gpu_check.py starts its own processes; a launcher has started {count} of it ({variable}). Start it with "
+            f"python alone."
         )
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cuda" and not cards:
