@@ -229,14 +229,15 @@ def test_ray_resumes_a_failed_run_bit_by_bit(name, folder):
     resumed, said = ray(folder / "failed", name, INIT, FAILING[name])
     assert "this worker fails" in said
     assert resumed, said
-    assert "'workers': 2" in resumed[-1]
     if name == "ray_accelerator.py":  # it trains as the script for torchrun does
         status, out, err = finish(start([*torchrun(2), "train.py", "once", "3"], folder, **in_this_python()), PATIENCE)
         assert status == 0, err
-        assert f"'sum': {result(out).split()[-1]}," in resumed[-1]
+        assert f"'sum': {result(out).split()[-1]}, 'workers': 2" in resumed[-1]
     else:
         whole, said = ray(folder / "whole", name, INIT)
-        assert resumed == whole, said
+        kept = re.compile(r"'(?:step|loss|grad_norm|gossip/radius)': [\d.]+")
+        assert kept.findall(resumed[-1]) == kept.findall(whole[-1]), said
+        assert len(kept.findall(whole[-1])) == 4
 
 
 RANK = "ray.train.get_context().get_world_rank()"
