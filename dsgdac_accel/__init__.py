@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dsgdac_accel.distributed.failure_detection import WorkerLostError, WorkersChangedError
     from dsgdac_accel.distributed.group import WorkerGroup
     from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
+    from dsgdac_accel.distributed.launcher_variables import join_slurm_step
     from dsgdac_accel.distributed.stopping import StoppedBySignal
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
     from dsgdac_accel.pytorch import Gossip
@@ -47,6 +48,7 @@ __all__ = [
     "WorkersChangedError",
     "__version__",
     "build_topology",
+    "join_slurm_step",
 ]
 
 _MODULES = {
@@ -69,6 +71,7 @@ _MODULES = {
     "WorkerLostError": "distributed.failure_detection",
     "WorkersChangedError": "distributed.failure_detection",
     "build_topology": "topology",
+    "join_slurm_step": "distributed.launcher_variables",
 }
 
 

@@ -50,6 +50,7 @@ from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
@@ -160,6 +161,7 @@ class GossipAccelerator(Accelerator):
         check_choice("scheduler_ticks", scheduler_ticks, TICK_SETTINGS)
         check_flag("keep_average", keep_average)
         if not PartialState._shared_state:
+            join_slurm_step()  # later, Accelerate would not read the variables any more
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
@@ -665,16 +667,39 @@ class GossipAccelerator(Accelerator):
 
         Args:
             signals: which signals. Default: SIGTERM and SIGUSR1.
+
+        Raises:
+            ValueError: outside of the main thread, where Python allows no handlers; use `stop_on_request` there.
         """
         return self.stopping.listening(signals)
 
+    def stop_on_request(self) -> AbstractContextManager[None]:
+        """Inside, `request_stop` on any worker makes `should_stop` True on all, after the same step. Collective.
+
+        For programs that learn in another way than by a signal that they have to stop, or that train in a thread.
+        """
+        return self.stopping.listening(None)
+
+    def request_stop(self, reason: str = "a request") -> None:
+        """Ask all workers to stop after the same step, like a signal to this one. One worker is enough.
+
+        It sends nothing and does not wait, and any thread may call it.
+
+        Args:
+            reason: for `stop_reason`, which adds this worker, as in "preemption of worker 1".
+
+        Raises:
+            RuntimeError: outside of `stop_on_request` and `stop_on_signals`.
+        """
+        self.stopping.request(reason)
+
     def should_stop(self) -> bool:
-        """Return whether a signal stops the run at this step. Call it after every optimizer step, on all workers."""
+        """Return whether the run stops at this step. Call it after every optimizer step, on all workers."""
         return self.stopping.should_stop()
 
     @property
     def stop_reason(self) -> str | None:
-        """The signal that stops the run and its worker, as in "SIGTERM to worker 1"; None if none does."""
+        """What stops the run, and its worker, as in "SIGTERM to worker 1"; None if nothing does."""
         return self.stopping.reason
 
     # ---- measuring and logging

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
+from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -47,11 +47,17 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
     refuse_unsuitable(accelerator.device, accelerator.num_processes)
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
-    launched = _launched_processes()
+    launched, variable = launched_processes()
     if launched > 1 and accelerator.num_processes == 1:
         raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE), but Accelerate sees one, so each would train alone. "
-            f"On CPU pass cpu=True or set ACCELERATE_USE_CPU=true, and launch with --multi_gpu."
+            f"{launched} processes were launched ({variable}), but Accelerate sees one, so each would train alone. "
+            f"{how_to_join(variable)}"
+        )
+    if lone_launchers() and accelerator.is_main_process:
+        logger.warning(
+            "each of the %d tasks of this Slurm step has started a launcher for one node, and these train apart from "
+            "each other. To train together, give each launcher the number of nodes (--nnodes, --num_machines).",
+            lone_launchers(),
         )
 
 
@@ -126,11 +132,11 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
             f"process per GPU (torchrun --nproc_per_node {args.n_gpu}, or accelerate launch), or show the process one "
             f"GPU (CUDA_VISIBLE_DEVICES=0)."
         )
-    launched = _launched_processes()
+    launched, variable = launched_processes()
     if launched > args.world_size:
         raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE), but TrainingArguments sees {args.world_size}, so each "
-            f"would train alone. On CPU set use_cpu=True in TrainingArguments."
+            f"{launched} processes were launched ({variable}), but TrainingArguments sees {args.world_size}, so each "
+            f"would train alone. {how_to_join(variable)}"
         )
     if isinstance(trainer.model_wrapped, DistributedDataParallel):
         raise ValueError(
@@ -178,7 +184,3 @@ def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
             "the first gradients are the same on all workers: something averages them (a hook of yours, for example), "
             "or all workers read the same batches. Gossip needs local gradients of different batches."
         )
-
-
-def _launched_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))

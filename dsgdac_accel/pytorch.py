@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -10,7 +9,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.state import GradientState
 from torch import nn
 
@@ -204,12 +202,6 @@ def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizers must be torch optimizers; got {type(optimizer).__name__}.")
         refuse_unsupported_optimizer(optimizer, config)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and not dist.is_initialized():
-        raise ValueError(
-            f"{launched} processes were launched (WORLD_SIZE), but they do not know of each other. Call "
-            f"torch.distributed.init_process_group(...) before Gossip(...)."
-        )
     refuse_unsupported_model(model)
     count = model.num_workers if isinstance(model, VirtualWorkers) else 1
     if count != config.workers_per_process:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from sklearn.datasets import load_digits
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 
-from dsgdac_accel import GossipCallback
+from dsgdac_accel import GossipCallback, join_slurm_step
 
 
 def load_splits() -> tuple[Dataset, Dataset, Dataset]:
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/trainer_images")
     parser.add_argument("--num_train_epochs", type=int, default=8)
     options = parser.parse_args()
+    join_slurm_step()
 
     torch.manual_seed(0)
     train, validation, test = load_splits()

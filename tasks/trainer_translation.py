@@ -18,7 +18,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from dsgdac_accel import GossipCallback, GossipConfig
+from dsgdac_accel import GossipCallback, GossipConfig, join_slurm_step
 from tasks.translation.config import ModelConfig
 from tasks.translation.grammar import grammar_splits
 from tasks.translation.model import build_model
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/trainer_translation")
     parser.add_argument("--num_train_epochs", type=int, default=6)
     options = parser.parse_args()
+    join_slurm_step()
 
     torch.manual_seed(0)
     splits = grammar_splits()

@@ -102,7 +102,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
         mine = {place: (found, is_plain(tensors[place])) for place, found in untrained_digests(models).items()}
     except Exception as error:  # the other workers wait below
         problem = str(error)
-    everyone = group.all_gather_object((mine, problem), "comparing the frozen tensors of all workers")
+    everyone = group.all_gather_object((mine, problem), "comparing the frozen tensors for a checkpoint")
     for worker, (_, found) in zip(group.members.original_ranks, everyone, strict=True):
         if found is not None:
             raise CheckpointError(f"worker {worker} cannot be saved: {found}")

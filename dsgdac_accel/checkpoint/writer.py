@@ -211,7 +211,8 @@ class PendingCheckpoint:
             if plan[:2] != plans[0][:2]:
                 raise CheckpointError(
                     f"all workers must save the same step into the same folder; worker 0 saves step {plans[0][1]} into "
-                    f"{plans[0][0]} and worker {rank} step {plan[1]} into {plan[0]}."
+                    f"{plans[0][0]} and worker {rank} step {plan[1]} into {plan[0]}. Give all of them one folder on "
+                    f"shared storage, and save after the same step."
                 )
         # New file names, so that a checkpoint that is replaced stays complete until the new manifest is written.
         self.suffix = f"-{plans[0][2]}" if plans[0][2] else ""

@@ -47,9 +47,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from dsgdac_accel import WorkerLostError
+    from dsgdac_accel import WorkerLostError, join_slurm_step
     from dsgdac_accel.doctor import Finding, Report
 
+    join_slurm_step()
     rank, size = launched_processes()
     try:
         _check(options)

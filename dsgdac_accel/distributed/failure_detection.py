@@ -122,6 +122,11 @@ class FailureDetector:
 
 
 def _advice(failure: Failure, silent: bool) -> str:
+    if silent and "checkpoint" in failure.what:
+        return (
+            "Call `save_state` and `load_state` on all workers, not on rank 0 alone. If all of them do, look at that "
+            "worker's own output, and raise `timeout` if it was only slow."
+        )
     advice = "Look at that worker's own output for its error"
     if failure.what.startswith("averaging the workers"):
         advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers, `get_state_dict` included"

@@ -20,6 +20,7 @@ from dsgdac_accel.devices import Placement, identity_of, is_on, refuse_misplaced
 from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED
+from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
 from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
@@ -54,8 +55,8 @@ class WorkerGroup:
             "continue", a loss also replaces the default process group.
 
     Raises:
-        ValueError: gossip is impossible on `device`, two processes share a GPU, or continuing after a loss is
-            impossible.
+        ValueError: several processes were launched without a process group, gossip is impossible on `device`, two
+            processes share a GPU, or continuing after a loss is impossible.
         ImportError: "continue" is not installed.
         WorkerLostError: a worker did not connect.
     """
@@ -64,6 +65,8 @@ class WorkerGroup:
 
     def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
         launched = dist.is_available() and dist.is_initialized()
+        if not launched:
+            _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         self._begin(device, timeout, Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1))
         policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
@@ -382,6 +385,17 @@ class WorkerGroup:
                     f"all workers must have the same {what}; worker {names[0]} has {_short(values[0])} and worker "
                     f"{names[rank]} has {_short(other)}.{advice and ' '}{advice}"
                 )
+
+
+def _refuse_several_processes() -> None:
+    """Raise ValueError if a launcher started several processes, which do not know of each other."""
+    count, variable = launched_processes()
+    if count > 1:
+        first = "" if variable == "WORLD_SIZE" else f"{how_to_join(variable)} "
+        raise ValueError(
+            f"{count} processes were launched ({variable}), but they do not know of each other. {first}Call "
+            f"torch.distributed.init_process_group(...) before Gossip(...) or WorkerGroup(...)."
+        )
 
 
 def wait_for_device(is_ready: Callable[[], bool]) -> None:

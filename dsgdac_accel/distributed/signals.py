@@ -1,4 +1,4 @@
-"""Notes signals instead of letting them end the process, even while its main thread is busy outside of Python."""
+"""Notes requests to stop: signals, also while the main thread is busy outside of Python, and those of the program."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ _receivers: weakref.WeakSet[SignalReceiver] = weakref.WeakSet()
 
 
 class SignalReceiver:
-    """Notes the given signals between `open` and `close`. Existing handlers are suspended meanwhile.
+    """Notes the given signals and `request` between `open` and `close`. Existing handlers are suspended meanwhile.
 
     The third signal of a kind takes its usual effect. Launchers and batch systems often signal all processes at once,
     and a run whose DataLoader has lost its processes cannot stop cleanly. So processes that `multiprocessing` forks
     between `open` and `close` end by SIGTERM only from their parent, and ignore the other signals.
 
+    Args:
+        signals: which signals; None for `request` alone, which works in any thread.
+
     Raises ValueError or TypeError if no signal is given, or something that is no signal or cannot be caught.
     """
 
-    def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        self.signals = _checked(signals)
+    def __init__(self, signals: Iterable[int] | None = STOP_SIGNALS) -> None:
+        self.signals = () if signals is None else _checked(signals)
         self.first: signal.Signals | None = None
         """The signal that came first, if one came."""
+        self.requested: str | None = None
+        """Why the program asked to stop, if it did."""
         self.deaf = False
         """Whether signals take their usual effect again, since nobody acts on `first` any more."""
         self._counts: Counter[int] = Counter()
@@ -46,14 +51,16 @@ class SignalReceiver:
 
         Raises ValueError outside of the main thread, the only one in which Python allows handlers to be set.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if self.signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                f"signal handlers can be set in the main thread only; this is {threading.current_thread().name}. Enter "
-                f"`stop_on_signals` in the main thread."
+                f"signal handlers can be set in the main thread only; this is {threading.current_thread().name}. Use "
+                f"`stop_on_request` in place of `stop_on_signals`, and call `request_stop` when it is time to stop."
             )
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._far.setblocking(False)
+        if not self.signals:
+            return
         for number in self.signals:
             self._previous[number] = signal.signal(number, self._note)
         # Handlers run once the main thread is back in Python, which may take long. This descriptor is written at once.
@@ -65,11 +72,22 @@ class SignalReceiver:
 
     def close(self) -> None:
         """Restore the previous handlers."""
-        _receivers.discard(self)
-        signal.set_wakeup_fd(self._previous_descriptor)
-        self._restore()
+        if self.signals:
+            _receivers.discard(self)
+            signal.set_wakeup_fd(self._previous_descriptor)
+            self._restore()
         self._near.close()
         self._far.close()
+
+    @property
+    def reason(self) -> str | None:
+        """What asked to stop, as in "SIGTERM"; None if nothing did."""
+        return self.requested if self.first is None else self.first.name
+
+    def request(self, reason: str) -> None:
+        """Ask to stop, as a signal does."""
+        self.requested = self.requested or reason
+        self.wake()
 
     def wait(self, seconds: float) -> None:
         """Wait in another thread for a signal or `wake`, at most `seconds`."""

@@ -1,4 +1,4 @@
-"""Stopping on a signal: any worker may get it, and all of them stop after the same optimizer step.
+"""Stopping on a signal or a request: any worker may get it, and all of them stop after the same optimizer step.
 
 A training loop calls `should_stop` once after every optimizer step. Call that a boundary, and count boundaries; all
 workers have equally many. No message is sent for them. In each process a thread looks for a request in the rendezvous
@@ -51,15 +51,16 @@ class StoppedBySignal(SystemExit):
 
 
 class StopOnSignals:
-    """Stops all workers of a group after the same step when any one of them gets a signal."""
+    """Stops all workers of a group after the same step when any one of them gets a signal or calls `request`."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self._agreement: StopAgreement | None = None
 
     @contextmanager
-    def listening(self, signals: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
-        """Inside, a signal to any one worker makes `should_stop` True on all of them, after the same step. Collective.
+    def listening(self, signals: Iterable[int] | None = STOP_SIGNALS) -> Iterator[None]:
+        """Inside, a signal to any one worker, or `request` on it, makes `should_stop` True on all of them, after the
+        same step. Collective. With None for `signals` it works in any thread, and no handler changes.
 
         Existing handlers are suspended inside the context and restored on exit. They stay suspended after SystemExit at
         an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
@@ -69,7 +70,9 @@ class StopOnSignals:
         inside another such context.
         """
         if self._agreement is not None:
-            raise RuntimeError("`stop_on_signals` is entered already; once is enough for all of training.")
+            raise RuntimeError(
+                "`stop_on_signals` or `stop_on_request` is entered already; once is enough for all of training."
+            )
         receiver = SignalReceiver(signals)
         # Unique to this run: stores outlive runs, and one process may run several.
         word = self.group.all_gather_object(uuid.uuid4().hex, "listening for signals")[0]
@@ -87,6 +90,20 @@ class StopOnSignals:
             if not ends_here:
                 receiver.close()
 
+    def request(self, reason: str) -> None:
+        """Ask all workers to stop, like a signal to this one. Sends nothing, does not wait, and works in any thread.
+
+        Raises RuntimeError outside of `listening`, and ValueError for an empty reason.
+        """
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"the reason of a stop must be a word or a few, such as 'preemption'; got {reason!r}.")
+        if self._agreement is None:
+            raise RuntimeError(
+                "`request_stop` needs workers that listen. Train inside `stop_on_request` (or `stop_on_signals`), with "
+                "the Trainer by GossipCallback(stop_on_request=True)."
+            )
+        self._agreement.receiver.request(reason)
+
     def should_stop(self) -> bool:
         """Whether a signal stops the run at this step; the same answer on all workers. False outside of `listening`.
 
@@ -99,7 +116,7 @@ class StopOnSignals:
 
     @property
     def reason(self) -> str | None:
-        """Which signal to which worker stops the run, as in "SIGTERM to worker 1"; None if none does."""
+        """What stops the run, as in "SIGTERM to worker 1" or "preemption of worker 1"; None if nothing does."""
         return None if self._agreement is None else self._agreement.reason
 
 
@@ -134,8 +151,8 @@ class StopAgreement:
 
     def should_stop(self) -> bool:
         """Pass a boundary, unless it is the one where all stop."""
-        if self._thread is None and self._stop_at is None and self.receiver.first is not None:
-            self.reason, self._stop_at = self.receiver.first.name, self._passed + 1
+        if self._thread is None and self._stop_at is None and self.receiver.reason is not None:
+            self.reason, self._stop_at = self.receiver.reason, self._passed + 1
         with self._news:
             while self._held:
                 self._news.wait()
@@ -171,12 +188,13 @@ class StopAgreement:
                     raise  # a mistake of ours
 
     def _request(self) -> str | None:
-        """Wait for a signal to any worker; None if this one leaves before."""
+        """Wait for a signal to any worker, or its request; None if this one leaves before."""
         key = f"{self._prefix}/request"
         while True:
-            mine = self.receiver.first
+            mine = self.receiver.reason
             if mine is not None:  # the first of several requests counts
-                self._store.compare_set(key, "", f"{mine.name} to worker {self._me}")
+                link = "of" if self.receiver.first is None else "to"
+                self._store.compare_set(key, "", f"{mine} {link} worker {self._me}")
             if self._store.check([key]):
                 return self._store.get(key).decode()
             if self._leaving.is_set():

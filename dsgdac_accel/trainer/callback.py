@@ -63,6 +63,8 @@ class GossipCallback(TrainerCallback):
             and end `train()` with SystemExit(75) (`StoppedBySignal`), so that no code after it takes the run for
             complete. `train(resume_from_checkpoint="auto")` continues from there. After the last step of an epoch the
             Trainer evaluates first; after the last step of the run, training ends as usual.
+        stop_on_request: True: `request_stop()` on any worker does the same, also where signals cannot be handled, as in
+            the thread of a Ray worker.
 
     Raises (when the Trainer is constructed):
         ValueError: workers cannot gossip with this launch, model or these training arguments. The message has the way
@@ -76,6 +78,7 @@ class GossipCallback(TrainerCallback):
         calibrate: bool | Iterable[Any] = True,
         calibration_forward: Forward | None = None,
         stop_on_signals: bool = False,
+        stop_on_request: bool = False,
     ) -> None:
         self.config = GossipConfig() if config is None else config
         if not isinstance(self.config, GossipConfig):
@@ -86,9 +89,11 @@ class GossipCallback(TrainerCallback):
         _check_calibration(calibrate, calibration_forward)
         self.calibrate = calibrate
         self.calibration_forward = calibration_forward
-        if not isinstance(stop_on_signals, bool):
-            raise TypeError(f"stop_on_signals must be True or False; got {stop_on_signals!r}.")
+        for name, value in (("stop_on_signals", stop_on_signals), ("stop_on_request", stop_on_request)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False; got {value!r}.")
         self.stop_on_signals = stop_on_signals
+        self.stop_on_request = stop_on_request
         self.checkpoints: TrainerCheckpoints
         self.deployment: TrainerDeployment
         self._stop: SignalStop
@@ -125,10 +130,11 @@ class GossipCallback(TrainerCallback):
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
         refuse_unsupported_trainer(trainer, self.config)
-        if self.stop_on_signals and trainer.args.save_only_model:
+        if (self.stop_on_signals or self.stop_on_request) and trainer.args.save_only_model:
+            name = "stop_on_signals" if self.stop_on_signals else "stop_on_request"
             raise ValueError(
-                "stop_on_signals=True needs complete checkpoints to resume from, but save_only_model=True saves only "
-                "the model. Set save_only_model=False, or stop_on_signals=False."
+                f"{name}=True needs complete checkpoints to resume from, but save_only_model=True saves only the "
+                f"model. Set save_only_model=False, or {name}=False."
             )
         self._trainer, self._has_trained = trainer, False
         self.checkpoints = TrainerCheckpoints(trainer)
@@ -272,8 +278,8 @@ class GossipCallback(TrainerCallback):
                 # Measured inside the step, the radius needs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)
         self._random_state = self.checkpoints.restore(state)
-        if self.stop_on_signals:
-            self._stop.listen()
+        if self.stop_on_signals or self.stop_on_request:
+            self._stop.listen(signals=self.stop_on_signals)
 
     def _load_from_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16."""
@@ -331,6 +337,10 @@ class GossipCallback(TrainerCallback):
         if any(mine is None for mine in counts):
             return None
         return torch.stack([torch.as_tensor(mine, device=getattr(mine, "device", "cpu")) for mine in counts])
+
+    def request_stop(self, reason: str = "a request") -> None:
+        """Ask all workers to save and to stop after the same step; see `GossipAccelerator.request_stop`."""
+        self._accelerator.request_stop(reason)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop with a checkpoint where all workers agreed to after a signal."""

@@ -1,4 +1,4 @@
-"""Stopping a Trainer on a signal: a checkpoint after the same step on all workers, then `StoppedBySignal`."""
+"""Stopping a Trainer: a checkpoint after the same step on all workers, then `StoppedBySignal`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ class SignalStop:
     def __exit__(self, *error: Any) -> bool | None:
         return self._listening.__exit__(*error)  # sees StoppedBySignal
 
-    def listen(self) -> None:
-        """Catch signals until the context ends. A Trainer that starts again with a smaller batch calls this again."""
+    def listen(self, signals: bool) -> None:
+        """Note requests until the context ends, and `signals` too.
+
+        A Trainer that starts again with a smaller batch calls this again.
+        """
         self._listening.close()
-        self._listening.enter_context(self._accelerator.stop_on_signals())
+        accelerator = self._accelerator
+        self._listening.enter_context(accelerator.stop_on_signals() if signals else accelerator.stop_on_request())
 
     def checkpoint_saved(self, step: int) -> None:
         """Note that the Trainer has saved a checkpoint of this optimizer step."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from dsgdac_accel import join_slurm_step
 from tasks.common.algorithms import SYNCHRONOUS
 from tasks.common.cli_errors import leave, starting_up, training
 from tasks.common.config import parse_config
@@ -48,8 +49,9 @@ def run_task(
         description: text for `--help`.
     """
     default = CONFIGS / f"{demo}.yaml"
-    announce_demo(default, patterns)
     with starting_up():
+        join_slurm_step()
+        announce_demo(default, patterns)
         run = make_run(parse_config(config_class, default_file=default, description=description))
     run.accelerator.print(run.described())
     if run.accelerator.num_workers == 1 and run.config.algorithm not in SYNCHRONOUS:

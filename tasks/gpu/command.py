@@ -11,6 +11,7 @@ from contextlib import closing
 
 import torch
 
+from dsgdac_accel.distributed.launcher_variables import launched_processes
 from tasks.common.cli_errors import quiet_ends, starting_up
 from tasks.common.config import parse_config
 from tasks.gpu.catalog import CHECKS
@@ -38,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _machine(options: GpuCheckConfig) -> Machine:
-    if "RANK" in os.environ:
+    count, variable = launched_processes()
+    if "RANK" in os.environ or count > 1:
         raise ValueError(
-            "gpu_check.py starts its own processes; got a launcher's RANK. Start it with python, outside torchrun and "
-            "accelerate launch."
+            f"gpu_check.py starts its own processes; a launcher has started {count} of it ({variable}). Start it with "
+            f"python alone."
         )
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cuda" and not cards:

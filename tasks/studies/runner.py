@@ -26,7 +26,9 @@ TAIL_LINES = 15
 """Number of lines shown from the end of a failed run's log."""
 
 # A sweep may itself run in a launched process, whose rank and rendezvous are not those of its runs.
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
 
 Say = Callable[[str], None]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from dsgdac_accel import GossipAccelerator, GossipConfig
-from tests.workers import Launch, LaunchesAhead
+from dsgdac_accel import CheckpointError, GossipAccelerator, GossipConfig, WorkerLostError
+from tests.workers import Launch, LaunchesAhead, run_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -96,3 +96,20 @@ def test_a_lost_worker_ends_the_run_everywhere(case, launches):
     assert steps
     assert steps <= set(range(AT_STEP, AT_STEP + 4))
     assert f"worker {FAULTY}" in told or f"Rank {FAULTY}" in told or f"worker(s) {FAULTY}" in told
+
+
+def save_as_others_do(rank: int, folder: str) -> None:
+    """Save into a folder of this worker's own, and then on worker 0 alone."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=TIMEOUT))
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="one folder on shared storage"):
+        accelerator.save_state(f"{folder}/{rank}")
+    if rank == 0:
+        with pytest.raises(WorkerLostError, match="`save_state` and `load_state` on all workers, not on rank 0 alone"):
+            accelerator.save_state(folder)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_one_worker_alone_or_in_its_own_folder_are_refused_with_the_way_out(tmp_path):
+    run_workers(save_as_others_do, 2, str(tmp_path))

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -265,25 +266,48 @@ def test_signals_to_a_single_process_and_to_its_children():
     run_workers(alone, 1)
 
 
-def in_another_thread(rank: int) -> str:
-    accelerator, _, _ = make()
-    found = []
-
-    def enter() -> None:
-        try:
-            with accelerator.stop_on_signals():
-                pass
-        except ValueError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    return found[0]
+def in_another_thread(work: Any) -> Any:
+    """The result of `work` in a thread, where Ray trains."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
-def test_handlers_are_set_in_the_main_thread_only():
-    assert "Enter `stop_on_signals` in the main thread" in run_workers(in_another_thread, 1)[0]
+def train_in_a_thread(rank: int, sender: int) -> tuple:
+    """The step where a request of worker `sender` after step 3 stopped training, and why."""
+    accelerator, model, optimizer = make()
+    with pytest.raises(ValueError, match="Use `stop_on_request`"), accelerator.stop_on_signals():
+        pass
+    with pytest.raises(RuntimeError, match="inside `stop_on_request`"):
+        accelerator.request_stop()
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with accelerator.stop_on_request():
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+        with pytest.raises(ValueError, match="got ''"):
+            accelerator.request_stop("")
+        for step in range(1, STEPS + 1):
+            accelerator.backward(model(inputs(rank, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == sender and step == 3:
+                accelerator.request_stop("preemption")
+                accelerator.request_stop("again")
+            time.sleep(0.01)
+            if accelerator.should_stop():
+                return step, accelerator.stop_reason
+    return None, None
+
+
+@pytest.mark.parametrize(("workers", "reason"), [(2, "preemption of worker 1"), (1, "preemption")])
+def test_a_request_stops_all_workers_where_signals_cannot(workers, reason):
+    results = run_workers(work_in_a_thread, workers, workers - 1)
+    assert len(set(results)) == 1
+    step, said = results[0]
+    assert 3 <= step < STEPS
+    assert said == reason
+
+
+def work_in_a_thread(rank: int, sender: int) -> tuple:
+    return in_another_thread(lambda: train_in_a_thread(rank, sender))
 
 
 @pytest.mark.parametrize(
@@ -305,22 +329,32 @@ def test_signals_that_cannot_be_caught_are_refused(signals, error, message):
 
 
 class Slow(TrainerCallback):
-    """Records this worker's weights after every step, and slows the run down."""
+    """Records this worker's weights after every step, and slows the run down. A sender calls `stop` after step 4."""
 
-    def __init__(self, sender: bool) -> None:
+    def __init__(self, sender: bool, stop: Any) -> None:
         self.seen: dict[int, torch.Tensor] = {}
         self.sender = sender
+        self.stop = stop
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.seen[state.global_step + 1] = flat(kwargs["model"])
         if self.sender and state.global_step == 4:
-            send(signal.SIGTERM)
+            self.stop()
         time.sleep(0.05)
 
 
-def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int | None) -> dict[str, Any]:
+def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int | None, way: str) -> dict[str, Any]:
+    if way == "request":
+        return in_another_thread(lambda: fit_here(rank, folder, rows, settings, sender, way))
+    return fit_here(rank, folder, rows, settings, sender, way)
+
+
+def fit_here(
+    rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int | None, way: str
+) -> dict[str, Any]:
     model = trainer_model.Model(dropout=0.3, batch_norm=True)
-    watched = Slow(rank == sender)
+    gossip = GossipCallback(GossipConfig(power=2.0, **FAST), **{f"stop_on_{way}": True})
+    watched = Slow(rank == sender, gossip.request_stop if way == "request" else lambda: send(signal.SIGTERM))
     trainer = Trainer(
         model,
         trainer_model.arguments(
@@ -328,7 +362,7 @@ def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int
         ),
         train_dataset=trainer_model.Rows(rows),
         eval_dataset=trainer_model.Rows(16, 1),
-        callbacks=[watched, GossipCallback(GossipConfig(power=2.0, **FAST), stop_on_signals=True)],
+        callbacks=[watched, gossip],
     )
     stop = None
     try:
@@ -345,22 +379,28 @@ def fit(rank: int, folder: Any, rows: int, settings: dict[str, Any], sender: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "settings"),
+    ("rows", "settings", "way"),
     [
-        (44, {"eval_strategy": "epoch"}),  # 8 steps per epoch; saved only at the stop
-        (6, {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}),  # 1 step per epoch
+        (44, {"eval_strategy": "epoch"}, "signals"),  # 8 steps per epoch; saved only at the stop
+        (44, {"eval_strategy": "epoch"}, "request"),
+        (  # 1 step per epoch
+            6,
+            {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"},
+            "signals",
+        ),
     ],
-    ids=["mid-epoch", "at the end of an epoch"],
+    ids=["mid-epoch", "by a request in a thread", "at the end of an epoch"],
 )
-def test_a_trainer_that_was_stopped_resumes_as_if_it_had_not_been(rows, settings, tmp_path):
-    whole = run_workers(fit, 2, tmp_path / "whole", rows, settings, None)
-    stopped = run_workers(fit, 2, tmp_path / "stopped", rows, settings, 1)
-    resumed = run_workers(fit, 2, tmp_path / "stopped", rows, settings, None)
+def test_a_trainer_that_was_stopped_resumes_as_if_it_had_not_been(rows, settings, way, tmp_path):
+    whole = run_workers(fit, 2, tmp_path / "whole", rows, settings, None, way)
+    stopped = run_workers(fit, 2, tmp_path / "stopped", rows, settings, 1, way)
+    resumed = run_workers(fit, 2, tmp_path / "stopped", rows, settings, None, way)
     step, code, message = stopped[0]["stop"]
     assert [worker["stop"] for worker in stopped] == [(step, code, message)] * 2
     assert 5 <= step < 22
     assert code == EXIT_STOPPED
-    assert f"stopped by SIGTERM to worker 1 at step {step} of 22" in message
+    reason = {"signals": "SIGTERM to worker 1", "request": "a request of worker 1"}[way]
+    assert f"stopped by {reason} at step {step} of 22" in message
     for unbroken, rest in zip(whole, resumed, strict=True):
         assert rest["stop"] is None
         assert list(rest["seen"]) == list(range(step + 1, 23))

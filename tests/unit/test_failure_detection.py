@@ -66,6 +66,11 @@ def test_silence_is_told_from_death_and_has_a_way_out_of_its_own():
     assert "worker 2 did not answer within 3 s" in message
     assert all(word in message for word in ("raise `timeout`", "`equal_steps`", "`optimizer.step()`"))
     assert "worker 2 was lost" in str(detector(dead=[2]).worker_lost(failure))
+    saving = Failure("saving the checkpoint of step 4", "Timed out waiting", 2)
+    assert str(detector().worker_lost(saving)).endswith(
+        "Call `save_state` and `load_state` on all workers, not on rank 0 alone. If all of them do, look at that "
+        "worker's own output, and raise `timeout` if it was only slow."
+    )
 
 
 def test_a_barrier_names_the_workers_that_did_not_come_by_their_original_ranks():
