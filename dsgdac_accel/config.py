@@ -20,7 +20,7 @@ from dsgdac_accel.checks import (
 )
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
-_COMM_DTYPES = ("full", "bf16", "int8")
+_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk")
 _ORDERS = ("local_first", "mix_first")
 _MAX_LR_WORDS = ("active", "run")
 _ON_WORKER_LOSS = ("stop", "continue")
@@ -81,9 +81,10 @@ class GossipConfig:
     """Workers in each process (>= 1). Each has its own copy of the model, part of the process's batch, optimizer state,
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
-    comm_dtype: Literal["full", "bf16", "int8"] = "full"
-    """Format of the messages between processes. full sends the parameters; bf16 and int8 send the change since the last
-    exchange of the two workers, rounded to a half or a quarter of the bytes of fp32."""
+    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2", "topk"] = "full"
+    """Format of the messages between processes. full sends the parameters; the others send the change since the last
+    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter. topk sends only the largest of every 16
+    changes, 1 bit a parameter; what is left out is carried over, and the workers stay further apart."""
 
     mix_every: int = 1
     """Mix in every k-th step (>= 1) and not in between, which sends one k-th of the messages."""

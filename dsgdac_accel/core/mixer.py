@@ -101,6 +101,10 @@ class Mixer:
         self.group.require_open()
         self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
+        if self.compressor is not None:
+            self.compressor.start()
+            if not self._mixes_now:  # a worker was lost in it
+                return
         self.edits.seal(self._round, self.step, watched)
         self.buckets.claim(Use.RECEIVING)
         self.group.hold(self)
@@ -221,7 +225,6 @@ class Mixer:
 
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their places in the present buckets
-        before = self.buckets.flats
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)
@@ -229,7 +232,7 @@ class Mixer:
         if self.compressor is None:
             self.buckets.reserve(self.rounds.slots)
         else:
-            self.compressor.follow_layout(before)
+            self.compressor.reserve()
 
     def _follow_changes(self) -> None:
         """Adopt again what was added, replaced, unfrozen or re-pointed; only a look in an undisturbed step."""
