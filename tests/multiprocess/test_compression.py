@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
+from dsgdac_accel import simulation as simulation_module
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.edits import OF_DIFFERENCES, block_sums
+from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
+from tests.rounding import COARSE, Replay
 from tests.selection import slow_except
 from tests.workers import run_workers
 
@@ -38,8 +41,8 @@ SPLITS = [("one_peer_ring", 3, 1), ("complete", 4, 1), ("grid", 4, 1), ("one_pee
 @pytest.mark.parametrize(
     ("topology", "processes", "per_process", "comm_dtype"),
     slow_except(
-        [("one_peer_ring", 3, 1, "int8"), ("complete", 4, 1, "bf16")],
-        [(*split, comm_dtype) for split in SPLITS for comm_dtype in ("bf16", "int8")],
+        [("one_peer_ring", 3, 1, "int2"), ("complete", 4, 1, "bf16")],
+        [(*split, comm_dtype) for split in SPLITS for comm_dtype in FORMATS],
     ),
 )
 def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology, processes, per_process):
@@ -49,10 +52,10 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
     # Float32 sums differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
     torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=3e-6)
     frobenius = results[0][1]
-    assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())
+    assert frobenius[-1] < (0.3 if comm_dtype == "topk" else 1e-3) * float((before - before.mean(0)).norm())
     full = run_workers(mix, processes, topology, "full", per_process, 5, 0.7)
     for ours, exact in zip(frobenius[:5], full[0][1], strict=True):
-        assert ours == pytest.approx(exact, rel=0.02)
+        assert ours == pytest.approx(exact, rel=0.02) or comm_dtype in COARSE
 
 
 def test_bytes_sent_are_counted():
@@ -75,22 +78,20 @@ RUNS = [
 @pytest.mark.parametrize(
     ("topology", "workers", "optimizer", "options", "comm_dtype"),
     slow_except(
-        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, 2 * ("bf16", "int8"), strict=True)],
-        [(*run, comm_dtype) for run in RUNS for comm_dtype in ("bf16", "int8")],
+        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, ("int2", "int8", "topk", "int4"), strict=True)],
+        [(*run, comm_dtype) for run in RUNS for comm_dtype in FORMATS],
     ),
 )
-def test_training_follows_algorithm_1_but_for_the_rounding(comm_dtype, topology, workers, optimizer, options):
+def test_training_follows_a_replay_of_its_messages(comm_dtype, topology, workers, optimizer, options, monkeypatch):
+    monkeypatch.setattr(simulation_module, "consensus_update", Replay(comm_dtype))
     shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
     simulation, expected = simulate(workers, topology, optimizer, **shared)
     results = run_workers(train, workers, topology, optimizer, options | {"comm_dtype": comm_dtype})
     x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
-    apart = float((x - x.mean(0)).norm())
-    found = torch.stack([result["x"] for result in results])
-    assert float((found - x).norm()) < 0.03 * apart
-    assert float((found - x).norm()) > 0, "it has to be rounded in this test"
+    torch.testing.assert_close(torch.stack([result["x"] for result in results]), x, rtol=0, atol=1e-9)
     for result in results:
         assert result["restored"]
-        assert result["radius"] == pytest.approx(simulation.radius(), rel=0.02)
+        assert result["radius"] == pytest.approx(simulation.radius(), rel=1e-7)
 
 
 def lose_a_parameter(rank, comm_dtype):
@@ -105,7 +106,7 @@ def lose_a_parameter(rank, comm_dtype):
         return str(error)
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("comm_dtype", ["bf16", "int8", *(pytest.param(n, marks=pytest.mark.slow) for n in COARSE)])
 def test_a_worker_that_is_not_finite_is_named(comm_dtype):
     for rank, message in enumerate(run_workers(lose_a_parameter, 3, comm_dtype)):
         assert "not finite at step 0" in message
@@ -127,7 +128,7 @@ def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("comm_dtype", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int8"))])
 def test_resuming_is_exact(tmp_path, comm_dtype):
     whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, 13, 6)
     resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, 13, None, tmp_path / "saved")

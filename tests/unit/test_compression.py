@@ -13,36 +13,9 @@ from dsgdac_accel.core.compression import Edge, Rounding, require_symmetric_roun
 from dsgdac_accel.core.formats import FORMATS
 from dsgdac_accel.topology import Topology, build_topology
 from tests.kernel_launches import KernelLaunches
+from tests.rounding import COARSE, DEFINITIONS
 
 SIZES = (1, 255, 256, 257, 3000, 2**17 - 1, 2**17, 2**18 + 300)  # a CPU works on pieces of 2**17
-
-
-def few_bits(bits, spacing):
-    """s L, block by block, with <s L, d> = |d|^2 where that is not far from the scale of the least error."""
-
-    def rounded(d):
-        blocks = []
-        for part in torch.nn.functional.pad(d, (0, -len(d) % 256)).view(-1, 256):
-            step, largest = spacing * part.abs().mean(), 2 ** (bits - 1) - 1
-            levels = (part / step).round().clamp(-largest, largest) if step > 0 else torch.zeros_like(part)
-            along = float(levels @ part)
-            scale = min(part @ part / along, 1.5 * along / (levels @ levels)) if along else 0.0
-            blocks.append(scale * levels)
-        return torch.cat(blocks)[: len(d)]
-
-    return rounded
-
-
-def largest_of_16(d):
-    """Values 64 apart compete; the last of equal ones is kept, cut off to 3 bits after the first one."""
-    blocks = torch.nn.functional.pad(d, (0, -len(d) % 1024)).view(-1, 16, 64)
-    mantissa, exponent = torch.frexp((17 / 16 * blocks.float()).double())
-    cut = torch.ldexp((16 * mantissa).trunc() / 16, exponent)
-    best = 15 - cut.abs().flip(1).argmax(1, keepdim=True)
-    return torch.zeros_like(blocks).scatter(1, best, cut.gather(1, best)).flatten()[: len(d)]
-
-
-DEFINITIONS = {"int4": few_bits(4, 0.45), "int2": few_bits(2, 1.5), "topk": largest_of_16}
 
 
 def values_of(form, message, size):
@@ -90,18 +63,20 @@ def test_coarse_formats_round_as_their_definition_says(size, dtype):
     # Rows of every kind: of a few large values, of zeros, of one value, and of values that are nearly 0.
     x = torch.randn(size, generator=generator, dtype=dtype).pow_(3)
     x[300:700], x[700:1000], x[1000:1023] = 0.0, 1e-35, 3.0
-    for name, definition in DEFINITIONS.items():
+    for name in COARSE:
         found = values_of(FORMATS[name], sent(FORMATS[name], x, torch.zeros_like(x)), size)
-        torch.testing.assert_close(found, definition(x.double()), rtol=1e-5, atol=0, msg=name)
+        torch.testing.assert_close(found, DEFINITIONS[name](x.double()), rtol=1e-5, atol=0, msg=name)
 
 
 @given(
-    st.lists(st.floats(-(2.0**40), 2.0**40, width=32).filter(lambda v: v == 0 or abs(v) > 1e-15), min_size=1, max_size=700),
-    st.sampled_from(sorted(DEFINITIONS)),
+    st.lists(
+        st.floats(-(2.0**40), 2.0**40, width=32).filter(lambda v: v == 0 or abs(v) > 1e-15), min_size=1, max_size=700
+    ),
+    st.sampled_from(COARSE),
 )
 @settings(max_examples=60, deadline=None)
 def test_coarse_messages_leave_no_more_than_there_was(values, name):
-    x = torch.tensor(values)
+    x = torch.tensor([1.0, *values])
     q = values_of(FORMATS[name], sent(FORMATS[name], x, torch.zeros_like(x)), len(x))
     assert (q[x == 0] == 0).all()
     for part, rounded in zip(x.double().split(256), q.split(256), strict=True):
@@ -147,6 +122,15 @@ def test_what_is_not_finite_shows(name, broken):
     theirs, mine = sent(form, x, reference), sent(form, torch.randn(1000), reference)
     assert not torch.isfinite(Rounding(form, x).advance([Edge(1.0, reference, mine, theirs)]))
     assert not torch.isfinite(Rounding(form, x).advance([Edge(1.0, reference, theirs, mine)]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_with_squares_beyond_float32_arrive(name):
+    x = torch.ones(300)
+    x[0] = 1e30
+    arrived = values_of(FORMATS[name], sent(FORMATS[name], x, torch.zeros_like(x)), 300)
+    assert arrived.isfinite().all()
+    assert float(arrived[0]) == pytest.approx(1e30, rel=0.1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
