@@ -42,7 +42,7 @@ class Mixer:
         names: what to call a parameter in error messages, by `id`.
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
-        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in "bf16" or "int8"; see
+        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in a format of `formats`; see
             `compression`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
@@ -220,6 +220,17 @@ class Mixer:
     @property
     def _mixes_now(self) -> bool:
         return (self.step + 1) % self.mix_every == 0 and self.step >= self._mixes_from
+
+    def compress(self, comm_dtype: str) -> None:
+        """Send rounded differences from the next exchange on, in a format of `formats`. Collective; between steps."""
+        self.arrivals.settle()
+        self.discard_exchange()
+        self.rounds.use_pairs()
+        self.group.barrier("changing the number format of messages")
+        self.group.guarded(self.exchange.connect, "connecting the neighbors")
+        self.compressor = Compressor(comm_dtype, self.exchange, self.buckets)
+        self.edits.uncompressed = False
+        self.compressor.reserve()
 
     # ---- layout
 
