@@ -24,15 +24,15 @@ def int8(d: Tensor) -> Tensor:
     return (scales * torch.where(scales > 0, parts / scales, 0.0).round()).flatten()[: len(d)]
 
 
-def few_bits(bits: int, spacing: float) -> Callable[[Tensor], Tensor]:
+def few_bits(bits: int, reach: float) -> Callable[[Tensor], Tensor]:
     """s L, with <s L, d> = |d|^2 where that is not far from the scale of the least error."""
 
     def rounded(d: Tensor) -> Tensor:
         blocks = []
         for part in blocks_of(d, 256):
-            step, largest = spacing * part.abs().mean(), 2 ** (bits - 1) - 1
+            step, largest = part.abs().max() / reach, 2 ** (bits - 1) - 1
             levels = (part / step).round().clamp(-largest, largest) if step > 0 else torch.zeros_like(part)
-            along = float(levels @ part)
+            along = (levels @ part).item()
             scale = min(part @ part / along, 1.5 * along / (levels @ levels)) if along else torch.zeros(())
             blocks.append(scale.float().double() * levels)
         return torch.cat(blocks)[: len(d)]
@@ -49,7 +49,7 @@ def largest_of_16(d: Tensor) -> Tensor:
     return torch.zeros_like(cut).scatter(1, best, cut.gather(1, best)).flatten()[: len(d)]
 
 
-DEFINITIONS = {"bf16": bf16, "int8": int8, "int4": few_bits(4, 0.45), "int2": few_bits(2, 1.5), "topk": largest_of_16}
+DEFINITIONS = {"bf16": bf16, "int8": int8, "int4": few_bits(4, 7), "int2": few_bits(2, 2), "topk": largest_of_16}
 COARSE = ("int4", "int2", "topk")
 
 

@@ -128,12 +128,12 @@ class Compressor:
     """Sends each neighbor in another process Q(x - r), with the reference r of that pair. Owns messages and references.
 
     Whole groups are averaged by messages between all pairs, too. Memory, in copies of float32 parameters: half a copy
-    for each neighbor that a worker ever has in another process, and for each neighbor of a single round twice the size
-    of a message. With a one-peer ring that is 2 copies for bf16 and 1.5 for int8, and at most 2 MiB of working space
-    for each bucket (4 in float64).
+    for each neighbor that a worker ever has in another process, or a whole one where the format is coarse, and for each
+    neighbor of a single round twice the size of a message. With a one-peer ring that is 2 copies for bf16, 1.5 for
+    int8, 2.3 for int4 and 2.1 for int2 and topk, and at most 2 MiB of working space for each bucket (4 in float64).
 
     Args:
-        name: "bf16" or "int8".
+        name: of a format in `formats`.
         exchange: sends the messages; must not use all-reduces.
         buckets: the parameters, and the receive buffers that messages arrive in.
     """

@@ -120,8 +120,7 @@ class Int8(Format):
 class FewBits(Format):
     """Q rounds to 2^b - 1 levels s L, L = -m .. m, that are equally spaced around 0, and packs them into bytes.
 
-    Thresholds follow the mean |d| of a block, which one large value hardly moves. The largest value would put most of
-    the others at 0. The scale s of the block is then the one with
+    L is d rounded to steps of max |d| / reach of its block of 256. The scale s is then the one with
 
         <q, d> = |d|^2,        s = |d|^2 / <L, d>
 
@@ -131,14 +130,14 @@ class FewBits(Format):
 
     Args:
         bits: b, 2 or 4.
-        spacing: of the thresholds, in units of the mean |d|.
+        reach: the largest value in steps. Beyond m, it is cut off, and the values around it are rounded more finely.
     """
 
     is_fine = False
 
-    def __init__(self, bits: int, spacing: float) -> None:
+    def __init__(self, bits: int, reach: float) -> None:
         self.name = f"int{bits}"
-        self.width, self.spacing = bits, spacing
+        self.width, self.reach = bits, reach
         self.largest = 2 ** (bits - 1) - 1
         self.per_byte = 8 // bits
         self.blocks = Blocks(_BLOCK // self.per_byte)
@@ -151,13 +150,13 @@ class FewBits(Format):
         codes, scales = self.blocks.parts(message, begin, len(values))
         values, spare = _padded(values, spare, _BLOCK)
         d, levels = values.view(-1, _BLOCK), spare.view(-1, _BLOCK)
-        step = torch.abs(d, out=levels).mean(1).mul_(self.spacing)
+        step = torch.abs(d, out=levels).amax(1).div_(self.reach)
         d.mul_(_inverse(step)[:, None])  # now in units of the step, so that no square is too large or too small
         d_d = torch.linalg.vector_norm(d, dim=1).square_()
         torch.round(d, out=levels).clamp_(-self.largest, self.largest)
         l_l = torch.linalg.vector_norm(levels, dim=1).square_()
         self._pack(levels, codes.view(torch.int8))
-        l_d = d.mul_(levels).sum(1).clamp_min_(0.5)  # it is at least 0.5, but for a block of zeros
+        l_d = d.mul_(levels).sum(1).clamp_min_(1.0)  # it is at least 1, but for a block of zeros
         torch.mul(step, torch.minimum(d_d / l_d, 1.5 * l_d / l_l), out=scales)
 
     def _pack(self, levels: Tensor, codes: Tensor) -> None:
@@ -231,7 +230,7 @@ class TopK(Format):
 
 FORMATS: dict[str, Format] = {
     number_format.name: number_format
-    for number_format in (Bf16(), Int8(), FewBits(4, spacing=0.45), FewBits(2, spacing=1.5), TopK())
+    for number_format in (Bf16(), Int8(), FewBits(4, reach=7), FewBits(2, reach=2), TopK())
 }
 
 
