@@ -53,7 +53,7 @@ def test_messages_have_the_bits_that_formats_name():
     for name, bits in {"bf16": 16, "int8": 8.125, "int4": 4.125, "int2": 2.125, "topk": 1}.items():
         assert FORMATS[name].bits == bits
         assert FORMATS[name].message(x).nbytes * 8 / len(x) == pytest.approx(bits, rel=1e-3)
-    assert {"full", *FORMATS} == set(get_args(get_type_hints(GossipConfig)["comm_dtype"]))
+    assert {"full", *FORMATS, "auto"} == set(get_args(get_type_hints(GossipConfig)["comm_dtype"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
