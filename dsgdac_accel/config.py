@@ -20,7 +20,7 @@ from dsgdac_accel.checks import (
 )
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
-_COMM_DTYPES = ("full", "bf16", "int8")
+_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
 _ORDERS = ("local_first", "mix_first")
 _MAX_LR_WORDS = ("active", "run")
 _ON_WORKER_LOSS = ("stop", "continue")
@@ -81,9 +81,12 @@ class GossipConfig:
     """Workers in each process (>= 1). Each has its own copy of the model, part of the process's batch, optimizer state,
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
-    comm_dtype: Literal["full", "bf16", "int8"] = "full"
-    """Format of the messages between processes. full sends the parameters; bf16 and int8 send the change since the last
-    exchange of the two workers, rounded to a half or a quarter of the bytes of fp32."""
+    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2", "topk", "auto"] = "full"
+    """Format of the messages between processes. full sends the parameters; the others send the change since the last
+    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter. topk sends only the largest of every 16
+    changes, 1 bit a parameter; what is left out is carried over, and the workers stay further apart. auto measures the
+    first steps, then takes the first of full, bf16, int8, int4, int2 whose exchange hides behind the step, and says so;
+    a resumed run keeps it."""
 
     mix_every: int = 1
     """Mix in every k-th step (>= 1) and not in between, which sends one k-th of the messages."""
@@ -153,6 +156,11 @@ class GossipConfig:
         self._integer("mix_every", minimum=1, advice="Use 1 to mix in every step.")
         check_choice("order", self.order, _ORDERS)
         check_flag("overlap", self.overlap)
+        if self.comm_dtype == "auto" and not self.overlap:
+            raise ValueError(
+                "comm_dtype='auto' chooses a format that hides behind the step, so overlap must be true; got false. "
+                "Choose a format yourself, for example 'int8'."
+            )
         self._integer("log_every", minimum=0, advice="Use 0 to measure at evaluations only.")
         self._integer("sketch", minimum=0, advice="Use 0 for no estimate of the radius, or about 1024 for a good one.")
 

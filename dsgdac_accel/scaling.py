@@ -68,7 +68,7 @@ class Cluster:
     latency: float = 0.0
     """Seconds per message, one way, on top of the time for its bytes."""
     bits: float = 32.0
-    """Bits per parameter in gossip; 8-bit blocks of 256 with one 32-bit scale take 8.125."""
+    """Bits per parameter in gossip; those of each `comm_dtype` are in `core.formats.FORMATS`."""
     gradient_bits: float = 32.0
     """Bits per gradient entry in the all-reduce."""
     forward_share: float = 1 / 3

@@ -28,19 +28,40 @@ def add_commands(commands: Any) -> None:
         "worker has one full-duplex line to a network without other bottlenecks.",
         epilog="examples:\n  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180\n"
         "  dsgdac scaling --parameters 25M --bandwidth 10G --latency 0.05 --compute 100 --plot scaling.png\n"
-        "  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180 --bits 8.125 --workers 64",
+        "  dsgdac scaling --parameters 1M --bandwidth 100M --latency 10 --compute 180 --bits int8 --workers 64",
     )
     add = scaling.add_argument
     add("--parameters", metavar="N", type=amount, default=25e6, help="parameters of the model (default: 25M)")
     add("--bandwidth", metavar="BITS", type=amount, default=1e9, help="bits per second of a line (default: 1G)")
     add("--latency", metavar="MS", type=float, default=1.0, help="one way, in milliseconds (default: 1)")
     add("--compute", metavar="MS", type=float, default=100.0, help="milliseconds of computation (default: 100)")
-    add("--bits", metavar="B", type=float, default=32.0, help="bits per parameter in gossip (default: 32)")
+    add(
+        "--bits",
+        metavar="B",
+        type=bits_per_parameter,
+        default=32.0,
+        help="bits per parameter in gossip, or its comm_dtype: full, bf16, int8, int4, int2, topk (default: 32)",
+    )
     add("--gradient-bits", metavar="B", type=float, default=32.0, help="bits per gradient entry in DDP (default: 32)")
     add("--no-overlap", action="store_true", help="do not hide gossip behind computation")
     add("--workers", metavar="N", type=int, default=10_000, help="largest number of workers (default: 10000)")
     add("--plot", metavar="FILE", type=Path, help="also draw the table as a PNG file")
     scaling.set_defaults(run=_scaling)
+
+
+def bits_per_parameter(text: str) -> float:
+    """Read a number of bits, or the name of a `comm_dtype`.
+
+    >>> bits_per_parameter("int2"), bits_per_parameter("16")
+    (2.125, 16.0)
+    """
+    from dsgdac_accel.core.formats import FORMATS
+
+    bits = {"full": 32.0} | {name: number_format.bits for name, number_format in FORMATS.items()}
+    try:
+        return bits[text] if text in bits else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or one of {', '.join(bits)}; got {text!r}") from None
 
 
 def _scaling(options: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ sends q_j = Q(x_j - r), and both step along the same two rounded numbers,
 
 The steps are opposite whatever Q does, so the mean of the workers is kept; and the error is relative to the small
 difference, not to x, so the distance between the workers is right, too. Rounding x itself would do neither. After each
-exchange both set r <- r + q_i / 2 + q_j / 2, about the middle between them, so that references cost no message. A
-reference is kept in bf16, for it need only be near.
+exchange both set r <- r + q_i / 2 + q_j / 2, about the middle between them, so that references cost no message. What Q
+rounds away, r lacks, and the next message carries it. See `formats` for Q.
 """
 
 from __future__ import annotations
@@ -18,97 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange, Outgoing
-from dsgdac_accel.core.flat_parameters import FlatParameters
+from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.kernels import add_scaled
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.topology import RoundPlan, Topology
 
-_BLOCK = 256  # elements that share a scale: 1.6 % more bytes
-_LARGEST = 127
 _PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
 _PIECE_ELSEWHERE = 2**22  # on other devices, to bound the working space
-
-
-class Bf16:
-    """Q rounds to bf16: 2 bytes a value, 8 bits of precision."""
-
-    name = "bf16"
-
-    def payload(self, like: Tensor) -> Tensor:
-        """Return an empty message about a bucket."""
-        return torch.zeros(like.shape, dtype=torch.bfloat16, device=like.device)
-
-    def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        """payload <- Q(values), from element `begin` on, a multiple of 256; overwrites `values` and `spare`."""
-        payload[begin : begin + len(values)].copy_(values)
-
-    def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
-        """out <- q, from element `begin` on."""
-        out.copy_(payload[begin : begin + len(out)])
-
-
-class Int8:
-    """Q rounds to 255 levels between the largest values of each block of 256, which has a scale in fp32."""
-
-    name = "int8"
-
-    def payload(self, like: Tensor) -> Tensor:
-        """Return an empty message about a bucket, as bytes: values as int8, padded to whole blocks, then the scales."""
-        blocks = -(-like.numel() // _BLOCK)
-        return torch.zeros(blocks * (_BLOCK + 4), dtype=torch.uint8, device=like.device)
-
-    def write(self, payload: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        """Like `Bf16.write`."""
-        levels, scales = self._parts(payload, begin, len(values))
-        if len(values) % _BLOCK:
-            values = F.pad(values, (0, -len(values) % _BLOCK))
-            spare = torch.empty_like(values)
-        blocks = values.view(-1, _BLOCK)
-        # A value that is not finite shows in the scale; its level is some number.
-        if _mixes_dtypes(values.device):
-            largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
-        else:
-            largest = torch.amax(torch.abs(values, out=spare).view(-1, _BLOCK), dim=1)
-        torch.div(largest, _LARGEST, out=scales)
-        steps = scales.to(values.dtype).reciprocal()
-        steps.nan_to_num_(nan=torch.nan, posinf=0.0)  # the whole block is 0, or too near to it
-        levels.copy_(blocks.mul_(steps[:, None]).round_())
-
-    def read(self, payload: Tensor, begin: int, out: Tensor) -> None:
-        """Like `Bf16.read`."""
-        levels, scales = self._parts(payload, begin, len(out))
-        whole = out if len(out) == levels.numel() else out.new_empty(levels.numel())
-        if _mixes_dtypes(out.device):
-            torch.mul(levels, scales.to(out.dtype)[:, None], out=whole.view(-1, _BLOCK))
-        else:
-            whole.view(-1, _BLOCK).copy_(levels).mul_(scales[:, None])
-        if whole is not out:
-            out.copy_(whole[: len(out)])
-
-    def _parts(self, payload: Tensor, begin: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return the levels (blocks, 256) and scales (blocks,) of `count` elements in a message."""
-        total = len(payload) // (_BLOCK + 4)
-        rows = slice(begin // _BLOCK, -(-(begin + count) // _BLOCK))
-        levels = payload[: total * _BLOCK].view(torch.int8).view(total, _BLOCK)
-        return levels[rows], payload[total * _BLOCK :].view(torch.float32)[rows]
-
-
-def _mixes_dtypes(device: torch.device) -> bool:
-    """Return whether operations take tensors of two dtypes at once, which saves passes over memory.
-
-    On a CPU, converting first is a quarter faster: the piece stays in the cache.
-    """
-    return device.type != "cpu"
-
-
-Codec = Bf16 | Int8
-
-CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 @dataclass
@@ -118,7 +38,7 @@ class Edge:
     weight: float
     """The neighbor's share of the weight of the round."""
     reference: Tensor
-    """(D,) in bf16, bit for bit the same on both sides."""
+    """(D,) in bf16, or like the bucket if the format is coarse; bit for bit the same on both sides."""
     mine: Tensor
     """The message sent: q_i."""
     theirs: Tensor
@@ -131,12 +51,12 @@ class Rounding:
     New memory for each temporary would cost more than the arithmetic: the kernel fills fresh pages with zeros.
 
     Args:
-        codec: how values are rounded.
+        number_format: how values are rounded.
         like: the bucket (D,).
     """
 
-    def __init__(self, codec: Codec, like: Tensor) -> None:
-        self.codec = codec
+    def __init__(self, number_format: Format, like: Tensor) -> None:
+        self.format = number_format
         self.size = len(like)
         piece = min(self.size, _PIECE if like.device.type == "cpu" else _PIECE_ELSEWHERE)
         self.space = torch.empty((4, piece), dtype=like.dtype, device=like.device)
@@ -151,9 +71,9 @@ class Rounding:
     def encode(self, x: Tensor, reference: Tensor, message: Tensor) -> None:
         """message <- Q(x - reference)."""
         for begin, part, (values, spare, _, _) in self._pieces():
-            near = reference[part] if _mixes_dtypes(x.device) else values.copy_(reference[part])
+            near = reference[part] if _goes_with(reference, x) else values.copy_(reference[part])
             torch.sub(x[part], near, out=values)
-            self.codec.write(message, begin, values, spare)
+            self.format.write(message, begin, values, spare)
 
     def advance(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
         """Advance the references, r <- r + (q_i + q_j) / 2, and measure the difference; both in one pass.
@@ -170,8 +90,8 @@ class Rounding:
         squares = []
         for begin, part, (own, other, total, spare) in self._pieces():
             for number, edge in enumerate(edges):
-                self.codec.read(edge.mine, begin, own)
-                self.codec.read(edge.theirs, begin, other)
+                self.format.read(edge.mine, begin, own)
+                self.format.read(edge.theirs, begin, other)
                 difference = torch.sub(other, own, out=spare if number else total)
                 if number:
                     total.add_(difference, alpha=edge.weight)
@@ -179,7 +99,7 @@ class Rounding:
                     total.mul_(edge.weight)
                 reference = edge.reference[part]
                 other.add_(own)
-                if _mixes_dtypes(reference.device):
+                if _goes_with(reference, other):
                     reference.add_(other, alpha=0.5)
                 else:
                     reference.copy_(spare.copy_(reference).add_(other, alpha=0.5))
@@ -191,9 +111,14 @@ class Rounding:
     def add_difference(self, x: Tensor, edge: Edge, alpha: float, skip: Tensor | None = None) -> None:
         """x += alpha (q_j - q_i); see `add_scaled`."""
         for begin, part, (own, other, _, _) in self._pieces():
-            self.codec.read(edge.mine, begin, own)
-            self.codec.read(edge.theirs, begin, other)
+            self.format.read(edge.mine, begin, own)
+            self.format.read(edge.theirs, begin, other)
             add_scaled(x[part], other.sub_(own), alpha, skip)
+
+
+def _goes_with(reference: Tensor, values: Tensor) -> bool:
+    """Return whether operations take both as they are."""
+    return reference.dtype == values.dtype or mixes_dtypes(values.device)
 
 
 # ---- the exchange
@@ -203,85 +128,75 @@ class Compressor:
     """Sends each neighbor in another process Q(x - r), with the reference r of that pair. Owns messages and references.
 
     Whole groups are averaged by messages between all pairs, too. Memory, in copies of float32 parameters: half a copy
-    for each neighbor that a worker ever has in another process, and for each neighbor of a single round twice the size
-    of a message. With a one-peer ring that is 2 copies for bf16 and 1.5 for int8, and at most 2 MiB of working space
-    for each bucket (4 in float64).
+    for each neighbor that a worker ever has in another process, or a whole one where the format is coarse, and for each
+    neighbor of a single round twice the size of a message. With a one-peer ring that is 2 copies for bf16, 1.5 for
+    int8, 2.3 for int4 and 2.1 for int2 and topk, and at most 2 MiB of working space for each bucket (4 in float64).
 
     Args:
-        name: "bf16" or "int8".
+        name: of a format in `formats`.
         exchange: sends the messages; must not use all-reduces.
         buckets: the parameters, and the receive buffers that messages arrive in.
     """
 
     def __init__(self, name: str, exchange: Exchange, buckets: Buckets) -> None:
-        self.codec = CODECS[name]()
+        self.format = FORMATS[name]
         self.exchange = exchange
         self.rounds = exchange.rounds
         self.buckets = buckets
         self.outgoing: list[list[list[Tensor]]] = []
         """[local worker][k] the messages to its k-th neighbor of a round in another process."""
         self.references: list[dict[int, list[Tensor]]] = []
-        """[local worker][neighbor in another process], one for each bucket; 0 at first, the same on both sides."""
+        """[local worker][neighbor in another process], one for each bucket; the same on both sides."""
         self.rounding: list[Rounding] = []
+        self._started = False
+        """Whether the references have begun; the same on all workers."""
         self._saved: Mapping[str, Any] | None = None
         """Loaded references that do not fit the present layout: the run that saved them had thawed other parameters."""
 
     @torch.inference_mode(False)
     def reserve(self) -> None:
-        """Make messages and references for the present buckets and topology; references start from 0.
+        """Make messages and references for the present buckets and topology.
 
-        So they do after a loss, since survivors may have skipped different rounds: the first message of a pair is then
-        the rounded x itself.
+        References are started anew by the next `start`. So they are after a loss, since survivors may have skipped
+        different rounds.
         """
         rounds, buckets = self.rounds, self.buckets
-        buckets.reserve(rounds.slots, self.codec.payload)
+        buckets.reserve(rounds.slots, self.format.message)
         self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in buckets.received]
         self.references = [
             {
-                peer: [torch.zeros_like(x, dtype=torch.bfloat16) for x in buckets.values(worker)]
+                peer: list(map(self._empty_reference, buckets.values(worker)))
                 for peer in sorted({p for plans in rounds.plans for p in rounds.elsewhere(plans[worker].weights)})
             }
             for worker in range(rounds.local_workers)
         ]
-        self.rounding = [Rounding(self.codec, x) for x in buckets.values(0)]
-
-    def follow_layout(self, before: Sequence[FlatParameters]) -> None:
-        """`reserve` after the parameters were laid out anew; keep what is known of those that stayed. Collective.
-
-        Args:
-            before: the parameters of each local worker in their old buckets; empty at first.
-        """
-        old = self.references
-        self.reserve()
+        self.rounding = [Rounding(self.format, x) for x in buckets.values(0)]
+        self._started = False
         if self._saved is not None:
-            self._take_over_saved(self._saved)
-        elif before:
-            for worker, places in enumerate(self._kept_places(before)):
-                for peer, references in self.references[worker].items():
-                    for (old_number, old_view), (number, view) in places:
-                        _at(references[number], view).copy_(_at(old[worker][peer][old_number], old_view))
+            self._take_over(self._saved)
 
-    def _kept_places(self, before: Sequence[FlatParameters]) -> list[list[tuple[Place, Place]]]:
-        """Return old and new place of every parameter that all workers have kept, for each local worker. Collective.
+    def _empty_reference(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=torch.bfloat16 if self.format.is_fine else None)
 
-        All must agree, since a parameter may be the old one here and a new one with its values elsewhere.
+    @torch.no_grad()
+    def start(self) -> None:
+        """Let all references begin at the parameters of worker 0, unless they have begun. Collective.
+
+        From 0, the first messages would be about x, not about a difference: their rounding would part the workers.
         """
-        kept: list[set[tuple[int, int]]] = []
-        for old, new in zip(before, self.buckets.flats, strict=True):
-            at = {id(parameter): index for index, parameter in enumerate(old.parameters)}
-            shapes = [view.shape for _, view in places_of(old)]
-            kept.append(
-                {
-                    (at[id(p)], index)
-                    for index, p in enumerate(new.parameters)
-                    if id(p) in at and shapes[at[id(p)]] == p.shape
-                }
-            )
-        group = self.exchange.group
-        everywhere = group.all_gather_object(set.intersection(*kept), "keeping the references of compressed exchanges")
-        pairs = sorted(set.intersection(*everywhere))
-        places = [(places_of(old), places_of(new)) for old, new in zip(before, self.buckets.flats, strict=True)]
-        return [[(old[i], new[j]) for i, j in pairs] for old, new in places]
+        if self._started:
+            return
+        references, group = self.references, self.exchange.group
+        firsts = [self._empty_reference(x).copy_(x) for x in self.buckets.values(0)]
+        for first in firsts:
+            group.broadcast_(first, "starting compressed exchanges")
+        if references is not self.references:  # a worker was lost meanwhile: all survivors start anew
+            return
+        for peers in references:
+            for buffers in peers.values():
+                for reference, first in zip(buffers, firsts, strict=True):
+                    reference.copy_(first)
+        self._started = True
 
     # ---- one round
 
@@ -347,25 +262,30 @@ class Compressor:
     # ---- state and memory
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the references."""
-        return {"references": [dict(peers) for peers in self.references]}
+        """Return the references, if they have begun, and what they belong to."""
+        if not self._started:
+            return {}
+        return {"references": [dict(peers) for peers in self.references], "references_of": self._layout()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved references, now or when the parameters fit; without any, start anew on both sides alike."""
-        self._saved = None
-        self._take_over_saved(state)
+        """Take over saved references, now or when the parameters fit; until then, start anew."""
+        self._saved, self._started = None, False
+        if "references_of" in state:
+            self._take_over(state)
 
-    def _take_over_saved(self, state: Mapping[str, Any]) -> None:
-        saved = state.get("references")
-        fits = saved is not None and _sizes(saved) == _sizes(self.references)
-        for worker, references in enumerate(self.references):
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        if state["references_of"] != self._layout():
+            self._saved = state
+            return
+        for references, saved in zip(self.references, state["references"], strict=True):
             for peer, buffers in references.items():
-                for number, reference in enumerate(buffers):
-                    if saved is not None and fits:
-                        reference.copy_(saved[worker][peer][number])
-                    else:
-                        reference.zero_()
-        self._saved = None if fits or saved is None else state
+                for reference, values in zip(buffers, saved[peer], strict=True):
+                    reference.copy_(values)
+        self._saved, self._started = None, True
+
+    def _layout(self) -> list[Any]:
+        """Return what decides which references there are: the same on all workers, so that all start anew, or none."""
+        return [self.rounds.topology.fingerprint, [len(x) for x in self.buckets.values(0)]]
 
     def release(self) -> None:
         """Free messages and references."""
@@ -380,28 +300,6 @@ def require_symmetric_rounds(topology: Topology, comm_dtype: str) -> None:
                 f"comm_dtype={comm_dtype!r} needs symmetric rounds, in which neighbors take opposite steps; round "
                 f"{round_} of topology {topology.name!r} is directed. Use comm_dtype='full'."
             )
-
-
-Place = tuple[int, Tensor]
-"""The number of a bucket, and a view of it."""
-
-
-def places_of(flat: FlatParameters) -> list[Place]:
-    """Return the place of each parameter, in order."""
-    place_of = {
-        id(parameter): (number, view)
-        for number, bucket in enumerate(flat.buckets)
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-    }
-    return [place_of[id(parameter)] for parameter in flat.parameters]
-
-
-def _sizes(references: Sequence[Mapping[int, Sequence[Tensor]]]) -> list[dict[int, list[int]]]:
-    return [{peer: [len(buffer) for buffer in buffers] for peer, buffers in peers.items()} for peers in references]
-
-
-def _at(buffer: Tensor, view: Tensor) -> Tensor:
-    return buffer.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 class CompressedUpdate(Update):

@@ -42,7 +42,7 @@ class Mixer:
         names: what to call a parameter in error messages, by `id`.
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
-        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in "bf16" or "int8"; see
+        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in a format of `formats`; see
             `compression`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
@@ -101,6 +101,10 @@ class Mixer:
         self.group.require_open()
         self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self._follow_changes()
+        if self.compressor is not None:
+            self.compressor.start()
+            if not self._mixes_now:  # a worker was lost in it
+                return
         self.edits.seal(self._round, self.step, watched)
         self.buckets.claim(Use.RECEIVING)
         self.group.hold(self)
@@ -217,11 +221,21 @@ class Mixer:
     def _mixes_now(self) -> bool:
         return (self.step + 1) % self.mix_every == 0 and self.step >= self._mixes_from
 
+    def compress(self, comm_dtype: str) -> None:
+        """Send rounded differences from the next exchange on, in a format of `formats`. Collective; between steps."""
+        self.arrivals.settle()
+        self.discard_exchange()
+        self.rounds.use_pairs()
+        self.group.barrier("changing the number format of messages")
+        self.group.guarded(self.exchange.connect, "connecting the neighbors")
+        self.compressor = Compressor(comm_dtype, self.exchange, self.buckets)
+        self.edits.uncompressed = False
+        self.compressor.reserve()
+
     # ---- layout
 
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their places in the present buckets
-        before = self.buckets.flats
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)
@@ -229,7 +243,7 @@ class Mixer:
         if self.compressor is None:
             self.buckets.reserve(self.rounds.slots)
         else:
-            self.compressor.follow_layout(before)
+            self.compressor.reserve()
 
     def _follow_changes(self) -> None:
         """Adopt again what was added, replaced, unfrozen or re-pointed; only a look in an undisturbed step."""

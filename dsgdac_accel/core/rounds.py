@@ -59,6 +59,11 @@ class Rounds:
         first_workers = [ranks.index(rank) * self.local_workers for rank in self.members.original_ranks]
         self._follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
 
+    def use_pairs(self) -> None:
+        """Exchange in pairs from now on, where whole groups were averaged by an all-reduce."""
+        self._all_reduce = False
+        self._follow(self.topology)
+
     def _planned(self, round_: int, worker: int) -> RoundPlan:
         plan = self.topology.plan(round_, worker)
         return plan if self._all_reduce else replace(plan, averaging_group=None)

@@ -16,7 +16,9 @@ from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.buckets import Use
+from dsgdac_accel.core.compression import require_symmetric_rounds
 from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
@@ -29,7 +31,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import make_streams_differ
 from dsgdac_accel.topology import Topology, build_topology
 
-_PARTS_OF_A_JOINED_STEP = {"watch", "mixer", "guard", "average", "estimate", "_updates", "_workers_compared"}
+_PARTS_OF_A_JOINED_STEP = {"watch", "mixer", "guard", "average", "estimate", "choice", "_updates", "_workers_compared"}
 
 
 class GossipStep:
@@ -64,6 +66,9 @@ class GossipStep:
         if not isinstance(topology, Topology):
             topology = build_topology(topology, group.size * config.workers_per_process)
         group.require_equal(topology.fingerprint, "topology")
+        chooses = config.comm_dtype == "auto"
+        if chooses:
+            require_symmetric_rounds(topology, "auto")
         self.masters = masters or MasterParameters(optimizer, self.watch.names)
         self.masters.name_by(self.watch.names)
         try:
@@ -75,7 +80,7 @@ class GossipStep:
                 names=self.watch.names,
                 local_workers=config.workers_per_process,
                 worker_of=worker_of and self.masters.of_masters(worker_of),
-                comm_dtype=config.comm_dtype,
+                comm_dtype="full" if chooses else config.comm_dtype,
                 mix_every=config.mix_every,
             )
         except BaseException:
@@ -87,6 +92,7 @@ class GossipStep:
         )
         self.average = Average(self.mixer)
         self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
+        self.choice = FormatChoice(self.mixer) if chooses and group.size > 1 else None
         self._worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
@@ -130,6 +136,8 @@ class GossipStep:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
         self.guard.put_back()
         self.mixer.add(self._updates)
+        if self.choice is not None:
+            self.choice.look(mixed=bool(self._updates))
         self._updates = []
         if self.config.log_every and self.mixer.step % self.config.log_every == 0:
             self.group.require_equal(self.mixer.step, "number of optimizer steps")
@@ -193,6 +201,8 @@ class GossipStep:
             figures |= self.average.latest.figures()
         if self.estimate is not None and self.estimate.latest is not None:
             figures |= self.estimate.latest.figures("_estimate")
+        if self.choice is not None:
+            figures["bits_per_parameter"] = self.choice.bits
         return figures | {
             "neighbor_disagreement": self.mixer.arrivals.disagreement,
             "wait_seconds": self.mixer.exchange.waited_seconds,
@@ -204,6 +214,7 @@ class GossipStep:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
         return {
             "mixer": self.mixer.state_dict(),
+            "choice": None if self.choice is None else self.choice.state_dict(),
             "schedule": self.schedule.state_dict(),
             "average": self.average.state_dict(),
             **self.guard.state_dict(),
@@ -211,6 +222,8 @@ class GossipStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as if never stopped; the caller loads the parameters."""
+        if self.choice is not None and state.get("choice") is not None:
+            self.choice.load_state_dict(state["choice"], state["mixer"]["step"])
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.average.load_state_dict(state["average"])

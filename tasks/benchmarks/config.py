@@ -84,7 +84,8 @@ class BenchmarkConfig:
     """Ways to take the same step:
     local (no communication), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
     decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
-    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8][+every_K][+unguarded] (without looking for edits)."""
+    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2|+topk][+every_K][+unguarded] (without looking for
+    edits)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
     """Implementation of torch's SGD, the same for all variants."""

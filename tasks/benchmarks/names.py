@@ -8,11 +8,12 @@ from typing import Any
 
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import check_choice
+from dsgdac_accel.core.formats import FORMATS
 
 KINDS = ("local", "ddp", "decent_dp", "gossip")
 DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 """Topologies of the package decent-dp, by its own names."""
-_COMM_DTYPES = ("bf16", "int8")
+_COMM_DTYPES = tuple(FORMATS)
 _EVERY = re.compile(r"every_([1-9]\d*)")
 _OPTIONS = {
     "local": ("undisturbed",),

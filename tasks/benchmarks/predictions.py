@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dsgdac_accel.core.formats import FORMATS
 from dsgdac_accel.scaling import Cluster, Step, complete_gossip, one_peer_gossip, ring_ddp
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.names import VariantName
@@ -41,9 +42,7 @@ def predicted_seconds(
         if scheme is None:
             continue
         settings = name.settings(config.gossip)
-        bits = {"full": 32.0, "bf16": 16.0}.get(settings.comm_dtype)
-        if bits is None:  # int8 with the scales of its blocks: from the bytes sent, to which an idle worker adds none
-            bits = table[text]["bytes_sent"] * 8 / parameters * workers / (workers - workers % 2)
+        bits = 32.0 if settings.comm_dtype == "full" else FORMATS[settings.comm_dtype].bits
         cluster = Cluster(
             parameters=parameters,
             compute_seconds=table["local"]["seconds"],

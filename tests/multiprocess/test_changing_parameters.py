@@ -89,10 +89,10 @@ def thaw(rank: int, comm_dtype: str) -> tuple[list[float], bool]:
 
 
 @pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
-def test_what_pairs_refer_to_stays_where_parameters_thaw(comm_dtype):
+def test_what_pairs_refer_to_stays_near_where_parameters_thaw(comm_dtype):
     exact = run_workers(thaw, 2, "full")[0][0]
     for radii, same in run_workers(thaw, 2, comm_dtype):
-        assert radii == pytest.approx(exact, rel=0.05)  # begun anew, int8 would be off by 270 %
+        assert radii == pytest.approx(exact, rel=0.05)  # begun at 0, int8 would be off by 270 %
         assert same
 
 
@@ -166,7 +166,7 @@ def come_too_far_apart(rank: int, comm_dtype: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("comm_dtype", ["full", "bf16", "int8"])
+@pytest.mark.parametrize("comm_dtype", ["full", "bf16", "int8", pytest.param("int2", marks=pytest.mark.slow)])
 def test_finite_parameters_that_are_too_far_apart_are_not_called_non_finite(comm_dtype):
     for rank, message in enumerate(run_workers(come_too_far_apart, 2, comm_dtype)):
         assert f"worker {rank} and its neighbors are too far apart at step 1" in message

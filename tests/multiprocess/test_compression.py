@@ -1,13 +1,20 @@
 """Gossip in fewer bytes on real workers: the mean is kept, workers come together, and training does what it should."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
+from dsgdac_accel import simulation as simulation_module
+from dsgdac_accel.core import format_choice
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.edits import OF_DIFFERENCES, block_sums
+from dsgdac_accel.core.format_choice import FirstSteps, FormatChoice
+from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
+from tests.rounding import COARSE, Replay
 from tests.selection import slow_except
 from tests.workers import run_workers
 
@@ -38,8 +45,8 @@ SPLITS = [("one_peer_ring", 3, 1), ("complete", 4, 1), ("grid", 4, 1), ("one_pee
 @pytest.mark.parametrize(
     ("topology", "processes", "per_process", "comm_dtype"),
     slow_except(
-        [("one_peer_ring", 3, 1, "int8"), ("complete", 4, 1, "bf16")],
-        [(*split, comm_dtype) for split in SPLITS for comm_dtype in ("bf16", "int8")],
+        [("one_peer_ring", 3, 1, "int2"), ("complete", 4, 1, "bf16")],
+        [(*split, comm_dtype) for split in SPLITS for comm_dtype in FORMATS],
     ),
 )
 def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology, processes, per_process):
@@ -49,10 +56,10 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
     # Float32 sums differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
     torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=3e-6)
     frobenius = results[0][1]
-    assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())
+    assert frobenius[-1] < (0.3 if comm_dtype == "topk" else 1e-3) * float((before - before.mean(0)).norm())
     full = run_workers(mix, processes, topology, "full", per_process, 5, 0.7)
     for ours, exact in zip(frobenius[:5], full[0][1], strict=True):
-        assert ours == pytest.approx(exact, rel=0.02)
+        assert ours == pytest.approx(exact, rel=0.02) or comm_dtype in COARSE
 
 
 def test_bytes_sent_are_counted():
@@ -75,22 +82,53 @@ RUNS = [
 @pytest.mark.parametrize(
     ("topology", "workers", "optimizer", "options", "comm_dtype"),
     slow_except(
-        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, 2 * ("bf16", "int8"), strict=True)],
-        [(*run, comm_dtype) for run in RUNS for comm_dtype in ("bf16", "int8")],
+        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, ("int2", "int8", "topk", "int4"), strict=True)],
+        [(*run, comm_dtype) for run in RUNS for comm_dtype in FORMATS],
     ),
 )
-def test_training_follows_algorithm_1_but_for_the_rounding(comm_dtype, topology, workers, optimizer, options):
+def test_training_follows_a_replay_of_its_messages(comm_dtype, topology, workers, optimizer, options, monkeypatch):
+    monkeypatch.setattr(simulation_module, "consensus_update", Replay(comm_dtype))
     shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
     simulation, expected = simulate(workers, topology, optimizer, **shared)
     results = run_workers(train, workers, topology, optimizer, options | {"comm_dtype": comm_dtype})
     x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
-    apart = float((x - x.mean(0)).norm())
-    found = torch.stack([result["x"] for result in results])
-    assert float((found - x).norm()) < 0.03 * apart
-    assert float((found - x).norm()) > 0, "it has to be rounded in this test"
+    torch.testing.assert_close(torch.stack([result["x"] for result in results]), x, rtol=0, atol=1e-9)
     for result in results:
         assert result["restored"]
-        assert result["radius"] == pytest.approx(simulation.radius(), rel=0.02)
+        assert result["radius"] == pytest.approx(simulation.radius(), rel=1e-7)
+
+
+def measure_as_by_rank(rank):
+    """Let worker 2 compute for 0.15 of 0.8 s, the others less; of float64, int8 takes 0.102 s, and bf16 0.2."""
+    FormatChoice._first_steps = lambda self, latency: FirstSteps(0.8, 0.7 - 0.025 * rank, latency=0.0)
+
+
+def train_and_choose(rank, topology, options):
+    measure_as_by_rank(rank)
+    said = []
+    format_choice.logger.warning = lambda *words: said.append(words)
+    return train(rank, topology, "sgd", {"comm_dtype": "auto"} | options) | {"said": said}
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "first"),
+    [
+        ("one_peer_ring", {}, 11),
+        pytest.param("complete", {"log_every": 1}, 11, marks=pytest.mark.slow),
+    ],
+)
+def test_all_workers_choose_the_same_format_once_and_send_it_from_then_on(topology, options, first, monkeypatch):
+    exact, replay = simulation_module.consensus_update, Replay("int8")
+    calls = itertools.count()
+    monkeypatch.setattr(
+        simulation_module, "consensus_update", lambda *args: (exact if next(calls) < first else replay)(*args)
+    )
+    _, expected = simulate(3, topology, "sgd")
+    results = run_workers(train_and_choose, 3, topology, options)
+    x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
+    torch.testing.assert_close(torch.stack([result["x"] for result in results]), x, rtol=0, atol=1e-9)
+    assert [len(result["said"]) for result in results] == [1, 0, 0]
+    assert "int8" in results[0]["said"][0]
 
 
 def lose_a_parameter(rank, comm_dtype):
@@ -105,7 +143,7 @@ def lose_a_parameter(rank, comm_dtype):
         return str(error)
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("comm_dtype", ["bf16", "int8", *(pytest.param(n, marks=pytest.mark.slow) for n in COARSE)])
 def test_a_worker_that_is_not_finite_is_named(comm_dtype):
     for rank, message in enumerate(run_workers(lose_a_parameter, 3, comm_dtype)):
         assert "not finite at step 0" in message
@@ -113,6 +151,8 @@ def test_a_worker_that_is_not_finite_is_named(comm_dtype):
 
 
 def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
+    if comm_dtype == "auto":
+        measure_as_by_rank(0 if load else rank)  # measured again, it would be another format
     accelerator = GossipAccelerator(gossip=GossipConfig(comm_dtype=comm_dtype, timeout=30, log_every=4))
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -127,9 +167,12 @@ def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("comm_dtype", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "comm_dtype", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int8", "auto"))]
+)
 def test_resuming_is_exact(tmp_path, comm_dtype):
-    whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, 13, 6)
-    resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, 13, None, tmp_path / "saved")
+    steps, save_at = (18, 14) if comm_dtype == "auto" else (13, 6)
+    whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, steps, save_at)
+    resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, steps, None, tmp_path / "saved")
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a, b)

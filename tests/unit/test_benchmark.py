@@ -110,6 +110,7 @@ def test_sections_and_lists_come_from_the_command_line():
         ("gossip:complete+no_overlap", {"topology": "complete", "overlap": False}),
         ("gossip+mix_first+int8", {"order": "mix_first", "comm_dtype": "int8"}),
         ("gossip:ring+bf16+every_4", {"topology": "ring", "comm_dtype": "bf16", "mix_every": 4}),
+        ("gossip+topk", {"comm_dtype": "topk"}),
         ("ddp+bf16", {}),
     ],
 )
@@ -331,7 +332,7 @@ def test_what_the_scaling_model_says_is_held_against_what_was_measured():
             "gossip": one_peer_gossip(plain, 4).seconds,
             "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
             "gossip:complete": complete_gossip(plain, 4).seconds,
-            "gossip+int8": one_peer_gossip(Cluster(**settings, bits=8.25), 4).seconds,
+            "gossip+int8": one_peer_gossip(Cluster(**settings, bits=8.125), 4).seconds,
         }
     )
     short = replace(config, gossip=GossipConfig(comm_dtype="bf16", overlap=False))
@@ -343,7 +344,7 @@ def test_what_the_scaling_model_says_is_held_against_what_was_measured():
             "ddp+bf16": ring_ddp(Cluster(**settings, gradient_bits=16), 4).seconds,
             "gossip": one_peer_gossip(exposed, 4).seconds,
             "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
-            "gossip+int8": one_peer_gossip(replace(exposed, bits=8.25), 4).seconds,
+            "gossip+int8": one_peer_gossip(replace(exposed, bits=8.125), 4).seconds,
         }
     )
     assert predicted_seconds(replace(config, network=None), table, 1_000_000, 4) == {}

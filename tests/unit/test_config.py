@@ -126,6 +126,8 @@ def at(config: Any, path: str) -> Any:
         ({"constant": -0.1}, ["constant must be a number in [0, 1]; got -0.1"]),
         ({"constant": 0.1, "floor": 0.5}, ["constant must be a number in [0.5, 1]; got 0.1", "floor = 0.5"]),
         ({"order": "mix"}, ["order must be one of local_first, mix_first; got 'mix'"]),
+        ({"comm_dtype": "int1"}, ["comm_dtype must be one of full, bf16", "got 'int1'. Did you mean 'int8'?"]),
+        ({"comm_dtype": "auto", "overlap": False}, ["comm_dtype='auto'", "overlap must be true; got false", "'int8'"]),
         ({"overlap": 1}, ["overlap must be True or False; got 1"]),
         ({"total_steps": 0}, ["total_steps must be an integer >= 1; got 0"]),
         ({"log_every": -1}, ["log_every must be an integer >= 0; got -1", "evaluations"]),

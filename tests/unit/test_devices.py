@@ -18,7 +18,8 @@ from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, WorkerLostError, dev
 from dsgdac_accel.cli.doctor import join_workers
 from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.core import kernels
-from dsgdac_accel.core.compression import Bf16, Rounding
+from dsgdac_accel.core.compression import Rounding
+from dsgdac_accel.core.formats import Bf16
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
