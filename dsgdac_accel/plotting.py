@@ -115,10 +115,11 @@ def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], capti
         columns = max(1, min(5, len(handles), int(room / width)))
         rows = max(sum(label.count("\n") + 1 for label in labels[k::columns]) for k in range(columns))
         figure.set_figheight(figure.get_figheight() + 0.22 * max(0, rows - 2))
-        figure.legend(
+        legend = figure.legend(
             handles, labels, loc="outside lower center", ncols=columns, frameon=False,
             title=caption or None, title_fontsize="small",
         )  # fmt: skip
+        legend.get_title().set_multialignment("center")
     elif caption:
         figure.supxlabel(caption, fontsize="small")
 

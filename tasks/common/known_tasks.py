@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ _CONFIG_CLASSES = {
     "trainer_language.py": ("tasks.language.config", "LanguageConfig"),
     "wmt14.py": ("tasks.translation.config", "TranslationConfig"),
 }
+_SPLIT_CHECKS = {"cifar.py": "tasks.images.sources", "wmt14.py": "tasks.translation.data"}
 
 
 def script_for(config: Path) -> Path:
@@ -40,6 +41,17 @@ def config_class_of(script: Path) -> type | None:
         return None
     module, name = _CONFIG_CLASSES[script.name]
     return getattr(importlib.import_module(module), name)
+
+
+def split_check_of(script: Path) -> Callable[[Any], None] | None:
+    """Return what raises ValueError or OSError for the section data of a task if its local data lack a split.
+
+    None for a script that is not one of this package, and for a task without local data.
+    """
+    if config_class_of(script) is None or script.name not in _SPLIT_CHECKS:
+        return None
+    check: Callable[[Any], None] = importlib.import_module(_SPLIT_CHECKS[script.name]).require_local_splits
+    return check
 
 
 def base_values(file: Path) -> dict[str, Any]:

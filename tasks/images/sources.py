@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -19,6 +20,7 @@ from tasks.common.sources import (
     read_parquet,
     saved_splits,
 )
+from tasks.images.config import DataConfig
 
 HUB_NAMES = {
     "cifar10": "uoft-cs/cifar10",
@@ -66,20 +68,32 @@ def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
         FileNotFoundError: the path does not exist.
         ValueError: a folder without recognizable splits, a missing shard, or splits in several folders.
     """
+    found, origin = find_local(path)
+    return {split: read() for split, read in found.items()}, origin
+
+
+def find_local(path: Path) -> tuple[dict[str, Callable[[], Dataset]], str]:
+    """Find the splits of `open_local` by names of files, and return what reads each. Raises the same errors."""
     if not path.exists():
         raise FileNotFoundError(f"data.path must exist; got {path}. {EXPECTED_FILES}")
     if path.is_file():
         if path.suffix != ".parquet":
             raise ValueError(f"A file as data.path must be *.parquet; got {path}. {EXPECTED_FILES}")
-        return {"train": read_parquet([path])}, f"parquet file {path}"
+        return {"train": partial(read_parquet, [path])}, f"parquet file {path}"
     if saved := saved_splits(path):
-        return saved, f"data set saved in {path}"
+        return {split: partial(saved.__getitem__, split) for split in saved}, f"data set saved in {path}"
     if files := find_split_files(path, ".parquet"):
-        return {split: read_parquet(shards) for split, shards in files.items()}, f"parquet files in {path}"
+        return {split: partial(read_parquet, shards) for split, shards in files.items()}, f"parquet files in {path}"
     if folders := find_image_folders(path):
-        return {split: read_image_folder(folder) for split, folder in folders.items()}, f"image folders in {path}"
+        return {split: partial(read_image_folder, own) for split, own in folders.items()}, f"image folders in {path}"
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     raise ValueError(f"No splits in {path}; found {found}. {EXPECTED_FILES}")
+
+
+def require_local_splits(data: DataConfig) -> None:
+    """Raise the errors of `open_local` and `choose_splits` for local data that a run cannot use. Reads no images."""
+    if data.path is not None:
+        choose_splits(find_local(data.path.expanduser())[0], data.test_split, data.test_fraction)
 
 
 def find_image_folders(path: Path) -> dict[str, Path]:

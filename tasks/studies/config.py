@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -135,6 +135,12 @@ class ReportConfig:
         if self.choose is not None:
             _check_known(self.choose.by, own)
 
+    def wanted_pairs(self) -> list[tuple[str | None, str]]:
+        """Return the pairs (label, baseline); None stands for all other labels."""
+        if isinstance(self.baselines, dict):
+            return list(self.baselines.items())
+        return [(None, baseline) for baseline in self.baselines]
+
 
 def _check_known(by: str, own: Sequence[Column]) -> None:
     """Raise ValueError for a column to choose by that is neither one of the tasks nor one of the report."""
@@ -257,29 +263,21 @@ class SweepConfig:
                 _check_among("report.choose.over", key, self.grid, "grid")
             for variant in (variant for of in choose.methods.values() for variant in of):
                 _check_among("report.choose.methods: the variant", variant, self.variants, "variants")
-        known = self.shown_labels()
-        baselines = self.report.baselines
-        named = [*baselines, *baselines.values()] if isinstance(baselines, dict) else baselines
-        for label in named:
-            if label not in known:
-                raise ValueError(
-                    f"report.baselines: no row of the report is called {label!r}.{did_you_mean(label, known)} "
-                    f"There are {', '.join(known) or 'none'}."
-                )
+        self._check_baselines()
 
     def labels(self) -> list[str]:
         """Return all labels in order: variants, then `key=value` or the labels of a mapping for each grid entry."""
         return [label for axis in self.axes() for label in axis]
 
-    def shown_labels(self) -> list[str]:
-        """Return the labels of the report's rows: without `report.choose` all labels, with it methods for variants."""
+    def shown_axes(self) -> list[list[str]]:
+        """Return the labels of the report's rows by axis: those of `axes` or, with `report.choose`, of the methods."""
         choose = self.report.choose
         if choose is None:
-            return self.labels()
+            return list(self.axes())
         settings = {variant for of in choose.methods.values() for variant in of}
         methods = [*choose.methods, *(variant for variant in self.variants if variant not in settings)]
-        grid = {key: values for key, values in self.grid.items() if key not in choose.over}
-        return [*methods, *(label for key, values in grid.items() for label in grid_labels(key, values))]
+        grid = [grid_labels(key, values) for key, values in self.grid.items() if key not in choose.over]
+        return [methods, *grid] if methods else grid
 
     def axes(self) -> Iterator[list[str]]:
         """Yield the labels of the variants, if there are any, then those of each grid entry."""
@@ -291,6 +289,28 @@ class SweepConfig:
     def setting_names(self) -> list[str]:
         """Return the names of all settings."""
         return [setting_name(labels) for labels in itertools.product(*self.axes())]
+
+    def _check_baselines(self) -> None:
+        """Raise ValueError for a baseline that no row of the report can be compared with."""
+        axes = self.shown_axes()
+        known = [label for axis in axes for label in axis]
+        for label, baseline in self.report.wanted_pairs():
+            named = [name for name in (label, baseline) if name is not None]
+            for name in named:
+                if name not in known:
+                    raise ValueError(
+                        f"report.baselines: no row of the report is called {name!r}.{did_you_mean(name, known)} "
+                        f"There are {', '.join(known) or 'none'}."
+                    )
+                if known.count(name) > 1:
+                    raise ValueError(
+                        f"report.baselines: {name!r} must be one label; {known.count(name)} axes have it. Rename one."
+                    )
+            if not comparable(axes, label, baseline):
+                raise ValueError(
+                    f"report.baselines: {label or 'a setting'} is compared with {baseline} in rows that otherwise have "
+                    f"the same labels, and there are none. Name two variants, or two values of one grid entry."
+                )
 
     def _check_paper(self) -> None:
         if self.paper and self.report.choose is not None:
@@ -383,6 +403,18 @@ def setting_name(labels: Sequence[str]) -> str:
     ('dsgd_ac, power=3', 'base')
     """
     return ", ".join(labels) or "base"
+
+
+def comparable(axes: Iterable[Collection[str]], label: str | None, baseline: str) -> bool:
+    """Return whether a label, or any other one for None, and a baseline are different labels of one axis.
+
+    >>> comparable([["dsgd", "dsgd_ac"], ["power=1"]], "dsgd_ac", "dsgd")
+    True
+    >>> comparable([["dsgd", "dsgd_ac"], ["power=1"]], "power=1", "dsgd")
+    False
+    """
+    others = next(({*axis} - {baseline} for axis in axes if baseline in axis), set())
+    return bool(others) if label is None else label in others
 
 
 def grid_labels(key: str, values: list[Any] | dict[str, dict[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from dsgdac_accel import build_topology
 from tasks.common.algorithms import SYNCHRONOUS
 from tasks.common.config import ConfigError, parse_config
-from tasks.common.known_tasks import base_values, config_class_of
+from tasks.common.known_tasks import base_values, config_class_of, split_check_of
 from tasks.studies.config import LaunchConfig, SweepConfig
 from tasks.studies.plan import PlannedRun
 
@@ -35,6 +35,7 @@ def require_valid(sweep: SweepConfig, runs: Sequence[PlannedRun]) -> None:
 def require_startable(sweep: SweepConfig, runs: Sequence[PlannedRun]) -> None:
     """Raise ConfigError if this machine cannot start a run: too few GPUs or machines, or no such data."""
     config_class, gpus = config_class_of(sweep.task), torch.accelerator.device_count()
+    sources: dict[Any, str] = {}
     for run in _one_per_setting(runs):
         name, launch = run.setting.name, run.launch
         elsewhere = "start it by --print-commands or --slurm, or try --smoke"
@@ -43,7 +44,16 @@ def require_startable(sweep: SweepConfig, runs: Sequence[PlannedRun]) -> None:
         if launch.gpus > gpus:
             raise ConfigError(f"{name}: a run takes {launch.gpus} GPUs and this machine has {gpus}: {elsewhere}.")
         if config_class is not None:
-            _require_inputs(parse_config(config_class, run.arguments), name)
+            config: Any = parse_config(config_class, run.arguments)
+            _require_inputs(config, name)
+            sources.setdefault(getattr(config, "data", None), name)
+    check = split_check_of(sweep.task)
+    for data, name in sources.items():
+        try:
+            if check is not None and data is not None:
+                check(data)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{name}: {error}") from None
 
 
 def workers_of(launch: LaunchConfig, config: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.common.config import ConfigError, keys_of
 from tasks.common.config_hints import hint
 from tasks.common.known_tasks import base_values, config_class_of, flat_values
-from tasks.studies.config import ReportConfig, SmokeConfig, SweepConfig, spelled, value_label
+from tasks.studies.config import ReportConfig, SmokeConfig, SweepConfig, comparable, spelled, value_label
 
 LABEL = "Small scale (smoke run)"
 """Titles of small runs begin with it."""
@@ -43,15 +43,15 @@ def small(sweep: SweepConfig) -> SweepConfig:
         report=ReportConfig(),
         paper={},
     )
-    names, settings = kept.labels(), kept.setting_names()
-    choose = sweep.report.choose
+    axes, settings = list(kept.axes()), kept.setting_names()
+    names, choose = kept.labels(), sweep.report.choose
     if choose is not None:
         methods = {method: [name for name in of if name in names] for method, of in choose.methods.items()}
         choose = replace(choose, methods={method: of for method, of in methods.items() if of})
-        names = replace(kept, report=replace(sweep.report, choose=choose, baselines=[])).shown_labels()
+        axes = replace(kept, report=replace(sweep.report, choose=choose, baselines=[])).shown_axes()
     return replace(
         kept,
-        report=replace(sweep.report, choose=choose, baselines=_present(sweep.report.baselines, names)),
+        report=replace(sweep.report, choose=choose, baselines=_present(sweep.report.baselines, axes)),
         paper={setting: values for setting, values in sweep.paper.items() if setting in settings},
     )
 
@@ -112,8 +112,8 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}_smoke")
 
 
-def _present(baselines: list[str] | dict[str, str], labels: Collection[str]) -> list[str] | dict[str, str]:
-    """Return the baselines that are among the labels."""
+def _present(baselines: list[str] | dict[str, str], axes: list[list[str]]) -> list[str] | dict[str, str]:
+    """Return the baselines that a small study still has something to compare with."""
     if isinstance(baselines, dict):
-        return {label: base for label, base in baselines.items() if label in labels and base in labels}
-    return [label for label in baselines if label in labels]
+        return {label: baseline for label, baseline in baselines.items() if comparable(axes, label, baseline)}
+    return [baseline for baseline in baselines if comparable(axes, None, baseline)]

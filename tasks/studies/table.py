@@ -150,10 +150,8 @@ class Paired:
 def pairs_of(rows: Sequence[Row], report: ReportConfig) -> list[Pair]:
     """Pair each row with the row that has the baseline's label and otherwise the same labels."""
     by_labels = {row.setting.labels: row for row in rows}
-    baselines = report.baselines
-    wanted = list(baselines.items()) if isinstance(baselines, dict) else [(None, label) for label in baselines]
     pairs = []
-    for label, baseline in wanted:
+    for label, baseline in report.wanted_pairs():
         axis = next(row.setting.labels.index(baseline) for row in rows if baseline in row.setting.labels)
         for row in rows:
             labels = row.setting.labels

@@ -1,4 +1,4 @@
-"""Plans batches of similar sentence lengths with about equally many tokens, the same on every worker."""
+"""Plans batches with about equally many tokens, of similar or random sentence lengths, the same on every worker."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class TokenBatches(Sampler[list[int]]):
     number of batches is the same in every epoch and a multiple of workers * accumulation_steps; surplus batches are
     left out, different ones in each epoch. The plan depends on the seed alone, so all workers make the same one.
 
+    With `group_by_length=False`, every epoch shuffles all pairs, and the budget counts tokens without padding: a
+    micro-batch has that many on average, and less than its longest pair more.
+
     Iterating yields batches in the order in which Accelerate deals them out: those of workers 0, 1, ... for the first
     micro-batch of the first step, then for the second. No row occurs twice in an epoch.
 
@@ -40,6 +43,7 @@ class TokenBatches(Sampler[list[int]]):
         accumulation_steps: micro-batches per worker and step.
         seed: seed of the order.
         per_process: workers per process. Their micro-batches of a step come as one list of rows.
+        group_by_length: put pairs of similar lengths into a batch.
 
     Raises ValueError for a pair longer than a micro-batch, and for too little data for one step.
 
@@ -60,6 +64,7 @@ class TokenBatches(Sampler[list[int]]):
         accumulation_steps: int = 1,
         seed: int = 0,
         per_process: int = 1,
+        group_by_length: bool = True,
     ) -> None:
         self.source_lengths = np.asarray(source_lengths, dtype=np.int64)
         self.target_lengths = np.asarray(target_lengths, dtype=np.int64)
@@ -67,18 +72,18 @@ class TokenBatches(Sampler[list[int]]):
         self.workers, self.accumulation_steps, self.seed = workers, accumulation_steps, seed
         self.per_process = per_process
         self.epoch = 0
-        budget = tokens // self.per_step
-        self._check_budget(budget, tokens)
-        # Every epoch sorts to the same sequence of lengths, only with other rows, so the cuts are computed once.
-        order = self._sorted_rows(np.arange(len(self.source_lengths)))
-        self._cuts, self.padding = _cut(self.source_lengths[order], self.target_lengths[order], budget)
-        self.steps_per_epoch = (len(self._cuts) - 1) // self.per_step
+        self._budget = tokens // self.per_step
+        self._check_budget(self._budget, tokens)
+        self._sorted_cuts = self._cuts_by_length() if group_by_length else None
+        order, cuts = self._order(np.arange(len(self.source_lengths)))
+        self.steps_per_epoch = (len(cuts) - 1) // self.per_step
         if self.steps_per_epoch == 0:
             raise ValueError(
                 f"one optimizer step needs {self.per_step} micro-batches ({workers} workers x {accumulation_steps} "
-                f"accumulation steps); with {tokens} tokens per step the {len(order)} training pairs fill only "
-                f"{len(self._cuts) - 1}. Use a smaller batch_tokens, or more data."
+                f"accumulation steps); with {tokens} tokens per step the {len(self.source_lengths)} training pairs "
+                f"fill only {len(cuts) - 1}. Use a smaller batch_tokens, or more data."
             )
+        self.padding = self._padding_share(order, cuts)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch, counted from 0."""
@@ -89,32 +94,53 @@ class TokenBatches(Sampler[list[int]]):
         return self.steps_per_epoch * self.per_step // self.per_process
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows, chosen = self._plan()
+        rows, cuts, chosen = self._plan()
         for together in chosen.reshape(-1, self.per_process):
-            parts = [rows[self._cuts[batch] : self._cuts[batch + 1]] for batch in together]
+            parts = [rows[cuts[batch] : cuts[batch + 1]] for batch in together]
             yield np.concatenate(parts).tolist()
 
     def epoch_pairs(self) -> NDArray[np.int64]:
         """Pairs in each micro-batch of this epoch: (steps, accumulation steps, workers)."""
-        _, chosen = self._plan()
+        _, cuts, chosen = self._plan()
         shape = (self.steps_per_epoch, self.accumulation_steps, self.workers)
-        return np.diff(self._cuts)[chosen].reshape(shape)
+        return np.diff(cuts)[chosen].reshape(shape)
 
     def epoch_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Real source and target tokens of each micro-batch of this epoch: (steps, accumulation steps, workers)."""
-        rows, chosen = self._plan()
+        rows, cuts, chosen = self._plan()
         shape = (self.steps_per_epoch, self.accumulation_steps, self.workers)
         source, target = (
-            np.add.reduceat(lengths[rows], self._cuts[:-1])[chosen].reshape(shape)
+            np.add.reduceat(lengths[rows], cuts[:-1])[chosen].reshape(shape)
             for lengths in (self.source_lengths, self.target_lengths)
         )
         return source, target
 
-    def _plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows sorted by length, and the indices of the micro-batches to use, in order."""
+    def _plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Rows, where each micro-batch begins among them, with the end, and the micro-batches to use, in order."""
         random = np.random.default_rng([self.seed, self.epoch])
-        rows = self._sorted_rows(random.permutation(len(self.source_lengths)))
-        return rows, random.permutation(len(self._cuts) - 1)[: self.steps_per_epoch * self.per_step]
+        rows, cuts = self._order(random.permutation(len(self.source_lengths)))
+        return rows, cuts, random.permutation(len(cuts) - 1)[: self.steps_per_epoch * self.per_step]
+
+    def _order(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows in the order of the micro-batches, and where each of those begins, with the end (B + 1,)."""
+        if self._sorted_cuts is not None:
+            return self._sorted_rows(rows), self._sorted_cuts
+        # The k-th micro-batch has the pairs that end in the k-th budget of tokens: as many in every order, none empty.
+        ends = (self.source_lengths + self.target_lengths)[rows].cumsum()
+        number = ends[-1] // self._budget
+        cuts = np.searchsorted(ends, self._budget * np.arange(number + 1), side="right")
+        return rows[: cuts[-1]], cuts
+
+    def _cuts_by_length(self) -> NDArray[np.int64]:
+        """Cut the sorted pairs; every epoch sorts to the same sequence of lengths, only with other rows."""
+        order = self._sorted_rows(np.arange(len(self.source_lengths)))
+        return _cut(self.source_lengths[order], self.target_lengths[order], self._budget)
+
+    def _padding_share(self, rows: NDArray[np.int64], cuts: NDArray[np.int64]) -> float:
+        """Share of padding in all micro-batches."""
+        source, target = self.source_lengths[rows], self.target_lengths[rows]
+        widths = np.maximum.reduceat(source, cuts[:-1]) + np.maximum.reduceat(target, cuts[:-1])
+        return 1 - int(source.sum() + target.sum()) / int(widths @ np.diff(cuts))
 
     def _sorted_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sort by the longer side, then by the difference of the sides, alternately rising and falling.
@@ -140,20 +166,16 @@ class TokenBatches(Sampler[list[int]]):
             )
 
 
-def _cut(source: Lengths, target: Lengths, budget: int) -> tuple[NDArray[np.int64], float]:
-    """Cut the sorted pairs into batches: where each begins, with the end (B + 1,), and the share of padding."""
-    cuts, padded = [0], 0
+def _cut(source: Lengths, target: Lengths, budget: int) -> NDArray[np.int64]:
+    """Cut the sorted pairs into batches: where each begins, with the end (B + 1,)."""
+    cuts = [0]
     longest_source = longest_target = 0
     for row, (length, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
-        wide_source, wide_target = max(longest_source, length), max(longest_target, other)
-        if (row + 1 - cuts[-1]) * (wide_source + wide_target) > budget and row > cuts[-1]:
-            padded += (row - cuts[-1]) * (longest_source + longest_target)
+        longest_source, longest_target = max(longest_source, length), max(longest_target, other)
+        if (row + 1 - cuts[-1]) * (longest_source + longest_target) > budget and row > cuts[-1]:
             cuts.append(row)
-            wide_source, wide_target = length, other
-        longest_source, longest_target = wide_source, wide_target
-    padded += (len(source) - cuts[-1]) * (longest_source + longest_target)
-    cuts.append(len(source))
-    return np.array(cuts), 1 - int(source.sum() + target.sum()) / padded
+            longest_source, longest_target = length, other
+    return np.array([*cuts, len(source)])
 
 
 class TokenizedPairs(TorchDataset[Mapping[str, Any]]):

@@ -237,6 +237,10 @@ class TranslationConfig:
     """Source and target tokens per optimizer step over all workers and accumulation steps, with padding and sentence
     ends."""
 
+    group_by_length: bool = True
+    """Put pairs of similar lengths into a batch, which saves padding. false draws the pairs of a batch at random, and
+    batch_tokens then counts tokens without padding."""
+
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step on each worker."""
 
@@ -334,6 +338,12 @@ class TranslationConfig:
             raise ValueError(
                 f"warmup_steps must be at most max_steps = {self.max_steps}, or the learning rate never reaches its "
                 f"peak; got {self.warmup_steps}. Lower warmup_steps too."
+            )
+        start = self.gossip.start_step or 0
+        if self.algorithm == "dadam_ac" and self.max_steps is not None and start > self.max_steps:
+            raise ValueError(
+                f"gossip.start_step must be at most max_steps = {self.max_steps}; got {start}, so that adaptive "
+                f"consensus would never start. Use algorithm: dadam for none."
             )
         check_below_one("label_smoothing", self.label_smoothing, "ignores the references")
         if self.average_every is not None and self.average_last == 1:

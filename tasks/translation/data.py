@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from tasks.common.sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
 from tasks.translation.batches import Lengths, TokenizedPairs
 from tasks.translation.cache import build_once, digest_of
 from tasks.translation.config import TextConfig
-from tasks.translation.sources import Corpus, open_corpus
+from tasks.translation.sources import Corpus, find_local, open_corpus
+from tasks.translation.text_files import Direction
 from tasks.translation.tokenizer import (
     VERSION,
     encode,
@@ -98,15 +99,13 @@ def load_translation_data(config: TextConfig) -> TranslationData:
     """
     cache = default_cache_dir() if config.cache_dir is None else config.cache_dir.expanduser()
     corpus = open_text(config, cache)
-    train = corpus.splits[_choose(corpus, None, TRAIN_NAMES, "train")]
-    test_name = _choose(corpus, config.test_split, TEST_NAMES, "test")
+    train_name, validation_name, test_name = _chosen_splits(config, corpus.splits, corpus.origin)
+    train = corpus.splits[train_name]
     if config.train_limit is not None:
         train = train.select(range(min(config.train_limit, len(train))))
     if config.validation_fraction is None:
-        validation_name = _choose(corpus, config.validation_split, VALIDATION_NAMES, "validation")
         validation = corpus.splits[validation_name]
     else:
-        validation_name = "validation"
         train, validation = hold_out(train, config.validation_fraction)
     tokenizer = _tokenizer(config, corpus, train, cache)
     return TranslationData(
@@ -116,6 +115,13 @@ def load_translation_data(config: TextConfig) -> TranslationData:
         test=evaluation_pairs(test_name, corpus.splits[test_name], tokenizer),
         origin=corpus.origin,
     )
+
+
+def require_local_splits(config: TextConfig) -> None:
+    """Raise the errors of `load_translation_data` for local data without the splits of a run. Reads no texts."""
+    if config.path is not None:
+        direction = Direction(config.source, config.target, config.source_column, config.target_column)
+        _chosen_splits(config, *find_local(config.path.expanduser(), direction))
 
 
 def hold_out(train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -159,19 +165,31 @@ def evaluation_pairs(name: str, split: Dataset, tokenizer: PreTrainedTokenizerFa
     return EvaluationPairs(name, sources, references, encode_sources(tokenizer, sources), encode(tokenizer, references))
 
 
-def _choose(corpus: Corpus, wanted: str | None, names: tuple[str, ...], kind: str) -> str:
+def _chosen_splits(config: TextConfig, splits: Collection[str], origin: str) -> tuple[str, str, str]:
+    """Names of the splits to train, validate and test on. Held-out pairs are called "validation".
+
+    Raises ValueError for a split that is not there.
+    """
+    train = _choose(splits, origin, None, TRAIN_NAMES, "train")
+    test = _choose(splits, origin, config.test_split, TEST_NAMES, "test")
+    if config.validation_fraction is not None:
+        return train, "validation", test
+    return train, _choose(splits, origin, config.validation_split, VALIDATION_NAMES, "validation"), test
+
+
+def _choose(splits: Collection[str], origin: str, wanted: str | None, names: tuple[str, ...], kind: str) -> str:
     """Choose a split of this kind: the wanted one, or the first of the usual names, but never training data."""
-    found = ", ".join(repr(name) for name in corpus.splits)
+    found = ", ".join(repr(name) for name in splits)
     if wanted is not None:
-        if wanted not in corpus.splits or wanted in TRAIN_NAMES:
+        if wanted not in splits or wanted in TRAIN_NAMES:
             raise ValueError(
                 f"data.{kind}_split must be a split other than the training one; got {wanted!r}, found {found}."
             )
         return wanted
-    chosen = next((name for name in names if name in corpus.splits), None)
+    chosen = next((name for name in names if name in splits), None)
     if chosen is None:
         way_out = "Training needs one." if kind == "train" else f"Add one, or set data.{kind}_split to another split."
-        raise ValueError(f"The corpus ({corpus.origin}) has no split named {kind!r}; found {found}. {way_out}")
+        raise ValueError(f"The corpus ({origin}) has no split named {kind!r}; found {found}. {way_out}")
     return chosen
 
 

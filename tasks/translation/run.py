@@ -123,6 +123,7 @@ class TranslationRun:
             config.gradient_accumulation_steps,
             config.seed,
             per_process=local_workers,
+            group_by_length=config.group_by_length,
         )
 
     def _check_launch(self) -> None:
@@ -168,9 +169,9 @@ class TranslationRun:
         workers, step = self.accelerator.num_workers, self.loop.step
         return (
             f"{self.config.algorithm} on {self.data.origin}: {self.data.train.described()}, {self.parameters:,} "
-            f"parameters, {workers} worker{'s' if workers > 1 else ''}, {self.loop.total_steps} steps of at most "
-            f"{self.config.batch_tokens} tokens ({self.batches.padding:.1%} padding)"
-            f"{f', resumed at step {step}' if step else ''}"
+            f"parameters, {workers} worker{'s' if workers > 1 else ''}, {self.loop.total_steps} steps of "
+            f"{'at most' if self.config.group_by_length else 'about'} {self.config.batch_tokens} tokens "
+            f"({self.batches.padding:.1%} padding){f', resumed at step {step}' if step else ''}"
         )
 
     def train(self) -> None:

@@ -61,6 +61,10 @@ class _Split:
     read: Callable[[], Batches]
 
 
+Found = Mapping[str, Callable[[Errors], _Split]]
+"""What opens each split, given what to do with bytes that are not UTF-8."""
+
+
 def open_corpus(
     name: str | None,
     path: Path | None,
@@ -95,13 +99,15 @@ def open_corpus(
     direction = Direction(source, target, source_column, target_column)
     errors: Errors = "replace" if invalid_utf8 == "replace" else "strict"
     if path is not None:
-        splits, origin = _local_splits(Path(path).expanduser(), direction, errors)
+        found, origin = find_local(Path(path).expanduser(), direction)
     elif not name:
         raise ValueError("Parallel text needs a name ('grammar', 'wmt14', a Hub name) or a path; got neither.")
     elif name.lower() == "grammar":
         return _open_grammar(direction)
     else:
-        splits, origin = _hub_splits(name, subset, direction, errors)
+        found, origin = _find_on_hub(name, subset, direction)
+    # Text that is scored must not change, so bytes are replaced in training data only.
+    splits = {split: read(errors if split in TRAIN_NAMES else "strict") for split, read in found.items()}
     cache = Path(cache_dir).expanduser()
     opened = {name: _convert(split, f"split '{name}' of {origin}", cache) for name, split in splits.items()}
     return Corpus(opened, origin, _fingerprint(direction, {name: split.digest for name, split in splits.items()}))
@@ -128,23 +134,22 @@ def _open_grammar(direction: Direction) -> Corpus:
     return Corpus(splits, "the embedded grammar", _fingerprint(direction, digests))
 
 
-def _hub_splits(name: str, subset: str | None, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
+def _find_on_hub(name: str, subset: str | None, direction: Direction) -> tuple[Found, str]:
     hub_name, usual_subset = HUB_NAMES.get(name.lower(), (name, None))
     way_out = "set data.path to local files, or use 'grammar', which needs no download"
     loaded, origin = open_hub(hub_name, subset or usual_subset, way_out=way_out)
-    return _loaded_splits(loaded, origin, direction, errors), origin
+    return _found(loaded, origin, direction), origin
 
 
-def _loaded_splits(
-    loaded: Mapping[str, Dataset], origin: str, direction: Direction, errors: Errors
-) -> dict[str, _Split]:
-    splits = {}
-    for split, data in loaded.items():
-        # Text that is scored must not change, so bytes are replaced in training data only.
-        own = errors if split in TRAIN_NAMES else "strict"
-        read = partial(_read_loaded, data, direction, own, f"split '{split}' of {origin}")
-        splits[split] = _Split(_digest_of_rows(read()), read)
-    return splits
+def _found(loaded: Mapping[str, Dataset], origin: str, direction: Direction) -> Found:
+    return {
+        split: partial(_loaded_split, data, direction, f"split '{split}' of {origin}") for split, data in loaded.items()
+    }
+
+
+def _loaded_split(data: Dataset, direction: Direction, where: str, errors: Errors) -> _Split:
+    read = partial(_read_loaded, data, direction, errors, where)
+    return _Split(_digest_of_rows(read()), read)
 
 
 def _read_loaded(data: Dataset, direction: Direction, errors: Errors, where: str) -> Batches:
@@ -157,7 +162,11 @@ def _read_loaded(data: Dataset, direction: Direction, errors: Errors, where: str
 # ---- local files
 
 
-def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dict[str, _Split], str]:
+def find_local(path: Path, direction: Direction) -> tuple[Found, str]:
+    """Find the splits of local data by names of files, and return what opens each, with a description.
+
+    Raises ValueError or FileNotFoundError if there are none, or if they are not clear.
+    """
     expected = (
         f"Expected train*.parquet, train*.jsonl, or train*.{direction.source} and train*.{direction.target}, likewise "
         "for validation* and test*; or what `save_to_disk` of `datasets` wrote."
@@ -168,10 +177,10 @@ def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dic
         if path.suffix not in FILES_OF_PAIRS:
             kinds = ", ".join(FILES_OF_PAIRS)
             raise ValueError(f"A file as data.path must end in one of {kinds}; got {path}. {expected}")
-        return {"train": _split([(path,)], direction, errors)}, f"file {path}"
+        return {"train": partial(_split, [(path,)], direction)}, f"file {path}"
     if saved := saved_splits(path):
         origin = f"data set saved in {path}"
-        return _loaded_splits(saved, origin, direction, errors), origin
+        return _found(saved, origin, direction), origin
     found = [_find_text_files(path, direction), *(_find_files_of_pairs(path, suffix) for suffix in FILES_OF_PAIRS)]
     shards: dict[str, list[Shard]] = {}
     for split, files in ((split, files) for kind in found for split, files in kind.items()):
@@ -184,9 +193,7 @@ def _local_splits(path: Path, direction: Direction, errors: Errors) -> tuple[dic
     if not shards:
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
         raise ValueError(f"No splits in {path}; found {entries}. {expected}")
-    # Text that is scored must not change, so bytes are replaced in training data only.
-    errors_of = {split: errors if split in TRAIN_NAMES else "strict" for split in shards}
-    return {split: _split(files, direction, errors_of[split]) for split, files in shards.items()}, f"files in {path}"
+    return {split: partial(_split, files, direction) for split, files in shards.items()}, f"files in {path}"
 
 
 def _find_files_of_pairs(path: Path, suffix: str) -> dict[str, list[Shard]]:

@@ -78,6 +78,46 @@ def test_the_padding_share_is_that_of_all_batches_of_an_epoch():
     assert 0 < batches.padding < 0.2
 
 
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(60, 200), st.integers(0, 5))
+def test_random_batches_have_the_budget_on_average_and_new_company_in_every_epoch(
+    lengths, workers, accumulation, budget, seed
+):
+    source, target = np.array(lengths).T
+    plan = {"workers": workers, "accumulation_steps": accumulation, "seed": seed, "group_by_length": False}
+    steps = int((source + target).sum()) // budget // (workers * accumulation)
+    if steps == 0:
+        with pytest.raises(ValueError, match="Use a smaller batch_tokens, or more data"):
+            TokenBatches(source, target, budget * workers * accumulation, **plan)
+        return
+    batches = TokenBatches(source, target, budget * workers * accumulation, **plan)
+    for epoch in range(3):
+        found = epoch_of(batches, epoch)
+        rows = [row for batch in found for row in batch]
+        assert len(found) == len(batches) == steps * workers * accumulation
+        assert len(set(rows)) == len(rows)
+        tokens = [int((source + target)[batch].sum()) for batch in found]
+        for batch, own in zip(found, tokens, strict=True):
+            assert abs(own - budget) < int((source + target).max())
+            assert batch
+        assert (batches.epoch_tokens()[0] + batches.epoch_tokens()[1]).flatten().tolist() == tokens
+        assert batches.epoch_pairs().flatten().tolist() == [len(batch) for batch in found]
+        assert epoch_of(batches, epoch) == found
+
+
+def test_random_batches_mix_lengths_and_are_drawn_anew():
+    random = np.random.default_rng(0)
+    source, target = random.integers(1, 60, 3000), random.integers(1, 60, 3000)
+    batches = TokenBatches(source, target, 2000, workers=1, group_by_length=False)
+    first, second = epoch_of(batches, 0), epoch_of(batches, 1)
+    assert np.mean([np.ptp(source[rows]) for rows in first]) > 40
+    assert {frozenset(rows) for rows in first}.isdisjoint({frozenset(rows) for rows in second})
+    tokens = [(source + target)[rows].sum() for rows in first]
+    assert np.mean(tokens) == pytest.approx(2000, rel=0.01)
+    padded = [padded_size(batches, rows) for rows in first]
+    assert batches.padding == pytest.approx(1 - sum(tokens) / sum(padded), abs=0.02)
+
+
 def test_a_budget_smaller_than_the_longest_pair_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"100 tokens over 2 workers x 1 .* are 50 .* pair 1 has 60.*max_length"):
         TokenBatches([5, 30], [5, 30], 100, workers=2)

@@ -278,6 +278,11 @@ def test_the_right_key_is_named_for_the_usual_one(task, name, words):
         (TranslationConfig, ["--max_steps=10"], "warmup_steps must be at most max_steps = 10"),
         (
             TranslationConfig,
+            ["--max_steps=9", "--warmup_steps=1", "--gossip.start_step=10"],
+            "gossip.start_step must be at most max_steps = 9; got 10, so that adaptive consensus would never start.",
+        ),
+        (
+            TranslationConfig,
             ["--decoding.length_penalty=1e300"],
             "decoding.length_penalty must be a number in [-10, 10]",
         ),

@@ -154,6 +154,7 @@ def test_a_launch_file_decides_on_the_processes_unless_they_are_given(tmp_path):
 
 
 CHOOSE_NOTHING = {"choose": {}}
+CROSSED = {"variants": {"a": {}, "b": {}}, "grid": {"gossip.power": [1, 2]}}
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,16 @@ CHOOSE_NOTHING = {"choose": {}}
         ({"grid": {"learning_rate": []}}, "grid.learning_rate: must list at least one value"),
         ({"variants": {"a b": {}, "a_b": {}}}, "two settings would share the folder"),
         ({"variants": {"dsgd": {}}, "report": {"baselines": ["sgdd"]}}, r"called 'sgdd'\. Did you mean 'dsgd'\?"),
+        (
+            CROSSED | {"report": {"baselines": {"power=1": "a"}}},
+            "baselines: power=1 is compared with a in rows .* none",
+        ),
+        (CROSSED | {"report": {"baselines": {"a": "a"}}}, "baselines: a is compared with a in rows .* none"),
+        ({"variants": {"a": {}}, "report": {"baselines": ["a"]}}, "a setting is compared with a in rows .* none"),
+        (
+            {"variants": {"a": {}, "b": {}}, "grid": {"c": {"a": {}, "b": {}}}, "report": {"baselines": ["a"]}},
+            "baselines: 'a' must be one label; 2 axes have it. Rename one",
+        ),
         ({"report": {"figures": ["raduis"]}}, "figures must be one of lr_radius"),
         ({"report": {"columns": []}}, "columns must name at least one"),
         ({"report": {"columns": ["test_loss@max"]}}, "columns: test_loss@max: only a metric"),
@@ -295,17 +306,40 @@ def test_synchronous_algorithms_have_no_topology(tmp_path):
             {"launch": {"kind": "torchrun", "nodes": 2}},
             "base: a run takes 2 machines and this is one: .* --print-commands or --slurm",
         ),
+        (
+            {"settings": {"data.path": "./base.yaml"}},
+            r"base: A file as data\.path must be \*\.parquet; got .*base\.yaml",
+        ),
+        ({"settings": {"data.path": "./data"}}, "base: Evaluation needs a split named 'test'.*; found only 'train'"),
+        (
+            {"settings": {"data.path": "./data", "data.test_split": "dev"}},
+            "base: test_split must be a split other than 'train'; got 'dev'",
+        ),
         ({"settings": {"data.path": "./none"}}, r"base: data\.path must exist; got .*none\. .* --set data\.path=PATH"),
     ],
 )
 def test_what_this_machine_cannot_start_is_refused_but_can_be_printed(tmp_path, capsys, keys, message):
     file = real_sweep(tmp_path, **keys)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.parquet").touch()
     with pytest.raises(ConfigError, match=message):
         require_startable(load_sweep(file), plan(file))
     assert main(["sweep", str(file)]) == 2
     assert not (tmp_path / "runs").exists()
     assert main(["sweep", str(file), "--print-commands"]) == 0
     assert "cifar.py" in capsys.readouterr().out
+
+
+def test_local_text_without_a_split_is_found_in_the_plan_and_its_files_are_not_read(tmp_path):
+    file = write_sweep(tmp_path, task=str(ROOT / "tasks" / "wmt14.py"), settings={"data.path": "./data"})
+    (tmp_path / "base.yaml").write_text("batch_tokens: 100")
+    (tmp_path / "data").mkdir()
+    for kind, message in [("train", "no split named 'test'; found 'train'"), ("test", "no split named 'validation'")]:
+        (tmp_path / "data" / f"{kind}.parquet").touch()
+        with pytest.raises(ConfigError, match=rf"base: The corpus \(files in .*data\) has {message}"):
+            require_startable(load_sweep(file), plan(file))
+    (tmp_path / "data" / "dev.parquet").touch()
+    require_startable(load_sweep(file), plan(file))
 
 
 # ---- several machines
