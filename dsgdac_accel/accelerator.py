@@ -161,8 +161,9 @@ class GossipAccelerator(Accelerator):
         check_choice("scheduler_ticks", scheduler_ticks, TICK_SETTINGS)
         check_flag("keep_average", keep_average)
         if not PartialState._shared_state:
-            join_slurm_step()  # later, Accelerate would not read the variables any more
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
+            if not GossipAccelerator._user_owns_process_group:
+                join_slurm_step()  # later, Accelerate would not read the variables any more
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])

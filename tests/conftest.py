@@ -12,6 +12,7 @@ import pytest
 # Before PyTorch is imported. The threads of several test processes on few cores spin while they wait for each other:
 # with two threads in each of two processes, an example of docs/ took 10 s in place of 0.2 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("SLURM_STEP_NUM_TASKS", None)  # tests start their own workers, also inside a step of several tasks
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,7 +50,8 @@ def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[s
     means.write_into(state)
     for gossip in state["gossip"]:
         gossip["mixer"]["workers"] = launched
-        gossip["mixer"].pop("references", None)  # they belong to pairs of the saved workers
+        for key in ("references", "references_of"):  # they belong to pairs of the saved workers
+            gossip["mixer"].pop(key, None)
         gossip["nonfinite_steps"], gossip["consecutive_nonfinite"] = 0, [0]
     # Lost workers had a share of the data, too.
     sharing = manifest.workers + len(manifest.facts.get("lost", ()))

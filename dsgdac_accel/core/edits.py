@@ -215,7 +215,7 @@ class EditGuard:
                 heads.append((sender, received[k][:2]))
                 if self.uncompressed:
                     changes += self._changes_by(sender, local, k, round_)
-        self._posted, self._versions, self._received = {}, {}, {}
+        self._posted, self._read, self._versions, self._received = {}, {}, {}, {}
         expected = [self.exchange.channel, self._step]
         if heads or changes:
             mine = self._fill(torch.zeros(2, dtype=torch.int64, device=self.group.device), *expected)
@@ -287,7 +287,7 @@ class EditGuard:
 
     def forget(self) -> None:
         """Drop what was posted and what was not read: the exchange is given up, or the run continues elsewhere."""
-        self._posted, self._versions, self._received, self._unread = {}, {}, {}, None
+        self._posted, self._read, self._versions, self._received, self._unread = {}, {}, {}, {}, None
         self.forget_meetings()
 
     def forget_meetings(self) -> None:

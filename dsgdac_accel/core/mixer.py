@@ -224,6 +224,7 @@ class Mixer:
     def compress(self, comm_dtype: str) -> None:
         """Send rounded differences from the next exchange on, in a format of `formats`. Collective; between steps."""
         self.arrivals.settle()
+        self.edits.compare_meetings(f"changing the number format at step {self.step}")
         self.discard_exchange()
         self.rounds.use_pairs()
         self.group.barrier("changing the number format of messages")
@@ -236,6 +237,7 @@ class Mixer:
 
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their places in the present buckets
+        self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)

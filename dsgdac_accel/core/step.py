@@ -222,8 +222,8 @@ class GossipStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as if never stopped; the caller loads the parameters."""
-        if self.choice is not None and state.get("choice") is not None:
-            self.choice.load_state_dict(state["choice"], state["mixer"]["step"])
+        if self.choice is not None:
+            self.choice.load_state_dict(state.get("choice") or {"chosen": None}, state["mixer"]["step"])
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.average.load_state_dict(state["average"])

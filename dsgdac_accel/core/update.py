@@ -2,10 +2,10 @@
 
     u_i = gamma * sum_j W_ij (x_j - x_i)
 
-An update is kept as scale * difference, so that neither gamma nor one of the weights costs a pass over memory:
+An update is kept as scale * difference, so that neither gamma nor the largest weight costs a pass over memory:
 
-    scale_i      = gamma * W_i1
-    difference_i = sum_j (W_ij / W_i1) (x_j - x_i)        sum over the neighbors j != i, the first of which is 1
+    scale_i      = gamma * max_j W_ij
+    difference_i = sum_j (W_ij / max_k W_ik) (x_j - x_i)        over the neighbors j, k != i
 """
 
 from __future__ import annotations
@@ -78,10 +78,13 @@ def consensus_update(
     >>> x
     tensor([1.5000])
     """
-    ratios, squares = [weight / weights[0] for weight in weights], []
-    for own, target, first, *others in zip(x, out, *neighbors, strict=True):
-        squares += subtract(first, own, target, sum(ratios), others, ratios[1:])
-    return Update(gamma * weights[0], list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
+    largest = max(weights)
+    base = weights.index(largest)
+    ratios, squares = [weight / largest for weight in weights], []
+    for own, target, *theirs in zip(x, out, *neighbors, strict=True):
+        others = theirs[:base] + theirs[base + 1 :]
+        squares += subtract(theirs[base], own, target, sum(ratios), others, ratios[:base] + ratios[base + 1 :])
+    return Update(gamma * largest, list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
 
 
 def pair_update(

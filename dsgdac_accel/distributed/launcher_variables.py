@@ -6,18 +6,20 @@ import os
 import re
 
 _SLURM = "SLURM_STEP_NUM_TASKS"
-_SIZES = ("WORLD_SIZE", _SLURM, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "PET_NNODES")
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_SIZES = ("WORLD_SIZE", _SLURM, *_MPI, "PET_NNODES")
 _SINGLE = "To train each alone, set WORLD_SIZE=1."
 
 
 def launched_processes() -> tuple[int, str]:
     """Return how many processes a launcher started together, and the variable that says so; 1 without a launcher.
 
-    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks. PET_NNODES, which Kubeflow sets
+    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks. The largest of the others counts. PET_NNODES, which Kubeflow sets
     to the number of pods, is only read by torchrun.
     """
-    name = next((name for name in _SIZES if os.environ.get(name, "").isdigit()), _SIZES[0])
-    return int(os.environ.get(name) or 1), name
+    sizes = {name: int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdigit()}
+    name = _SIZES[0] if _SIZES[0] in sizes else max(sizes, key=sizes.__getitem__, default=_SIZES[0])
+    return sizes.get(name, 1), name
 
 
 def how_to_join(variable: str) -> str:
@@ -32,12 +34,12 @@ def how_to_join(variable: str) -> str:
 def join_slurm_step() -> None:
     """Set torchrun's variables in a task of `srun`, so that all tasks of the step train together.
 
-    Does nothing outside of a step of several tasks, and where WORLD_SIZE is set: by torchrun or `accelerate launch`
-    inside a task, or to 1 for tasks that train alone. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE follow from
+    Does nothing outside of a step of several tasks, where MPI says another number (Slurm has started its daemons), and
+    where WORLD_SIZE is set: by torchrun or `accelerate launch` inside a task, or to 1 for tasks that train alone. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE follow from
     Slurm's variables. Unless they are set, MASTER_ADDR is the step's first node (127.0.0.1 where it is the only
     one), and MASTER_PORT, from 20000 to 31999, follows from job and step.
 
-    `GossipAccelerator`, `Gossip` and the tasks call it by themselves. Call it before `TrainingArguments`, which builds
+    `GossipAccelerator` and the tasks call it by themselves. Call it before `TrainingArguments`, which builds
     Accelerate's state, and before `init_process_group`.
 
     Raises:
@@ -46,9 +48,10 @@ def join_slurm_step() -> None:
     """
     variables = os.environ
     size = int(variables.get(_SLURM) or 1)
-    if size == 1 or variables.get("WORLD_SIZE"):
+    if size == 1 or variables.get("WORLD_SIZE") or any(variables.get(name) not in (None, str(size)) for name in _MPI):
         return
-    interactive, parts = "SLURM_PTY_PORT" in variables, int(variables.get("SLURM_HET_SIZE") or 1)
+    # A step that is started from an interactive one inherits the variable, but not the terminal.
+    interactive, parts = "SLURM_PTY_PORT" in variables and os.isatty(0), int(variables.get("SLURM_HET_SIZE") or 1)
     if interactive or parts > 1:
         kind = "an interactive step (srun --pty)" if interactive else f"a heterogeneous job of {parts} components"
         raise ValueError(
@@ -80,7 +83,8 @@ def join_slurm_step() -> None:
 def lone_launchers() -> int:
     """Return the number of tasks of a Slurm step that each run a launcher of its own, with one node; 0 if none do."""
     tasks = int(os.environ.get(_SLURM) or 1)
-    return tasks if tasks > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" else 0
+    interactive = "SLURM_PTY_PORT" in os.environ  # a shell in one of the tasks
+    return tasks if tasks > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and not interactive else 0
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -138,10 +138,10 @@ def test_the_tasks_of_plain_srun_train_together(folder, expected):
 
 
 def test_a_job_that_slurm_signals_requeues_and_resumes_bit_by_bit(folder):
-    script = file_of("requeue.sbatch").replace("runs/slurm 200", "run 100")
+    script = file_of("requeue.sbatch").replace("runs/slurm 200", "run 40")
     (folder / "job").write_text(script)
     job = Job(folder, 2)
-    status, whole, err = finish(job.start("srun", "python", "train.py", "whole", "100"), PATIENCE)
+    status, whole, err = finish(job.start("srun", "python", "train.py", "whole", "40"), PATIENCE)
     assert status == 0, err
     stopped = job.start("bash", "job")
     os.kill(job.listening_task(1), signal.SIGUSR1)
@@ -156,14 +156,15 @@ def test_a_job_that_slurm_signals_requeues_and_resumes_bit_by_bit(folder):
 def test_survivors_of_task_0_continue_with_a_store_of_its_own(folder):
     train = file_of("train.py").replace("power=3", "power=3, on_worker_loss='continue', timeout=120")
     (folder / "train.py").write_text(train)
-    (folder / "job").write_text(file_of("continue.sbatch").replace("runs/slurm 200", "run 100"))
+    (folder / "job").write_text(file_of("continue.sbatch").replace("runs/slurm 200", "run 40"))
     job = Job(folder, 3)
     job.variables["MASTER_ADDR"] = "127.0.0.1"
     running = job.start("bash", "job")
     os.kill(job.listening_task(0), signal.SIGKILL)
     status, out, err = finish(running, PATIENCE)
     assert status == 128 + signal.SIGKILL, err
-    assert result(out).startswith("2 workers: accuracy 0.9"), err
+    workers, accuracy = re.match(r"(\d) workers: accuracy ([\d.]+)", result(out)).groups()
+    assert (workers, float(accuracy) > 0.9) == ("2", True), err
 
 
 # ---- Ray
@@ -184,6 +185,7 @@ def ray(folder, name, *replaced, epochs=3):
         RAY_AUTH_MODE="disabled",
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(PATIENCE),
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_worker_niceness="0",
         RAY_worker_register_timeout_seconds=str(PATIENCE),
     )
     inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
@@ -194,7 +196,7 @@ def ray(folder, name, *replaced, epochs=3):
     return re.findall(r"^\{.*\}$", done.stdout, re.MULTILINE), done.stdout
 
 
-INIT = ("ray.init(", "ray.init(num_cpus=2, ")
+INIT = ("ray.init(", 'ray.init(address="local", num_cpus=2, ')
 NO_UPLOAD = "            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is where it belongs\n        )\n"
 RESUME = "    reported = ray.train.get_checkpoint()\n"
 FAILING = {

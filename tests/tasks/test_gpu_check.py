@@ -52,7 +52,7 @@ def test_a_gpu_that_is_not_there_and_a_launcher_are_refused(monkeypatch):
         with pytest.raises(ValueError, match="device cuda needs a GPU that torch sees"):
             command._machine(GpuCheckConfig(device="cuda"))
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="Start it with python, outside torchrun"):
+    with pytest.raises(ValueError, match="Start it with python alone"):
         command._machine(GpuCheckConfig())
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from dsgdac_accel import Gossip, GossipAccelerator, GossipCallback, WorkerGroup, join_slurm_step
+from dsgdac_accel.distributed.launcher_variables import launched_processes
 
 STEP = {
     "SLURM_JOB_ID": "2",
@@ -65,6 +66,8 @@ def test_the_tasks_of_a_step_get_torchruns_variables(variables, task, expected):
         (STEP | TASKS[0] | {"WORLD_SIZE": "1"}, (None, "1", None, None, None, None)),  # alone, or torchrun's
         (STEP | TASKS[0] | {"SLURM_STEP_NUM_TASKS": "1"}, (None,) * 6),
         ({"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}, (None,) * 6),  # a batch script, outside of any step
+        (STEP | TASKS[0] | {"PMI_SIZE": "8"}, (None,) * 6),  # Slurm has started the daemons of MPI
+        (STEP | TASKS[0] | {"PMI_SIZE": "3", "SLURM_PTY_PORT": "1"}, ("0", "3", "0", "2", "node0", "20203")),
     ],
 )
 def test_what_is_set_stays_and_a_single_task_stays_alone(variables, found, expected):
@@ -82,7 +85,8 @@ def test_what_is_set_stays_and_a_single_task_stays_alone(variables, found, expec
         ({"SLURM_NODEID": ""}, "the rank of each of its 3 tasks"),
     ],
 )
-def test_steps_whose_tasks_cannot_find_each_other_are_refused(variables, found, words):
+def test_steps_whose_tasks_cannot_find_each_other_are_refused(variables, found, words, monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
     variables(STEP | TASKS[0] | found)
     with pytest.raises(ValueError, match=words + r".*set WORLD_SIZE=1\.$"):
         join_slurm_step()
@@ -111,6 +115,13 @@ def test_processes_that_would_train_alone_are_refused(variables, name, tmp_path)
     ):
         with pytest.raises(ValueError, match=rf"3 processes were launched \({name}\).*{LAUNCHERS[name]}"):
             train()
+
+
+def test_the_launcher_that_started_most_counts(variables):
+    variables({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "8"})
+    assert launched_processes() == (8, "OMPI_COMM_WORLD_SIZE")
+    variables({"WORLD_SIZE": "1"})
+    assert launched_processes() == (1, "WORLD_SIZE")
 
 
 def test_launchers_in_a_step_that_do_not_know_each_other_are_told(variables, caplog):
