@@ -14,8 +14,8 @@ _SINGLE = "To train each alone, set WORLD_SIZE=1."
 def launched_processes() -> tuple[int, str]:
     """Return how many processes a launcher started together, and the variable that says so; 1 without a launcher.
 
-    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks. The largest of the others counts. PET_NNODES, which Kubeflow sets
-    to the number of pods, is only read by torchrun.
+    WORLD_SIZE goes before those of Slurm and MPI: torchrun may run inside their tasks. The largest of the others
+    counts. PET_NNODES, which Kubeflow sets to the number of pods, is only read by torchrun.
     """
     sizes = {name: int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdigit()}
     name = _SIZES[0] if _SIZES[0] in sizes else max(sizes, key=sizes.__getitem__, default=_SIZES[0])
@@ -35,9 +35,10 @@ def join_slurm_step() -> None:
     """Set torchrun's variables in a task of `srun`, so that all tasks of the step train together.
 
     Does nothing outside of a step of several tasks, where MPI says another number (Slurm has started its daemons), and
-    where WORLD_SIZE is set: by torchrun or `accelerate launch` inside a task, or to 1 for tasks that train alone. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE follow from
-    Slurm's variables. Unless they are set, MASTER_ADDR is the step's first node (127.0.0.1 where it is the only
-    one), and MASTER_PORT, from 20000 to 31999, follows from job and step.
+    where WORLD_SIZE is set: by torchrun or `accelerate launch` inside a task, or to 1 for tasks that train alone. RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE follow from Slurm's variables. Unless they are set, MASTER_ADDR is the
+    step's first node (127.0.0.1 where it is the only one), and MASTER_PORT, from 20000 to 31999, follows from job and
+    step.
 
     `GossipAccelerator` and the tasks call it by themselves. Call it before `TrainingArguments`, which builds
     Accelerate's state, and before `init_process_group`.
