@@ -73,7 +73,9 @@ SLOW = [case for case in CASES if "silent" in case and case != ("one_peer_ring",
 def launches(request):
     """The selected cases, several at a time, since they mostly wait for a lost worker."""
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    selected = [item.callspec.params["case"] for item in here]
+    selected = [
+        item.callspec.params["case"] for item in here if hasattr(item, "callspec") and "case" in item.callspec.params
+    ]
     ahead = LaunchesAhead(lambda case: Launch(train_with_fault, 3, *case, timeout=10 * TIMEOUT + 60), selected)
     yield ahead
     ahead.stop()
