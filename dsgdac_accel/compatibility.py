@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dsgdac_accel.core.asynchronous import refuse_dtypes, refuse_workers
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 
@@ -87,6 +88,9 @@ def refuse_unsupported_model(model: nn.Module) -> None:
 def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: GossipConfig) -> None:
     """Raise ValueError for an optimizer that evaluates the loss several times a step, or has no lr for gamma."""
     name = type(optimizer).__name__
+    if config.asynchronous:
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        refuse_dtypes({parameter.dtype for parameter in trained if parameter.requires_grad})
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name}: {_SEVERAL_POINTS}")
     own_rule = any(group.get("lr", 0) is None or group.get("relative_step") for group in optimizer.param_groups)
@@ -96,6 +100,25 @@ def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: Gossi
             f"learning rate that gamma = (lr / max_lr)^power could follow. Give it an lr (Adafactor: lr=1e-3, "
             f"relative_step=False, scale_parameter=False), or set GossipConfig(constant=0.5), or power=0."
         )
+
+
+def refuse_asynchronous(config: GossipConfig, what: str) -> None:
+    """Raise ValueError if `config` asks for asynchronous averaging, which `what` cannot do."""
+    if config.asynchronous:
+        raise ValueError(
+            f"asynchronous=True is not possible with {what}. Write the training loop with GossipAccelerator "
+            f"(docs/asynchronous.md), or leave asynchronous out."
+        )
+
+
+def refuse_asynchronous_launch(accelerator: Accelerator) -> None:
+    """Raise ValueError for a launch that cannot average asynchronously."""
+    if accelerator.scaler is not None:
+        raise ValueError(
+            "asynchronous=True is not possible with mixed_precision='fp16', whose overflows all workers agree on at "
+            "every step. Use 'bf16' or 'no'."
+        )
+    refuse_workers(accelerator.num_processes, accelerator.device)
 
 
 def known_loss(loss: Any) -> Callable[[], Any]:
@@ -115,6 +138,7 @@ def known_loss(loss: Any) -> Callable[[], Any]:
 def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
     """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip."""
     args = trainer.args
+    refuse_asynchronous(config, "the Trainer, which counts the steps of its own loader")
     if args.deepspeed or args.fsdp:
         raise ValueError(
             "DeepSpeed and FSDP split the model over the processes, but every worker needs a whole one to gossip. "

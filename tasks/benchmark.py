@@ -1,4 +1,4 @@
-"""Measure what training costs: steps, or one of the subcommands mixing, saving, trainer and virtual.
+"""Measure what training costs: steps, or one of the subcommands mixing, saving, trainer, unequal and virtual.
 
 torchrun --nproc_per_node 2 tasks/benchmark.py --config configs/benchmark/wrn.yaml
 python tasks/benchmark.py --config configs/benchmark/network_100mbit.yaml
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-SUBCOMMANDS = ("mixing", "saving", "trainer", "virtual")
+SUBCOMMANDS = ("mixing", "saving", "trainer", "unequal", "virtual")
 """Modules of `tasks.benchmarks`; without one of them, `steps` runs."""
 
 

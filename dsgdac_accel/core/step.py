@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.asynchronous import AsynchronousMixer, refuse_dtypes
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
@@ -36,7 +37,7 @@ class GossipStep:
     """Puts the parts of one step in order: gamma, gradient guard, mixer and optimizer.
 
     The step count alone decides when and with whom a worker mixes. A worker that skips its local update still mixes, so
-    that no worker waits for it.
+    that no worker waits for it. With `config.asynchronous`, `AsynchronousMixer` takes the place of `Mixer`.
 
     Args:
         optimizer: any torch optimizer; its state stays local and is never mixed.
@@ -67,17 +68,7 @@ class GossipStep:
         self.masters = masters or MasterParameters(optimizer, self.watch.names)
         self.masters.name_by(self.watch.names)
         try:
-            self.mixer = Mixer(
-                lambda: optimizer.param_groups,
-                topology,
-                group,
-                order=config.order,
-                names=self.watch.names,
-                local_workers=config.workers_per_process,
-                worker_of=worker_of and self.masters.of_masters(worker_of),
-                comm_dtype=config.comm_dtype,
-                mix_every=config.mix_every,
-            )
+            self.mixer = self._new_mixer(topology, worker_of)
         except BaseException:
             self.masters.release()
             raise
@@ -90,6 +81,24 @@ class GossipStep:
         self._worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
+
+    def _new_mixer(self, topology: Topology, worker_of: Callable[[Parameter], int] | None) -> Mixer:
+        optimizer, config = self.optimizer, self.config
+        if config.asynchronous:
+            refuse_dtypes(self.masters.dtypes)
+            mixer = AsynchronousMixer(lambda: optimizer.param_groups, topology, self.group, names=self.watch.names)
+            return cast(Mixer, mixer)  # it has all that a step, the average and checkpoints use
+        return Mixer(
+            lambda: optimizer.param_groups,
+            topology,
+            self.group,
+            order=config.order,
+            names=self.watch.names,
+            local_workers=config.workers_per_process,
+            worker_of=worker_of and self.masters.of_masters(worker_of),
+            comm_dtype=config.comm_dtype,
+            mix_every=config.mix_every,
+        )
 
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
@@ -120,7 +129,7 @@ class GossipStep:
             make_streams_differ(self.group)  # a seed that was set after `prepare` made them equal
         self.watch.check(self.optimizer, self.masters.parameter_of)
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
-        gamma = self.schedule.next_gamma(self.mixer.step, epoch)
+        gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.look(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
@@ -131,7 +140,8 @@ class GossipStep:
         self.guard.put_back()
         self.mixer.add(self._updates)
         self._updates = []
-        if self.config.log_every and self.mixer.step % self.config.log_every == 0:
+        every = 0 if self.config.asynchronous else self.config.log_every
+        if every and self.mixer.step % every == 0:
             self.group.require_equal(self.mixer.step, "number of optimizer steps")
             self.schedule.require_equal_lr(f"at step {self.mixer.step}")
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
@@ -157,12 +167,20 @@ class GossipStep:
         unjoined = vars(self).get("_unjoined")
         return self.mixer.step if unjoined is None else unjoined[-1]["mixer"]["step"]
 
+    @property
+    def progress(self) -> float:
+        """Steps of the run so far: of this worker, or with `asynchronous` the gossiped mean over the workers."""
+        mixer: Any = self.mixer
+        return mixer.progress if self.config.asynchronous else float(mixer.step)
+
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what communicates: a copy joins those of the other workers when all of them first use it."""
         if "_unjoined" in vars(self):
             return vars(self)
+        if self.config.asynchronous:
+            raise TypeError("a training with asynchronous=True cannot be copied. Use `save_state` on all workers.")
         kept = {name: getattr(self, name) for name in ("optimizer", "group", "config", "schedule", "masters")}
         return kept | {"_unjoined": (self.watch.models, self._worker_of, self.state_dict())}
 
@@ -198,6 +216,7 @@ class GossipStep:
             "wait_seconds": self.mixer.exchange.waited_seconds,
             "bytes_sent": float(self.mixer.exchange.bytes_sent),
             "nonfinite_steps": float(self.guard.skipped),
+            **({"progress": self.progress} if self.config.asynchronous else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:

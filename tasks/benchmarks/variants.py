@@ -61,7 +61,7 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
         config.model,
         batch_size=config.batch_size,
         image_size=config.image_size,
-        compute_seconds=config.compute_ms / 1e3,
+        compute_seconds=config.compute_ms / 1e3 * (config.slow_factor if group.rank < config.slow_workers else 1.0),
         device=group.device,
         seed=group.rank,
     )

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsgdac_accel import ConsensusLogger, GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
+from dsgdac_accel.compatibility import refuse_asynchronous
 from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes
 from dsgdac_accel.deployed_model import deployed_model
 from dsgdac_accel.distributed.rendezvous import init_method_after_restart
@@ -55,6 +56,8 @@ def make_accelerator(
     Raises ValueError for a tracker that is not installed, and a `gossip.total_steps` that is not the run's.
     """
     _require_trackers(kwargs.get("log_with") or ())
+    if algorithm not in SYNCHRONOUS:
+        refuse_asynchronous(gossip, "the tasks, which count epochs by the length of their loader")
     if total_steps is not None and gossip.total_steps not in (None, total_steps):
         raise ValueError(
             f"gossip.total_steps: the run has {total_steps} steps, as its data and epochs give; got "
