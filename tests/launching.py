@@ -1,10 +1,12 @@
 """Task scripts started as their users start them, and what they leave behind."""
 
+import contextlib
 import gc
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import re
 import runpy
 import signal
@@ -34,6 +36,15 @@ def torchrun(num_workers):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_workers)]
 
 
+def free_port():
+    """A port that is free, below those that the system gives to connections of other tests meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("100 ports are taken")
+
+
 def forked(num_workers=1):
     """Launches scripts in processes that have imported everything, which saves 5 s of processor time for each."""
     return ["forked", num_workers]
@@ -57,10 +68,7 @@ class ForkedScript:
         self.returncode = None
         variables = {"OMP_NUM_THREADS": "1"} | variables
         if num_workers > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             variables |= meeting | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_workers)
         self.outputs = [
             [f"{self.folder.name}/{stream}{rank}" for stream in ("out", "err")] for rank in range(num_workers)

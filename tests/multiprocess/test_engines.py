@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LAUNCHER_VARIABLES, ROOT, finish, start, torchrun
+from tests.launching import LAUNCHER_VARIABLES, ROOT, finish, free_port, start, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
 
@@ -44,12 +43,6 @@ echo "$@" >> "$TASK_FILES/asked"
 def file_of(name):
     """The file that the page shows under this name."""
     return re.search(rf"<!-- file: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def result(out):
