@@ -22,6 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.utils.data import IterableDataset
 
@@ -30,9 +31,12 @@ from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.checks import check_choice, check_flag
 from dsgdac_accel.compatibility import (
     known_loss,
+    refuse_sharded_checkpoints,
+    refuse_sharding_arguments,
     refuse_unsupported_launch,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
+    supported_with_shards,
     warn_of_single_worker,
 )
 from dsgdac_accel.config import GossipConfig
@@ -48,16 +52,18 @@ from dsgdac_accel.data.dataloader_state import (
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
-from dsgdac_accel.deployed_model import Deployment, cloned
+from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
+from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.metrics import ConsensusLogger
 from dsgdac_accel.pass_average import PassAverage
 from dsgdac_accel.scheduler_ticks import TICK_SETTINGS, GossipScheduler, SchedulerTicks, TickSetting
+from dsgdac_accel.shards import gathering_modules, reshard
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name
 
@@ -135,7 +141,12 @@ class GossipAccelerator(Accelerator):
             for `Accelerator`. "auto" finds out and says so, see `SchedulerTicks.decide`.
         keep_average: whether to keep the average of the workers from the last step of a pass until the next step, for
             evaluation passes and `save_pretrained`, see `PassAverage`. It takes one reduction of the size of the model
-            per pass, and host memory for one copy. It ends with the first `deployed_model`.
+            per pass, and host memory for one copy. It ends with the first `deployed_model`, and is not kept of sharded
+            models.
+        device_mesh: the processes as workers that are several processes each, which shard the model (FSDP2): a mesh of
+            all processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard`. Shard the model
+            by `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is one
+            process.
         *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
 
     Raises:
@@ -155,6 +166,7 @@ class GossipAccelerator(Accelerator):
         gossip: GossipConfig | None = None,
         scheduler_ticks: TickSetting = "auto",
         keep_average: bool = True,
+        device_mesh: DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
         config = _checked_config(gossip)
@@ -171,8 +183,17 @@ class GossipAccelerator(Accelerator):
             timeout = timedelta(seconds=config.timeout)
             handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
         announce_waiting()
+        refuse_sharding_arguments(kwargs, device_mesh is not None)
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
-        self._begin_gossip(config, scheduler_ticks=scheduler_ticks, keep_average=keep_average, watch_average=True)
+        group = None
+        if device_mesh is not None:
+            mesh = WorkerMesh(device_mesh)
+            config = supported_with_shards(config, self)
+            keep_average = False
+            group = WorkerGroup.of_mesh(mesh, self.device, config.timeout)
+        self._begin_gossip(
+            config, group, scheduler_ticks=scheduler_ticks, keep_average=keep_average, watch_average=True
+        )
         if self.num_workers == 1 and not GossipAccelerator._warned_of_single_worker:
             GossipAccelerator._warned_of_single_worker = True
             warn_of_single_worker()
@@ -218,8 +239,8 @@ class GossipAccelerator(Accelerator):
         self.training = GossipTraining(self.group, config, self._models)
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
-        self.sharding = LoaderSharding(self.group, phase)
-        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.size, config.total_steps)
+        self.sharding = LoaderSharding(self.group.everyone, phase)
+        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
         self._keep_and_watch_average = keep_average, watch_average
         self.consensus_logger = ConsensusLogger(self.training.metrics)
         self._make_own_parts()
@@ -239,7 +260,7 @@ class GossipAccelerator(Accelerator):
         self.checkpoints = AcceleratorCheckpoints(
             self, self.group, self.gossip_steps, self.gossip_config, workers_per_process=self.workers_per_process
         )
-        self.stopping = StopOnSignals(self.group)
+        self.stopping = StopOnSignals(self.group.everyone)
 
     def __reduce__(self) -> tuple:
         """Pickle everything but the connections. A copy gossips with the copies of the other workers in this process.
@@ -446,13 +467,15 @@ class GossipAccelerator(Accelerator):
             The norm before clipping, shape (); with several workers per process, the mean of their norms.
         """
         self.unscale_gradients()
-        return clip_worker_grad_norms_(self._by_worker(parameters), max_norm, norm_type)
+        return clip_worker_grad_norms_(self._by_worker(parameters), max_norm, norm_type, self.group.row)
 
     def clip_grad_value_(self, parameters: Iterable[Parameter], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`, for all workers of this process."""
         super().clip_grad_value_([p for mine in self._by_worker(parameters) for p in mine], clip_value)
 
     def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+        if self.group.row.mesh is not None:  # before `model.parameters()` is read: the shards have the gradients
+            reshard(gathering_modules(self._models))
         listed = map(self.training.parameter_of, as_parameter_list(parameters))
         return self.training.owners.by_worker(list(listed))
 
@@ -524,12 +547,14 @@ class GossipAccelerator(Accelerator):
         def save_average() -> None:
             with self._average_in(model) as deployed:
                 save(deployed, save_directory, *args, **kwargs)
-            self.group.barrier("saving the model")
+            self.group.everyone.barrier("saving the model")
 
         self.group.retry_after_loss(save_average)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dictionary of the average of the workers, as `save_model` saves it. Collective.
+
+        Of a sharded model, the main process gets the whole tensors, on the CPU, and all others an empty dictionary.
 
         Between the last step of a pass and the next step, the kept average is returned without communication. BatchNorm
         statistics are pooled; inside `deployed_model(model, calibrate=...)` they are the calibrated ones. A model that
@@ -542,12 +567,17 @@ class GossipAccelerator(Accelerator):
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         state_of = super().get_state_dict
 
+        def copy_of(keyed: nn.Module) -> dict[str, Any]:
+            if self.group.row.mesh is not None:
+                return gathered_state(keyed, self.group)
+            return cloned(state_of(keyed, unwrap=False))
+
         def state() -> dict[str, Any]:
             with self.pass_average.shown() as average:
                 if average or not differs:
-                    return cloned(state_of(keyed, unwrap=False))
+                    return copy_of(keyed)
             with self._average_in(model):
-                return cloned(state_of(keyed, unwrap=False))
+                return copy_of(keyed)
 
         found = self.group.retry_after_loss(state)
         # The keys of the eager model, also where a submodule is compiled.
@@ -606,6 +636,7 @@ class GossipAccelerator(Accelerator):
             CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
             RuntimeError: called inside `deployed_model`.
         """
+        refuse_sharded_checkpoints(self.group)
         with self.pass_average.hidden():
             return self.checkpoints.save(output_dir, wait=wait, facts=facts)
 
@@ -646,6 +677,7 @@ class GossipAccelerator(Accelerator):
             CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
             RuntimeError: called inside `deployed_model`.
         """
+        refuse_sharded_checkpoints(self.group)
         self.pass_average.drop()
         self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         for step in self.training.steps:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
+from dsgdac_accel.shards import has_shards
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,6 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHARDING_ARGUMENTS = (
+    "parallelism_config",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "megatron_lm_plugin",
+)
+_SHARD_BY_MESH = (
+    "To shard the model of each worker, call FSDP2's fully_shard on it and pass GossipAccelerator(device_mesh=...), as "
+    "in docs/sharded.md."
+)
 _SEVERAL_POINTS = (
     "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
     "optimizer that evaluates it once, such as AdamW."
@@ -40,9 +54,9 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
     whole = accelerator.distributed_type is DistributedType.NO or accelerator.distributed_type.name.startswith("MULTI_")
     if not whole or getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
-            f"every worker needs a whole replica of the model in one process, but {accelerator.distributed_type} was "
-            f"configured (DeepSpeed, FSDP, Megatron, tensor or context parallelism and XLA split or re-wrap the "
-            f"model). Launch plain multi-process training: accelerate launch --multi_gpu --num_processes N."
+            f"{accelerator.distributed_type} was configured, but DeepSpeed, Accelerate's FSDP, Megatron, tensor or "
+            f"context parallelism and XLA split or re-wrap the model. Launch plain multi-process training (accelerate "
+            f"launch --multi_gpu --num_processes N). {_SHARD_BY_MESH}"
         )
     refuse_unsuitable(accelerator.device, accelerator.num_processes)
     if accelerator.mixed_precision == "fp8":
@@ -58,6 +72,48 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
             "each of the %d tasks of this Slurm step has started a launcher for one node, and these train apart from "
             "each other. To train together, give each launcher the number of nodes (--nnodes, --num_machines).",
             lone_launchers(),
+        )
+
+
+def refuse_sharding_arguments(arguments: Mapping[str, Any], has_mesh: bool) -> None:
+    """Raise ValueError for Accelerate's own ways to shard a model, before Accelerate sets them up."""
+    given = [name for name in _SHARDING_ARGUMENTS if arguments.get(name) is not None]
+    if given:
+        instead = "The mesh says all of it: leave it out." if has_mesh else _SHARD_BY_MESH
+        raise ValueError(f"{given[0]}= is not supported with gossip. {instead}")
+
+
+def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> GossipConfig:
+    """Return the configuration for workers that are several processes each.
+
+    Raises ValueError for settings that need a worker to be one process.
+    """
+    if config.workers_per_process > 1:
+        raise ValueError(
+            f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
+            f"makes a worker of several processes. Leave one of them out."
+        )
+    if config.on_worker_loss != "stop":
+        raise ValueError(
+            f"on_worker_loss={config.on_worker_loss!r} does not work with device_mesh: a lost process takes a part of "
+            f"its worker's model with it. Leave it out."
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError(
+            "mixed_precision='fp16' does not work with device_mesh, whose shards have no common loss scale. Use 'bf16'."
+        )
+    if accelerator.device.type == "cuda" and config.overlap:
+        # Two NCCL communicators in flight need an order: the exchange ends before the next all-gather begins.
+        logger.warning("with device_mesh on CUDA, the exchange is not hidden behind the computation (overlap=False)")
+        return replace(config, overlap=False)
+    return config
+
+
+def refuse_sharded_checkpoints(group: WorkerGroup) -> None:
+    """Raise NotImplementedError if the workers' models are sharded."""
+    if group.row.mesh is not None:
+        raise NotImplementedError(
+            "save_state and load_state do not support device_mesh yet. Save the average with save_model(model, folder)."
         )
 
 
@@ -79,9 +135,9 @@ def refuse_unsupported_model(model: nn.Module) -> None:
             isinstance(module, (DistributedDataParallel, DataParallel))
             or "FullyShardedDataParallel" in type(module).__name__
         ):
+            advice = _SHARD_BY_MESH if "Sharded" in type(module).__name__ else "Pass the bare module to `prepare`."
             raise ValueError(
-                f"the model is already wrapped in {type(module).__name__}, which shares gradients. "
-                f"Pass the bare module to `prepare`."
+                f"the model is already wrapped in {type(module).__name__}, which shares gradients. {advice}"
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
@@ -123,9 +179,11 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
     args = trainer.args
     if args.deepspeed or args.fsdp:
         raise ValueError(
-            "DeepSpeed and FSDP split the model over the processes, but every worker needs a whole one to gossip. "
-            "Leave deepspeed and fsdp out of the training arguments."
+            f"DeepSpeed and FSDP split the model over the processes, but GossipCallback needs a whole one in each. "
+            f"Leave deepspeed and fsdp out of the training arguments. {_SHARD_BY_MESH}"
         )
+    if getattr(args, "parallelism_config", None) is not None:
+        raise ValueError(f"parallelism_config is not supported in a Trainer with GossipCallback. {_SHARD_BY_MESH}")
     if args.n_gpu > 1:
         raise ValueError(
             f"Trainer would spread each batch over the {args.n_gpu} GPUs of this process (DataParallel). Launch one "
@@ -171,6 +229,8 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
     if trainer.optimizer is not None:
         refuse_unsupported_optimizer(trainer.optimizer, config)
     assert trainer.model is not None
+    if has_shards(trainer.model):
+        raise ValueError(f"the Trainer's model is sharded, which GossipCallback does not support. {_SHARD_BY_MESH}")
     named = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
 

@@ -34,6 +34,7 @@ from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
+from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
 from dsgdac_accel.tensor_bytes import digest
 from dsgdac_accel.unmixed import averaged, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
@@ -76,17 +77,24 @@ def deployed_model(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
     holder, model = model, first_replica(model)
+    gathering = gathering_modules([holder])
+    reshard(gathering)
     fixed = {*frozen, *frozen_layers(holder)}
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
+    if layers and calibrate is not None and group.row.size > 1:
+        raise ValueError(
+            "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
+            "batches. Leave it out, so that the statistics are pooled, or use LayerNorm."
+        )
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
     with group.policy.section(), preserved_state(holder), averaged(unmixed, group), first_replica_only:
         try:
             for average in averages:
                 average.swap_in()
-            _deploy_buffers(model, layers, group)
+            _deploy_buffers(model, layers, group.everyone)
             if calibrate is None:
-                pool_batch_norm(layers_by_worker, group)
+                pool_batch_norm(layers_by_worker, group.everyone)
             else:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 local_workers = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
@@ -95,6 +103,7 @@ def deployed_model(
             holder.eval()
             yield model
         finally:
+            reshard(gathering)
             for average in averages:
                 average.restore()
 
@@ -141,6 +150,7 @@ class Deployment:
             ValueError: no optimizer was prepared, and the workers' parameters differ.
         """
         model, steps, group = self.training.owners.wrapper_of(model), self.training.steps, self.training.group
+        reshard(gathering_modules([model]))
         references = list(self.gradient_state.dataloader_references)
         averages = [] if self.active else self.training.averages()
         frozen = [layer for step in steps for layer in step.watch.frozen]
@@ -200,7 +210,7 @@ class Deployment:
 def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
     """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
     group.require_equal(
-        [digest(parameter) for parameter in model.parameters()],
+        [digest(local_of(parameter)) for parameter in model.parameters()],
         "parameters (digests)",
         "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train "
         "with an optimizer that went through `prepare(model, optimizer)`.",
@@ -242,6 +252,29 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
+@torch.no_grad()
+def gathered_state(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
+    """Return the state dictionary of a sharded model with whole tensors, on the CPU, on one process.
+
+    The processes of worker 0 gather it, one tensor at a time, and the first of them returns it. All others return an
+    empty dictionary. Names of tied parameters share a tensor.
+    """
+    if group.rank > 0:
+        return {}
+    reshard(gathering_modules([model]))
+    found: dict[str, Any] = {}
+    wholes: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            found[name] = value
+            continue
+        if id(value) not in wholes:
+            whole = whole_of(value.detach())  # collective: every process of the worker gathers every parameter
+            wholes[id(value)] = whole.to("cpu", copy=True) if group.row.rank == 0 else whole.new_empty(0)
+        found[name] = wholes[id(value)]
+    return found if group.row.rank == 0 else {}
+
+
 # ---- restoring a model
 
 
@@ -253,7 +286,11 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     parameters are not restored here: that is the part of `Average`.
     """
     slots = _buffer_slots(model)
-    pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
+    # Shards stay where they are.
+    pointers = [
+        (p, None if is_sharded(p) else p.data, p.grad, None if p.grad is None or is_sharded(p) else p.grad.data)
+        for p in model.parameters()
+    ]
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass inside must not add to an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
@@ -262,7 +299,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, data, gradient, gradient_data in pointers:
-            parameter.data = data
+            if data is not None:
+                parameter.data = data
             if gradient is not None and gradient_data is not None:
                 gradient.data = gradient_data
             parameter.grad = gradient

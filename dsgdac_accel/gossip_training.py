@@ -19,6 +19,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
+from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard
 from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
 
 
@@ -76,6 +77,7 @@ class GossipTraining:
             return
         for step in self.steps:
             step.mixer.discard_exchange()
+        reshard(gathering_modules(models))
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
             (f"optimizer parameter {number}", parameter)
@@ -85,7 +87,12 @@ class GossipTraining:
         distinct: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:  # the model's names come first, and win
             distinct.setdefault(id(tensor), (name, tensor))
-        make_equal_(list(distinct.values()), self.group)
+        # What is not sharded is the same on all processes, and a shard the same as in its place in worker 0.
+        whole = [(name, tensor) for name, tensor in distinct.values() if not is_sharded(tensor)]
+        shards = [(name, local_of(tensor)) for name, tensor in distinct.values() if is_sharded(tensor)]
+        make_equal_(whole, self.group.everyone)
+        if self.group.row.mesh is not None:
+            make_equal_(shards, self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
         """Return a new `GossipStep` for an optimizer. Collective.
@@ -105,12 +112,12 @@ class GossipTraining:
         several = self.config.workers_per_process > 1
         step = GossipStep(optimizer, self.group, self.config, watch, self.owners.worker_of if several else None)
         self.steps.append(step)
-        if self.group.size > 1 and not self._workers_seeded:
+        if self.group.everyone.size > 1 and not self._workers_seeded:
             self._workers_seeded = True
             # A process of several workers draws from a stream that none of its workers uses.
             salt = (self.config.workers_per_process,) if several else ()
-            seed_workers_differently(self.group, *salt)
-            quick_check(self.group, self.config)
+            seed_workers_differently(self.group.everyone, *salt)
+            quick_check(self.group.everyone, self.config)
         return step
 
     def parameter_of(self, master: Parameter) -> Parameter:
@@ -181,7 +188,7 @@ class GossipTraining:
         return self.metrics()
 
     def consensus_errors(self, model: nn.Module) -> list[dict[str, Tensor]]:
-        """Return x_i - x_bar by parameter name, one dictionary per worker of this process.
+        """Return x_i - x_bar by parameter name, one dictionary per worker of this process; of this process's shards.
 
         The names are in the model's order. Tied parameters occur once, parameters without training not at all: they are
         equal on all workers.
@@ -189,6 +196,7 @@ class GossipTraining:
         Raises:
             RuntimeError: no average is deployed.
         """
+        reshard(gathering_modules([model]))
         inner = extract_model_from_parallel(first_replica(self.owners.wrapper_of(model)), keep_torch_compile=False)
         by_worker: list[dict[int, Tensor]] = [{} for _ in range(self.config.workers_per_process)]
         for step in self.steps:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core.flat_parameters import FlatParameters
+from dsgdac_accel.core.flat_parameters import Layout, laid_out
 
 
 class Use(Enum):
@@ -65,7 +65,7 @@ class Buckets:
     """
 
     def __init__(self) -> None:
-        self.flats: list[FlatParameters] = []
+        self.flats: list[Layout] = []
         """The parameters of each local worker."""
         self.received: list[list[list[Tensor]]] = []
         self.use = Use.FREE
@@ -77,7 +77,7 @@ class Buckets:
     def lay_out(self, parameters: Sequence[Sequence[Parameter]]) -> None:
         """Move the parameters of each local worker into buckets. `reserve` must follow."""
         assert self.use is Use.FREE, f"the receive buffers are {self.use.value}"
-        self.flats = [FlatParameters(mine) for mine in parameters]
+        self.flats = list(map(laid_out, parameters))
 
     @torch.inference_mode(False)
     def reserve(self, counts: Sequence[int], empty_message: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -99,6 +99,11 @@ class Buckets:
     def values(self, worker: int) -> list[Tensor]:
         """Return x of a local worker: the data of each of its buckets."""
         return [bucket.data for bucket in self.flats[worker].buckets]
+
+    def write_back(self) -> None:
+        """Write what was computed in the buckets into parameters that are no views of them."""
+        for flat in self.flats:
+            flat.write_back()
 
     # ---- use of the receive buffers
 
@@ -154,6 +159,7 @@ class Buckets:
             flat.repoint()
             for bucket, own in zip(flat.buckets, kept, strict=True):
                 bucket.data.copy_(own)
+        self.write_back()
         self.backup = []
         self.claim(Use.FREE)
 

@@ -115,6 +115,7 @@ class Average:
                 squares[worker].append(_squared_distance(mean, x))
                 if worker > 0:
                     self.buckets.values(worker)[number].copy_(mean)
+        self.buckets.write_back()
         self._measured(squares)
 
     def restore(self) -> None:
@@ -165,6 +166,7 @@ class Average:
         step = self.mixer.step
         nothing = torch.zeros((), dtype=torch.float64, device="cpu")  # everything may be frozen
         squares = torch.stack([torch.stack(mine or [nothing]).sum() for mine in squared_distances])
+        squares = self.group.row.sum(squares, f"measuring the consensus radius at step {step}")
         means = torch.stack([squares.sqrt().mean(), squares.mean()])
         self.group.all_reduce_mean_(means, f"measuring the consensus radius at step {step}")
         # Counted only now: after a loss the survivors reduce once more.

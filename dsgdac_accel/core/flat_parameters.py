@@ -1,4 +1,7 @@
-"""Parameters as views of a few flat buckets, so that mixing is a few long, contiguous passes.
+"""Parameters in a few flat buckets, so that mixing is a few long, contiguous passes.
+
+`FlatParameters` turns parameters into views of the buckets. `StagedParameters` leaves parameters of which this process
+has a shard where they are, and copies the shards into the buckets and back.
 
 Each parameter keeps its shape and its strides (channels_last, transposed, sliced, 0-dim, empty). Parameters that share
 their memory keep sharing it and are stored, sent and counted once. All others have storages of their own, over parts of
@@ -17,6 +20,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dsgdac_accel.core.parameter_guard import extent
+from dsgdac_accel.shards import is_sharded, local_of
 
 ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
 
@@ -45,10 +49,10 @@ class FlatParameters:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
-        alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-        for parameter in self.parameters:
-            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self.buckets = [_adopt(group) for group in alike.values()]
+        self.buckets = [_bucket_of(alike) for alike in _alike(self.parameters)]
+        for bucket in self.buckets:
+            for parameter, target in zip(bucket.parameters, bucket.targets, strict=True):
+                parameter.data = target
 
     def moved(self) -> list[tuple[Parameter, Tensor]]:
         """Return parameters that were re-pointed to other memory, each with the view that it left.
@@ -83,6 +87,9 @@ class FlatParameters:
         for parameter, _ in self.moved():
             self._point_back(parameter)
 
+    def write_back(self) -> None:
+        """Do nothing: the parameters are the buckets."""
+
     def _point_back(self, parameter: Parameter) -> None:
         parameter.data = next(
             target
@@ -104,34 +111,87 @@ class FlatParameters:
         self.parameters, self.buckets = [], []
 
 
-def _adopt(parameters: list[Parameter]) -> Bucket:
-    step = ALIGNMENT // parameters[0].element_size()
-    places, total = [], 0
-    place_of: dict[tuple, int] = {}  # memory that is adopted already: a second parameter there shares the place
+class StagedParameters:
+    """The parameters of one worker of which this process has a shard, and buckets with a copy of the shards.
+
+    FSDP2 pads shards and gathers them from memory of its own, so they stay there. `bring_back` copies them into the
+    buckets, `write_back` what was computed in the buckets into the shards. Methods as in `FlatParameters`.
+
+    Args:
+        parameters: as for `FlatParameters`.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.buckets = [_bucket_of(alike) for alike in _alike(self.parameters)]
+
+    def moved(self) -> list[tuple[Parameter, Tensor]]:
+        return []
+
+    @torch.no_grad()
+    def bring_back(self) -> list[tuple[Parameter, Tensor]]:
+        pairs = [pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.views, strict=True)]
+        fitting = [(view, local_of(p)) for p, view in pairs if _kind(local_of(p)) == _kind(view)]
+        if fitting:
+            torch._foreach_copy_([view for view, _ in fitting], [local for _, local in fitting])
+        return [(p, view) for p, view in pairs if _kind(local_of(p)) != _kind(view)]
+
+    def repoint(self) -> None:
+        """Do nothing: `write_back` gives every shard its value."""
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the buckets into the shards."""
+        pairs = [pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.views, strict=True)]
+        if pairs:
+            torch._foreach_copy_([local_of(p) for p, _ in pairs], [view for _, view in pairs])
+
+    def release(self) -> None:
+        self.parameters, self.buckets = [], []
+
+
+Layout = FlatParameters | StagedParameters
+
+
+def laid_out(parameters: Sequence[Parameter]) -> Layout:
+    """Return the parameters of one worker in buckets."""
+    return StagedParameters(parameters) if any(map(is_sharded, parameters)) else FlatParameters(parameters)
+
+
+def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for parameter in parameters:
-        memory = (parameter.data_ptr(), tuple(parameter.shape), parameter.stride())
-        if parameter.numel() and memory in place_of:
+        alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return list(alike.values())
+
+
+def _bucket_of(parameters: list[Parameter]) -> Bucket:
+    """Return a bucket with the values of parameters, of one dtype and device, which stay as they are."""
+    locals_ = [local_of(parameter) for parameter in parameters]
+    step = ALIGNMENT // locals_[0].element_size()
+    places, total = [], 0
+    place_of: dict[tuple, int] = {}  # memory that has a place already: a second parameter there shares it
+    for tensor in locals_:
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and memory in place_of:
             places.append(place_of[memory])
             continue
         places.append(total)
         place_of[memory] = total
-        total += -(-extent(parameter) // step) * step
-    bucket = Bucket(torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device), parameters)
+        total += -(-extent(tensor) // step) * step
+    bucket = Bucket(torch.zeros(total, dtype=locals_[0].dtype, device=locals_[0].device), parameters)
+    targets: dict[tuple, Tensor] = {}  # parameters that share their memory share its storage
     with torch.no_grad():
-        for parameter, place in zip(parameters, places, strict=True):
-            view = bucket.data.as_strided(parameter.shape, parameter.stride(), place)
-            view.copy_(parameter)
+        for tensor, place in zip(locals_, places, strict=True):
+            view = bucket.data.as_strided(tensor.shape, tensor.stride(), place)
+            view.copy_(tensor)
             bucket.views.append(view)
             bucket.addresses.append(view.data_ptr())
-        # All values are copied before the first parameter moves: sharers still read their old memory above.
-        targets: dict[tuple, Tensor] = {}  # parameters that share their memory share its storage
-        for parameter, view in zip(parameters, bucket.views, strict=True):
             memory = view.storage_offset(), *_kind(view)
             target = targets.get(memory)
             if target is None:
                 target = targets[memory] = with_own_storage(view)
             bucket.targets.append(target)
-            parameter.data = target
     return bucket
 
 

@@ -65,7 +65,7 @@ class GammaSchedule:
 
     def require_equal_lr(self, when: str) -> None:
         """Raise ValueError on every worker unless all have the same learning rate. Collective."""
-        self.group.require_equal(
+        self.group.everyone.require_equal(
             current_lr(self.optimizer),
             f"learning rate {when}",
             "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as "

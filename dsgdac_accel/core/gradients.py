@@ -14,6 +14,9 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
+from dsgdac_accel.distributed.row import Row
+from dsgdac_accel.shards import is_sharded, local_of
+
 _SMALL = 2**12  # elements
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
@@ -111,7 +114,7 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    gradients = [gradient for gradient in [parameter.grad for parameter in parameters] if gradient is not None]
+    gradients = [local_of(gradient) for gradient in [p.grad for p in parameters] if gradient is not None]
     if not any(map(_IS_SPARSE, gradients)):
         return gradients
     return [gradient_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
@@ -139,7 +142,7 @@ def clip_grad_norm_(parameters: Sequence[Parameter], max_norm: float, norm_type:
 
 
 def clip_worker_grad_norms_(
-    by_worker: Sequence[Sequence[Parameter]], max_norm: float, norm_type: float = 2.0
+    by_worker: Sequence[Sequence[Parameter]], max_norm: float, norm_type: float = 2.0, row: Row | None = None
 ) -> Tensor:
     """Clip the gradient of each worker of this process by its own norm.
 
@@ -147,12 +150,33 @@ def clip_worker_grad_norms_(
         by_worker: the parameters of each worker.
         max_norm: the largest norm that a worker's gradient may have.
         norm_type: order of the norm.
+        row: the processes of a sharded worker, which has one norm. Collective in the row.
 
     Returns:
         The mean of the workers' norms before clipping, shape ().
     """
+    if row is not None and row.mesh is not None:
+        (parameters,) = by_worker
+        return _clip_shards(parameters, max_norm, norm_type, row)
     norms = [clip_grad_norm_(parameters, max_norm, norm_type) for parameters in by_worker]
     return norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+
+
+@torch.no_grad()
+def _clip_shards(parameters: Iterable[Parameter], max_norm: float, norm_type: float, row: Row) -> Tensor:
+    """Clip by (sum over the processes of a worker of ||shard||^p)^(1/p), the norm of the worker's whole gradient."""
+    parameters = list(parameters)
+    if row.size > 1 and not all(is_sharded(p) or not p.requires_grad for p in parameters):
+        raise ValueError(
+            "clip_grad_norm_ got parameters that FSDP has gathered, and shards have the gradients. Pass "
+            "model.parameters() itself, not a list that was made before."
+        )
+    shards = [local_of(p.grad) for p in parameters if p.grad is not None]
+    own, what = torch.nn.utils.get_total_norm(shards, norm_type).double(), "clipping the gradient"
+    p = float(norm_type)
+    total = row.max(own, what) if p == math.inf else row.sum(own**p, what) ** (1 / p)
+    torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
 
 
 @torch.no_grad()

@@ -18,12 +18,13 @@ from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
 from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.flat_parameters import FlatParameters
+from dsgdac_accel.core.flat_parameters import Layout
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.shards import local_of
 from dsgdac_accel.topology import Topology
 
 
@@ -204,13 +205,15 @@ class Mixer:
             for number, bucket in enumerate(flat.buckets):
                 update.add_to(number, bucket.data)
             for parameter, view, before in misfits:  # converted since the last step: `start_exchange` adopts them
-                if parameter.shape != view.shape:
+                local = local_of(parameter)
+                if local.shape != view.shape:
                     raise RuntimeError(
-                        f"{self.parameters.name_of(parameter)} became {tuple(parameter.shape)} after "
+                        f"{self.parameters.name_of(parameter)} became {tuple(local.shape)} after "
                         f"{tuple(view.shape)} between two steps; give the resized parameter to the optimizer as a new "
                         f"one, on all workers."
                     )
-                parameter.data.add_((view - before).to(parameter))
+                local.data.add_((view - before).to(local))
+            flat.write_back()
         self.buckets.drop()
 
     @property
@@ -238,7 +241,7 @@ class Mixer:
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their places in the present buckets
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
-        selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None)
+        selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected)
         self.edits.forget_meetings()
@@ -345,7 +348,7 @@ class Mixer:
         return self.rounds.topology
 
     @property
-    def flats(self) -> list[FlatParameters]:
+    def flats(self) -> list[Layout]:
         """The parameters of each local worker."""
         return self.buckets.flats
 

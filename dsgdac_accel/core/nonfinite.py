@@ -78,6 +78,8 @@ class ArrivalGuard:
             return
         norms = [update.norm() for update in updates]
         total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+        if self.group.row.size > 1:
+            total = self.group.row.sum(total.double().square(), f"comparing the shards at step {step}").sqrt()
         if self.checks_late:
             skip = nonfinite(total)
             for update in updates:
@@ -90,7 +92,8 @@ class ArrivalGuard:
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
         numbers = range(len(self.buckets.values(0)))
-        return all(bool(torch.isfinite(update.dense(number)).all()) for update in updates for number in numbers)
+        finite = all(bool(torch.isfinite(update.dense(number)).all()) for update in updates for number in numbers)
+        return not self.group.row.any(not finite, "looking for a shard that is not finite")
 
     def settle(self) -> None:
         """Read what was found in the step before, if it is not read yet.
@@ -113,15 +116,16 @@ class ArrivalGuard:
 
     def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:
         local_workers = range(self.rounds.local_workers)
-        mine = [
-            self.rounds.workers[local]
-            for local in local_workers
-            if not all(bool(torch.isfinite(x).all()) for x in self.buckets.values(local))
-        ]
+        mine = [self.rounds.workers[local] for local in local_workers if self._has_nonfinite(local)]
         peers = {peer for local in local_workers for peer in self.rounds.plan(round_, local).weights}
         suspects = sorted(map(self.rounds.original_number, mine or self.rounds.elsewhere(peers)))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
+
+    def _has_nonfinite(self, local: int) -> bool:
+        """Return whether a local worker's parameters are not finite, in any of its shards."""
+        finite = all(bool(torch.isfinite(x).all()) for x in self.buckets.values(local))
+        return self.group.row.any(not finite, "looking for the shard that is not finite")
 
     def _raise_too_far(self, step: int) -> None:
         me, dtype = self.rounds.original_number(self.rounds.workers[0]), self.buckets.values(0)[0].dtype
@@ -187,14 +191,19 @@ class GradientGuard:
             self._scaler, self._found = scaler, HostCopy(self._agree_on_overflow(step, scaler))
             return
         parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
+        row, what = self.arrivals.group.row, f"comparing the gradients of a worker's shards at step {step}"
         if not self.arrivals.checks_late:
-            self._found = nonfinite_workers(parameters)
+            found = nonfinite_workers(parameters)
+            self._found = found if row.size == 1 else [0] * row.any(bool(found), what)
         elif len(parameters) == 1 and skips_on_device(self.optimizer):
             self._found_inf = nonfinite_flag(parameters[0])
+            if row.size > 1:
+                nothing = torch.zeros((), device=self.arrivals.group.device)
+                self._found_inf = row.max(nothing if self._found_inf is None else self._found_inf, what)
             if self._found_inf is not None:
                 self._unread = HostCopy(self._found_inf), step
         else:
-            self._found = HostCopy(nonfinite_flags(parameters))
+            self._found = HostCopy(row.max(nonfinite_flags(parameters), what))
 
     def allows_step(self) -> bool:
         """Return whether the optimizer is to be called at all, and hide what it has to skip until `put_back`.

@@ -16,6 +16,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from dsgdac_accel.devices import is_on
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.row import Row
+from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard
 
 MIXED_DTYPES = (torch.float32, torch.float64)
 LOAD_IN_FLOAT32 = (
@@ -98,10 +100,15 @@ def _refuse_kind(parameter: Parameter, name: str, by_masters: Collection[torch.d
         raise ValueError(
             f"{name} of a lazy module has no values yet; run one batch through the model before `prepare`."
         )
-    if type(parameter.data) is not Tensor:
+    if type(local_of(parameter).data) is not Tensor:
         raise ValueError(
-            f"{name} is a {type(parameter.data).__name__}; every worker must hold whole, ordinary tensors. "
-            f"Switch sharding, tensor parallelism or quantization off."
+            f"{name} is a {type(local_of(parameter).data).__name__}; trained parameters must be ordinary tensors. "
+            f"Switch quantization off."
+        )
+    if is_sharded(parameter) and parameter.dtype not in MIXED_DTYPES:
+        raise ValueError(
+            f"{name} is {parameter.dtype} and sharded; shards must be float32 or float64. Load the model in float32, "
+            f"and compute in bf16: fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
         )
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values; load the model before `prepare`.")
@@ -123,7 +130,7 @@ def _refuse_overlap(parameters: Sequence[Parameter], names: Mapping[int, str]) -
     """Refuse parameters that share only part of their memory; interleaved slices of one tensor are fine."""
     by_storage: dict[tuple, list[Parameter]] = {}
     for parameter in parameters:
-        if parameter.numel():
+        if parameter.numel() and not is_sharded(parameter):  # FSDP2 gives each shard memory of its own
             memory = parameter.untyped_storage().data_ptr(), parameter.dtype, parameter.device
             by_storage.setdefault(memory, []).append(parameter)
     for sharers in by_storage.values():
@@ -234,20 +241,22 @@ class MixedParameters:
         self._unchanged = listed, trained
         return False
 
-    def select(self, device: torch.device | None) -> list[list[Parameter]]:
+    def select(self, device: torch.device | None, row: Row | None = None) -> list[list[Parameter]]:
         """Return the parameters to mix, for each local worker, and remember them.
 
         Args:
             device: where parameters must be to be sent; None if none is sent.
+            row: the processes of this worker, which hold the parameters together; by default a single one.
 
         Raises:
             ValueError: a parameter cannot be mixed exactly, is on another device, or the local workers train different
                 parameters.
         """
-        selected = self._selected()
+        selected, row = self._selected(), row or Row()
         for mine in selected:
             refuse_unmixable(mine, self.names)
             for parameter in mine:
+                row.require_own(parameter, self.name_of(parameter))
                 if device is not None and not is_on(parameter.device, device):
                     advice = "Prepare the model before, or together with, its optimizer."
                     if parameter.device.type == device.type:
@@ -273,7 +282,7 @@ class MixedParameters:
         for replicas in zip(*self.by_worker(newcomers), strict=False):  # `select` refuses replicas that differ
             first = replicas[0]
             group.require_equal(tuple(first.shape), "shape of the parameter added to the optimizer")
-            group.broadcast_(first, f"starting from equal values of {self.name_of(first)}")
+            group.broadcast_(local_of(first), f"starting from equal values of {self.name_of(first)}")
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     other.detach().copy_(first.detach())
@@ -287,8 +296,18 @@ class MixedParameters:
 
 
 def signature_of(parameters: Sequence[Parameter]) -> list[tuple]:
-    """Return what must agree on all workers before anything is sent: shape, strides and dtype, in order."""
-    return [(tuple(p.shape), p.stride(), str(p.dtype)) for p in parameters]
+    """Return what must agree on all workers before anything is sent: shape, strides and dtype, in order.
+
+    If a process has shards, also those of its shard, and the placement.
+    """
+    return [(tuple(p.shape), p.stride(), str(p.dtype), *_shard_of(p)) for p in parameters]
+
+
+def _shard_of(parameter: Any) -> tuple:
+    if not is_sharded(parameter):
+        return ()
+    local = local_of(parameter)
+    return tuple(local.shape), local.stride(), str(parameter.placements)
 
 
 # ---- parameters replaced in the model
@@ -317,6 +336,8 @@ class ModelWatch:
         self._models_seen = len(self.models)
         self._sites: list[tuple[dict[str, Any], str, str, Any]] = []
         """Dictionary of a module, key in it, full name, and the parameter or submodule that was there."""
+        self._gathering = gathering_modules(self.models)
+        reshard(self._gathering)  # names and sites are those of the shards
         self._batch_norms = [(model, batch_norm_layers(model)) for model in self.models]
         for model in self.models:
             self.names.update((id(parameter), name) for name, parameter in model.named_parameters())
@@ -336,6 +357,7 @@ class ModelWatch:
         """
         if len(self.models) != self._models_seen:
             self._look()
+        reshard(self._gathering)
         if any(model.training for model in self.models):
             training = [layer for model, layers in self._batch_norms if model.training for layer in layers]
             self.frozen = [layer for layer in training if not layer.training]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.core.consensus import Consensus
-from dsgdac_accel.core.flat_parameters import FlatParameters
+from dsgdac_accel.core.flat_parameters import Layout
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.watch import is_ready_within
@@ -153,8 +153,9 @@ class RadiusEstimate:
     """Estimates the consensus radius of a step while the next one computes, on process 0, which logs.
 
     A thread sends and receives through a process group that nothing else uses, over gloo even if mixing uses NCCL, so
-    nothing waits for it. A late worker delays an estimate, not a step. A step around which a worker is lost has no
-    estimate.
+    nothing waits for it. Each process of a sharded worker projects its own shard, with random numbers of its own, so
+    that the squares of the shards add up. A late worker delays an estimate, not a step. A step around which a worker is
+    lost has no estimate.
 
     Args:
         group: the processes. Construction is collective.
@@ -163,7 +164,8 @@ class RadiusEstimate:
 
     def __init__(self, group: WorkerGroup, numbers: int) -> None:
         self.group = group
-        self.projection = Projection(numbers, LENGTH["cpu" if group.device.type == "cpu" else "cuda"])
+        length = LENGTH["cpu" if group.device.type == "cpu" else "cuda"]
+        self.projection = Projection(numbers, length, _SEED + group.row.rank)
         self.step = 0
         """The last step that was posted."""
         self._posts_from = 0
@@ -176,7 +178,7 @@ class RadiusEstimate:
     def _connect(self) -> None:
         self._handle: Any = None
         if self.group.size > 1:
-            self._handle = self.group.process_groups.new("gloo")
+            self._handle = self.group.everyone.process_groups.new("gloo")
 
     @property
     def latest(self) -> Consensus | None:
@@ -185,7 +187,7 @@ class RadiusEstimate:
             self._latest = self._under_way.popleft().result() or self._latest
         return self._latest
 
-    def post(self, flats: Sequence[FlatParameters], step: int) -> None:
+    def post(self, flats: Sequence[Layout], step: int) -> None:
         """Project the parameters as they are after `step` steps, and post the result.
 
         Args:
@@ -199,6 +201,8 @@ class RadiusEstimate:
             self._latest = Consensus(0.0, 0.0, step)
             return
         sketches = torch.stack([self.projection([bucket.data for bucket in flat.buckets]) for flat in flats])
+        if self.group.row.size > 1:  # a small shard has fewer numbers
+            sketches = torch.nn.functional.pad(sketches, (0, self.projection.numbers - sketches.shape[1]))
         copied = HostCopy(sketches)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dsgdac-sketch")
@@ -219,7 +223,10 @@ class RadiusEstimate:
         except (RuntimeError, ValueError) as error:  # a worker was lost, which mixing will notice
             logger.debug("no estimate of the consensus radius at step %d: %s", step, error)
             return None
-        return None if gathered is None else consensus_of(gathered, step)
+        if gathered is None:
+            return None
+        mesh = self.group.row.mesh
+        return consensus_of(gathered if mesh is None else gathered[torch.tensor(mesh.rows)].flatten(1), step)
 
     def _gather(self, handle: Any, mine: Tensor, step: int) -> Tensor | None:
         patience = timedelta(seconds=self.group.timeout)

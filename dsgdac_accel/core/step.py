@@ -123,7 +123,7 @@ class GossipStep:
         if not self._workers_compared:
             self._workers_compared = True
             self.schedule.require_equal_lr("at the first step")
-            make_streams_differ(self.group)  # a seed that was set after `prepare` made them equal
+            make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         self.watch.check(self.optimizer, self.masters.parameter_of)
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
@@ -140,7 +140,7 @@ class GossipStep:
             self.choice.look(mixed=bool(self._updates))
         self._updates = []
         if self.config.log_every and self.mixer.step % self.config.log_every == 0:
-            self.group.require_equal(self.mixer.step, "number of optimizer steps")
+            self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
             self.schedule.require_equal_lr(f"at step {self.mixer.step}")
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
         if self.config.overlap:

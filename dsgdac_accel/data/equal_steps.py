@@ -121,7 +121,7 @@ class EqualSteps:
             return
         self._warned = True
         if self.steps is None:
-            message = f"worker {self.group.rank} has more batches than another; this pass stops after {taken}."
+            message = f"{self.group.members.me} has more batches than another; this pass stops after {taken}."
         else:
             message = (
                 f"the workers have different numbers of batches ({', '.join(map(str, self.lengths))}); "

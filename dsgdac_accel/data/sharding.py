@@ -116,9 +116,11 @@ class LoaderSharding:
         warn_of_own_shards(loader, self.group)
         equal = self.equal_steps(prepared)
         if 0 in equal.lengths:  # on all workers, since none may wait for one that has stopped
+            members = self.group.members
+            first = members.named([members.original_ranks[equal.lengths.index(0)]])
             raise ValueError(
-                f"worker {equal.lengths.index(0)} would get no batch: the dataset has {known_length(loader.dataset)} "
-                f"samples for {self.group.size} workers with batches of {loader.batch_size} "
+                f"{first} would get no batch: the dataset has {known_length(loader.dataset)} samples for "
+                f"{self.group.size} {members.noun}s with batches of {loader.batch_size} "
                 f"(drop_last={loader.drop_last}). Use more data, smaller batches or fewer workers."
             )
         return equal if equal.needed else prepared

@@ -43,10 +43,11 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
     first_layouts = everyone[0][0]
     for worker, (_, _, found) in zip(workers, everyone, strict=True):
         if found:
-            raise ValueError(f"worker {worker}: {found}")
+            raise ValueError(f"{group.members.named([worker])}: {found}")
     for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
         if other_layouts != first_layouts:
-            raise ValueError(_other_layout(first_layouts, other_layouts, workers[0], worker))
+            names = group.members.named(workers[:1]), group.members.named([worker])
+            raise ValueError(_other_layout(first_layouts, other_layouts, *names))
     found_by_tensor = list(zip(*(found for _, found, _ in everyone), strict=True))
     differing = [number for number, found in enumerate(found_by_tensor) if len(set(found)) > 1]
     for number in differing:
@@ -60,11 +61,11 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
         group.broadcast_(tensor, f"starting from equal values of {name}")
 
 
-def _other_layout(first: list[tuple], other: list[tuple], first_worker: int, worker: int) -> str:
+def _other_layout(first: list[tuple], other: list[tuple], first_worker: str, worker: str) -> str:
     """Return the message that names the first tensor in which two models differ."""
     pairs = zip_longest(first, other, fillvalue="no more tensors")
     one, another = next((mine, its) for mine, its in pairs if mine != its)
     return (
-        f"all workers must have the same model (names, shapes, dtypes, devices); worker {first_worker} has {one} and "
-        f"worker {worker} has {another}. Build the same model on all workers."
+        f"all workers must have the same model (names, shapes, dtypes, devices); {first_worker} has {one} and "
+        f"{worker} has {another}. Build the same model on all workers."
     )

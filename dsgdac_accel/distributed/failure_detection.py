@@ -54,13 +54,14 @@ class Failure:
 class FailureDetector:
     """Turns transport errors into a `WorkerLostError` that names the worker and the step.
 
-    It only reads `members`. `timeout` is in seconds, after which a silent worker counts as lost.
+    It only reads `members`. `timeout` is in seconds, after which a silent worker counts as lost. `ranks` as in
+    `FailureReports`.
     """
 
-    def __init__(self, members: Members, timeout: float) -> None:
+    def __init__(self, members: Members, timeout: float, ranks: Sequence[int] | None = None) -> None:
         self.members = members
         self.timeout = timeout
-        self.reports = FailureReports(members.original_rank, members.launched)
+        self.reports = FailureReports(members.original_rank, members.launched, ranks)
 
     def failure_in(
         self, error: RuntimeError, what: str, step: int, peer: int | None = None, strict: bool = False
@@ -73,7 +74,7 @@ class FailureDetector:
         if type(error).__module__.startswith("dsgdac_accel"):  # raised closer to where it happened
             return None
         if is_own_mistake(error):
-            self.reports.write(f"worker {self.members.original_rank} failed in {what}: {short_cause(error)}")
+            self.reports.write(f"{self.members.me} failed in {what}: {short_cause(error)}")
             return None
         pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
         if not (isinstance(error, dist.DistError) or pattern.search(str(error))):
@@ -90,12 +91,12 @@ class FailureDetector:
         silent = failure.is_silence and not any(self.reports.is_alive(worker) is False for worker in blamed)
         lost = "were lost" if len(blamed) > 1 else "was lost"
         happened = f"did not answer within {self.timeout:g} s" if silent else lost
-        who = _named(blamed) if blamed else "a worker"
+        who = self.members.named(blamed) if blamed else f"a {self.members.noun}"
         if silent_only and not blamed:  # the others may just not have noticed the loss yet
-            who = f"{_named(silent_only)}, which {'do' if len(silent_only) > 1 else 'does'} not answer,"
-        me, seen = self.members.original_rank, f"{who} {happened} in {failure.what}"
-        news = self._other_reports(failure, f"{seen}, as worker {me} saw it")
-        return WorkerLostError(f"worker {me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
+            who = f"{self.members.named(silent_only)}, which {'do' if len(silent_only) > 1 else 'does'} not answer,"
+        me, seen = self.members.me, f"{who} {happened} in {failure.what}"
+        news = self._other_reports(failure, f"{seen}, as {me} saw it")
+        return WorkerLostError(f"{me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
         """Original ranks of the workers that are to blame, and of those that are alive and only do not answer."""
@@ -114,10 +115,10 @@ class FailureDetector:
         first = self.reports.write(mine)
         news = "" if first == mine else f" First report of this run: {first}."
         peer = failure.peer
-        if peer is not None and not first.endswith(f"as worker {peer} saw it"):
+        if peer is not None and not first.endswith(f"as {self.members.named([peer])} saw it"):
             # The peer may itself have waited in vain for another worker, which is then to blame.
             reported = self.reports.of(peer)
-            news += f" Worker {peer} reports: {reported}." if reported else ""
+            news += f" {self.members.named([peer]).capitalize()} reports: {reported}." if reported else ""
         return news
 
 
@@ -152,7 +153,3 @@ def short_cause(error: BaseException) -> str:
         last = " ".join(filter(None, lines[lines.index("Last error:") + 1 :]))
         cause = f"{cause}: {last}" if last else cause
     return cause if len(cause) <= _MOST_CHARACTERS else f"{cause[:_MOST_CHARACTERS]}..."
-
-
-def _named(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,14 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class FailureReports:
-    """Writes the report of worker `me` (its original rank), and reads those of the other launched workers."""
+    """Writes the report of worker `me` (its original rank), and reads those of the other launched workers.
 
-    def __init__(self, me: int, workers: int = 1) -> None:
+    `ranks` has the launched rank of each worker, which is another number where a worker is several processes.
+    """
+
+    def __init__(self, me: int, workers: int = 1, ranks: Sequence[int] | None = None) -> None:
         self.me = me
+        self.ranks = range(workers) if ranks is None else ranks
         self.processes: list[tuple[str, int]] = [("", 0)] * workers
         """Machine and process id of each worker, by original rank; unknown until all are connected."""
         self.store: Any = None
@@ -42,7 +46,7 @@ class FailureReports:
         def write(store: Any) -> str:
             # compare_set returns the value that is there now: ours, or an earlier worker's.
             first = store.compare_set(_FIRST_FAILURE, "", message).decode()
-            store.set(f"{_REPORT_OF}/{self.me}", message)
+            store.set(f"{_REPORT_OF}/{self.ranks[self.me]}", message)
             return first
 
         return self._ask(write, _STORE_SECONDS) or message
@@ -53,7 +57,7 @@ class FailureReports:
 
     def of(self, worker: int) -> str | None:
         """The report that this worker wrote, or writes within a few seconds; None if there is none."""
-        key = f"{_REPORT_OF}/{worker}"
+        key = f"{_REPORT_OF}/{self.ranks[worker]}"
 
         def read(store: Any) -> str | None:
             deadline = time.monotonic() + _CHAIN_SECONDS
@@ -72,10 +76,10 @@ class FailureReports:
         missing = [worker for worker in range(len(self.processes)) if worker != self.me]
 
         def call(store: Any) -> None:
-            store.set(f"{_ROLL_CALL}/{self.me}", "present")
+            store.set(f"{_ROLL_CALL}/{self.ranks[self.me]}", "present")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
             while any(self.is_alive(worker) is not False for worker in missing) and time.monotonic() < deadline:
-                missing[:] = [worker for worker in missing if not store.check([f"{_ROLL_CALL}/{worker}"])]
+                missing[:] = [worker for worker in missing if not store.check([f"{_ROLL_CALL}/{self.ranks[worker]}"])]
                 time.sleep(0.05)
 
         self._ask(call, _ROLL_CALL_SECONDS + _STORE_SECONDS)

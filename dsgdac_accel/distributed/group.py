@@ -21,11 +21,14 @@ from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_protocol import CONNECTED
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
+from dsgdac_accel.distributed.lines import Line
 from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
+from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.watch import Pending, wait_until
+from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
@@ -42,6 +45,10 @@ _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy 
 class WorkerGroup:
     """All workers of a run, with ranks 0 to `size` - 1.
 
+    If a worker is several processes, each with a shard of the model, this is a *column*: the processes in the same
+    place of each worker. `row` are then the processes of this worker, and `everyone` all processes of the run; see
+    `of_mesh`.
+
     Without a process group, or with a single process, it is a group of one and every method is local. Every wait ends
     within `timeout`; a collective's name and step appear in the error.
 
@@ -53,6 +60,7 @@ class WorkerGroup:
         timeout: seconds (> 0) after which a silent worker counts as lost.
         on_loss: whether a lost worker means that the others "stop", or "continue" without it (gloo only). With
             "continue", a loss also replaces the default process group.
+        line: which processes of the run belong to the group; by default all of them.
 
     Raises:
         ValueError: several processes were launched without a process group, gossip is impossible on `device`, two
@@ -63,26 +71,30 @@ class WorkerGroup:
 
     policy: StopOnLoss
 
-    def __init__(self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop") -> None:
+    def __init__(
+        self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop", line: Line | None = None
+    ) -> None:
         launched = dist.is_available() and dist.is_initialized()
         if not launched:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
-        self._begin(device, timeout, Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1))
+        members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
+        self._begin(device, timeout, members if line is None else line.members, line)
         policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
         if self.size > 1:
             self._connect()
         self.policy = policy  # until now, a lost worker ends the run in any case
 
-    def _begin(self, device: torch.device, timeout: float, members: Members) -> None:
+    def _begin(self, device: torch.device, timeout: float, members: Members, line: Line | None = None) -> None:
         self.device = device
         self.timeout = timeout
         self.members = members
-        self.process_groups = ProcessGroups(device, timeout)
-        self.detector = FailureDetector(self.members, timeout)
+        self.row = Row()
+        self._everyone: WorkerGroup | None = None
+        self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
+        self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
         self.policy = StopOnLoss(self.detector)
-        self.steps_taken = 0
-        """Optimizer steps so far, for error messages; kept by the mixer."""
+        self._steps_taken = 0
         self.closed = False
         self.poster = Poster(threaded=self.process_groups.transport.posts_in_thread)
         self._channels = itertools.count()
@@ -112,6 +124,34 @@ class WorkerGroup:
         name_loss = weakref.WeakMethod(self._name_loss)
         transport.watch.start(lambda pending: (name_loss() or str)(pending), self.timeout)
         weakref.finalize(self, transport.watch.stop)
+
+    # ---- workers of several processes
+
+    @property
+    def everyone(self) -> WorkerGroup:
+        """All processes of the run: this group, unless a worker is several processes."""
+        return self if self._everyone is None else self._everyone
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far, for error messages; kept by the mixer."""
+        return self._steps_taken
+
+    @steps_taken.setter
+    def steps_taken(self, steps: int) -> None:
+        self._steps_taken = steps
+        for other in (self._everyone, self.row.ranks):
+            if other is not None:
+                other.steps_taken = steps
+
+    @classmethod
+    def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
+        """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
+        everyone = cls(device, timeout, line=mesh.everyone)
+        column = cls(device, timeout, line=mesh.column)
+        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
+        mesh.limit(timeout)
+        return column
 
     # ---- who is here
 
@@ -174,6 +214,9 @@ class WorkerGroup:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
         self.process_groups.transport.watch.stop()
+        self.row.close()
+        if self._everyone is not None:
+            self._everyone.close()
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
@@ -333,7 +376,7 @@ class WorkerGroup:
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
             def first() -> Tensor:
                 octets = as_bytes(tensor).to(self._device_for(tensor), copy=True)
-                self._run(partial(dist.broadcast, src=0), octets, what)
+                self._run(partial(dist.broadcast, group_src=0), octets, what)
                 return octets.view(tensor.dtype).view(tensor.shape)
 
             values = self.collective(first, what)
@@ -354,9 +397,9 @@ class WorkerGroup:
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are at different places: worker {names[0]} in {answers[0][0]}, worker {names[rank]} "
-                    f"in {where}. All of them must take every optimizer step and enter every `prepare` and "
-                    f"`deployed_model`."
+                    f"the workers are at different places: {self.members.named(names[:1])} in {answers[0][0]}, "
+                    f"{self.members.named([names[rank]])} in {where}. All of them must take every optimizer step and "
+                    f"enter every `prepare` and `deployed_model`."
                 )
         return [answer for _, answer in answers]
 
@@ -382,8 +425,8 @@ class WorkerGroup:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"all workers must have the same {what}; worker {names[0]} has {_short(values[0])} and worker "
-                    f"{names[rank]} has {_short(other)}.{advice and ' '}{advice}"
+                    f"all workers must have the same {what}; {self.members.named(names[:1])} has {_short(values[0])} "
+                    f"and {self.members.named([names[rank]])} has {_short(other)}.{advice and ' '}{advice}"
                 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Members:
     """The workers of a run, as one of them sees it. Only a loss policy changes `original_ranks`.
@@ -12,6 +14,8 @@ class Members:
     Args:
         original_rank: of this worker.
         launched: number of workers that were launched.
+        noun: what messages call a member.
+        numbers: the number of each member in messages, by original rank; by default that rank itself.
 
     >>> members = Members(2, launched=4)
     >>> members.original_ranks = [0, 2, 3]
@@ -19,11 +23,24 @@ class Members:
     (1, 3, [1])
     """
 
-    def __init__(self, original_rank: int, launched: int) -> None:
+    def __init__(
+        self, original_rank: int, launched: int, noun: str = "worker", numbers: Sequence[int] | None = None
+    ) -> None:
+        self.noun = noun
+        self.numbers = range(launched) if numbers is None else numbers
         self.original_rank = original_rank
         self.launched = launched
         self.original_ranks = list(range(launched))
         """Original rank of each remaining worker, by rank."""
+
+    def named(self, originals: Sequence[int]) -> str:
+        """Return members, given by original rank, as in "worker 1" or "ranks 2, 3"."""
+        return f"{self.noun}{'s' if len(originals) > 1 else ''} {', '.join(str(self.numbers[m]) for m in originals)}"
+
+    @property
+    def me(self) -> str:
+        """This member, as in "worker 1"."""
+        return self.named([self.original_rank])
 
     @property
     def rank(self) -> int:

@@ -15,11 +15,12 @@ from dsgdac_accel.distributed.transport import Gloo, transport_for
 class ProcessGroups:
     """Creates, limits and closes the process groups of one `WorkerGroup`; touches nothing but torch.distributed.
 
-    Arguments as in `WorkerGroup`.
+    Arguments as in `WorkerGroup`. Members are counted within their line.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    def __init__(self, device: torch.device, timeout: float, lines: Sequence[Sequence[int]] | None = None) -> None:
         self.device = device
+        self._lines = lines
         self.limit = timedelta(seconds=timeout)
         """Timeout of groups when they are created; shorter while survivors of a loss connect."""
         launched = dist.is_available() and dist.is_initialized()
@@ -72,13 +73,21 @@ class ProcessGroups:
         dist.distributed_c10d._world.group_count = 0
 
     def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """A process group of `ranks`, by default of all workers. Collective over ALL workers. Ends with a loss."""
-        members = range(dist.get_world_size()) if ranks is None else ranks
+        """A process group of `ranks`, by default of all members. Collective over ALL processes. Ends with a loss.
+
+        All parallel lines get such a group, since every process must create every group.
+        """
+        lines = [range(dist.get_world_size())] if self._lines is None else self._lines
         transport = self.transport if backend == self.backend else Gloo()
-        handle = transport.new_group(members, self.limit)
-        if dist.get_rank() in members:
-            self._created.append(handle)
-        return handle
+        own = None
+        for line in lines:
+            members = list(line) if ranks is None else [line[rank] for rank in ranks]
+            handle = transport.new_group(members, self.limit)
+            if dist.get_rank() in members or len(lines) == 1:
+                own = handle
+            if dist.get_rank() in members:
+                self._created.append(handle)
+        return own
 
     def barrier(self, seconds: float) -> None:
         """Wait until every worker is here. The error names the workers that did not come within `seconds`."""
@@ -90,7 +99,7 @@ class ProcessGroups:
 
     def subgroup(self, members: tuple[int, ...]) -> Any:
         """The group of `members`. Collective over ALL workers at the first call for these members."""
-        if len(members) == dist.get_world_size() and not self.checked:
+        if len(members) == dist.get_world_size(self.exchange) and not self.checked:
             return self.exchange
         if members not in self._subgroups:
             self._subgroups[members] = self.new(self.backend, members)

@@ -194,7 +194,7 @@ class StopAgreement:
             mine = self.receiver.reason
             if mine is not None:  # the first of several requests counts
                 link = "of" if self.receiver.first is None else "to"
-                self._store.compare_set(key, "", f"{mine} {link} worker {self._me}")
+                self._store.compare_set(key, "", f"{mine} {link} {self.group.members.me}")
             if self._store.check([key]):
                 return self._store.get(key).decode()
             if self._leaving.is_set():

@@ -77,8 +77,8 @@ class Gloo:
             busiest: returns the number of messages of the process that has the most of them, the same on all.
         """
         # Receives first: posted the other way round, 40 MB waited 147 ms.
-        works: Works = [(dist.irecv(x, peer, group=handle, tag=tag), peer) for x, peer, tag in receives]
-        return works + [(dist.isend(x, peer, group=handle, tag=tag), peer) for x, peer, tag in sends]
+        works: Works = [(dist.irecv(x, group=handle, tag=tag, group_src=peer), peer) for x, peer, tag in receives]
+        return works + [(dist.isend(x, group=handle, tag=tag, group_dst=peer), peer) for x, peer, tag in sends]
 
     def wait(self, work: Any, seconds: float) -> None:
         """Let what follows use what has arrived. Raises RuntimeError after `seconds`."""
@@ -184,7 +184,7 @@ class Nccl:
             distance = min((peer - rank) % size, (rank - peer) % size) if split else 0
             part = count[call, peer] // (_NCCL_OPERATIONS // 4) if split else 0
             count[call, peer] += 1
-            groups[distance, part].append(dist.P2POp(call, tensor, peer, handle, tag))
+            groups[distance, part].append(dist.P2POp(call, tensor, group=handle, tag=tag, group_peer=peer))
         return [(work, None) for key in sorted(groups) for work in dist.batch_isend_irecv(groups[key])]
 
     def wait(self, work: Any, seconds: float) -> None:

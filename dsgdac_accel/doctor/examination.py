@@ -44,7 +44,7 @@ def examine(
         The report, the same on all workers. A lost worker is an error in the report, not an exception.
 
     Raises:
-        ValueError: `parameters` or `timeout` is not positive.
+        ValueError: `parameters` or `timeout` is not positive, or a worker is several processes (`device_mesh`).
 
     >>> from accelerate import Accelerator
     >>> [finding.level for finding in examine(Accelerator(cpu=True)).findings if finding.name == "workers"]
@@ -54,6 +54,8 @@ def examine(
         raise ValueError(f"parameters must be a number >= 1; got {parameters}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds > 0; got {timeout}.")
+    if isinstance(getattr(accelerator, "group", None), WorkerGroup) and accelerator.group.row.mesh is not None:
+        raise ValueError("examine does not support device_mesh. Examine the launch without it, one process per worker.")
     report = Report()
     try:
         group = WorkerGroup(accelerator.device, timeout)

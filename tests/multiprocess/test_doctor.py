@@ -68,9 +68,9 @@ def slow_link(rank, run):
 
         send = exchange.dist.isend
 
-        def slow_send(chunk, target, *args, **kwargs):
-            time.sleep(SLOW_SECONDS if target == 2 else 0)
-            return send(chunk, target, *args, **kwargs)
+        def slow_send(chunk, **kwargs):
+            time.sleep(SLOW_SECONDS if kwargs["group_dst"] == 2 else 0)
+            return send(chunk, **kwargs)
 
         run["patches"].setattr(exchange.dist, "isend", slow_send)
 

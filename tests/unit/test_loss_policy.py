@@ -25,7 +25,7 @@ def group_of(workers, monkeypatch):
     group.members = Members(0, workers)
     monkeypatch.setattr(dist, "barrier", lambda group=None: done.append("barrier"))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: done.append("all_reduce"))
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, group=None: done.append("broadcast"))
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, group_src, group=None: done.append("broadcast"))
     return group, done
 
 

@@ -22,7 +22,7 @@ from tests.workers import fork
 
 # ---- NCCL groups
 
-Operation = namedtuple("Operation", "call tensor peer handle tag")
+Operation = namedtuple("Operation", "call tensor group tag group_peer")
 
 
 class Connected(Nccl):
@@ -41,7 +41,7 @@ def groups_of(topology: Topology, local_workers: int, monkeypatch) -> list[list[
     for rank in range(size):
 
         def batch(operations, rank=rank):
-            posted[rank].append([(op.call.__name__, op.peer, len(op.tensor)) for op in operations])
+            posted[rank].append([(op.call.__name__, op.group_peer, len(op.tensor)) for op in operations])
             return []
 
         monkeypatch.setattr(dist, "batch_isend_irecv", batch)

@@ -1,0 +1,50 @@
+"""Tensors of which this process holds a shard: torch's DTensors, whoever made them (FSDP2, tensor parallelism)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # seconds to import, and without it there are no DTensors
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is in this process, in the tensor's own memory; an ordinary tensor as it is."""
+    sharded: Any = tensor
+    return sharded._local_tensor if is_sharded(tensor) else tensor
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return whether a parameter of the model is a DTensor."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def gathering_modules(models: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules to which `fully_shard` of FSDP2 was applied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for model in models for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Let FSDP2 drop the whole parameters that `gathering_modules` gathered, so that changes of shards are noticed.
+
+    After a forward pass without a backward pass, FSDP2 keeps those of the root module, and the next forward pass would
+    compute with them. Where nothing is gathered, this costs little.
+    """
+    for module in modules:
+        module.reshard()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its shards. Collective over the mesh of a DTensor."""
+    whole: Any = tensor
+    return whole.full_tensor() if is_sharded(tensor) else tensor

@@ -1,0 +1,501 @@
+"""Workers of several processes that shard their model by FSDP2, on gloo, against the simulation of Algorithm 1."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+from dsgdac_accel import AdaptiveConsensus, Gossip, GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel.compatibility import refuse_unsupported_trainer, supported_with_shards
+from dsgdac_accel.shards import local_of
+from dsgdac_accel.simulation import Simulation
+from tests.workers import run_workers, try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 8
+MAX_NORM = 0.3
+
+
+class Tied(nn.Module):
+    """Token ids in, logits out, by one matrix; 7 rows, so that no number of shards divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x.argmax(1)))).sum(1, keepdim=True) + x
+
+
+def make_model(kind: str = "layers") -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "tied":
+        return Tied().double()
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5)).double()
+    if kind == "frozen":
+        model[0].weight.requires_grad_(False)
+    return model
+
+
+def batch(rank: int, step: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+    return tuple(torch.randn(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def loss_of(model: nn.Module, *where: int) -> torch.Tensor:
+    x, y = batch(*where)
+    return (model(x) - y).square().mean()
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-2)
+    return torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-2)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / (STEPS + 3))
+
+
+def mesh_of(workers: int, shards: int) -> Any:
+    return init_device_mesh("cpu", (workers, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    for layer in [*model.children()][:1] if isinstance(model, nn.Sequential) else []:
+        fully_shard(layer, mesh=mesh["dp_shard"], **options)
+    return fully_shard(model, mesh=mesh["dp_shard"], **options)
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def train(
+    rank: int,
+    workers: int,
+    shards: int,
+    kind: str = "layers",
+    optimizer_name: str = "adam",
+    parts: int = 1,
+    peek: bool = False,
+    keep_gathered: bool = False,
+    bad: tuple[int, int] | None = None,
+    mesh: Any = None,
+    **gossip: Any,
+) -> dict[str, Any]:
+    """Train, and return what the tests compare.
+
+    `parts`: batches accumulated in a step. `peek`: run the model without a backward pass right before each step. `bad`:
+    this rank's gradient is not finite at this step.
+    """
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    mesh = mesh or mesh_of(workers, shards)
+    config = GossipConfig(**{"power": 2.0, "timeout": 60, "log_every": 3, **gossip})
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=config, gradient_accumulation_steps=parts)
+    model = make_model(kind)
+    if rank > 0:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.0 if rank < shards else 0.5)  # worker 0's values count
+    model = sharded(model, mesh)
+    model.set_reshard_after_backward(not keep_gathered)
+    optimizer = make_optimizer(optimizer_name, model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    norms, estimates = [], []
+    for step in range(STEPS):
+        for part in range(parts):
+            with accelerator.accumulate(model) if parts > 1 else nullcontext():
+                accelerator.backward(loss_of(model, rank, step, part))
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+                    if bad == (rank, step):
+                        local_of(next(p.grad for p in model.parameters() if p.grad is not None)).fill_(torch.nan)
+                    if peek:
+                        with torch.no_grad():
+                            model(batch(rank, step)[0])
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                optimizer.zero_grad()
+    radius = accelerator.measure_consensus()["gossip/radius"]
+    if accelerator.gossip_steps[0].estimate is not None:
+        estimate = accelerator.gossip_steps[0].estimate
+        while rank == 0 and (estimate.latest is None or estimate.latest.step < STEPS):
+            time.sleep(0.01)
+        estimates = [estimate.latest.radius] if rank == 0 else []
+    own = whole(model)
+    with accelerator.deployed_model(model) as deployed:
+        loss = float(loss_of(deployed, 0, 0).detach())  # leaves the root gathered
+        mean = whole(model)
+    return {
+        "accelerator": accelerator,
+        "model": model,
+        "x": own,
+        "mean": mean,
+        "loss": loss,
+        "restored": torch.equal(own, whole(model)),
+        "next_loss": float(loss_of(model, rank, 0).detach()),
+        "radius": radius,
+        "estimates": estimates,
+        "norms": torch.stack(norms),
+        "skipped": accelerator.gossip_steps[0].guard.skipped,
+    }
+
+
+def simulate(
+    workers: int,
+    shards: int,
+    kind: str = "layers",
+    optimizer_name: str = "adam",
+    parts: int = 1,
+    bad: tuple[int, int] | None = None,
+    topology: str = "one_peer_ring",
+    power: float = 2.0,
+    order: str = "local_first",
+    **_: Any,
+) -> dict[str, Any]:
+    """The same with one dense model per worker, whose gradient is the mean over its processes."""
+    models = [make_model(kind) for _ in range(workers)]
+    optimizers = [make_optimizer(optimizer_name, model) for model in models]
+    schedulers = list(map(make_scheduler, optimizers))
+    schedule = AdaptiveConsensus(power=power)
+    simulation = Simulation(models, optimizers, build_topology(topology, workers), schedule, order)
+    norms: list[list[torch.Tensor]] = [[] for _ in models]
+    for step in range(STEPS):
+        for worker, model in enumerate(models):
+            model.zero_grad()
+            ranks = range(worker * shards, (worker + 1) * shards)
+            losses = [loss_of(model, rank, step, part) for rank in ranks for part in range(parts)]
+            torch.stack(losses).mean().backward()
+            norms[worker].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        skip = {bad[0] // shards} if bad is not None and bad[1] == step else ()
+        simulation.step(skip=skip)
+        for scheduler in schedulers:
+            scheduler.step()
+    x = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    mean = make_model(kind)
+    nn.utils.vector_to_parameters(torch.stack(x).mean(0), mean.parameters())
+    return {
+        "x": x,
+        "mean": torch.stack(x).mean(0),
+        "loss": float(loss_of(mean, 0, 0).detach()),
+        "next_losses": [float(loss_of(models[rank // shards], rank, 0).detach()) for rank in range(workers * shards)],
+        "radius": simulation.radius(),
+        "norms": norms,
+    }
+
+
+def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shards: int) -> None:
+    assert len(expected["x"]) == 1 or expected["radius"] > 1e-3, "the workers have to differ in this test"
+    for rank, result in enumerate(results):
+        worker = rank // shards
+        torch.testing.assert_close(result["x"], expected["x"][worker], rtol=0, atol=1e-9)
+        torch.testing.assert_close(result["mean"], expected["mean"], rtol=0, atol=1e-9)
+        torch.testing.assert_close(result["norms"], torch.stack(expected["norms"][worker]), rtol=1e-9, atol=0)
+        assert result["radius"] == pytest.approx(expected["radius"], abs=1e-9)
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-9)
+        assert result["restored"]
+        assert result["next_loss"] == pytest.approx(expected["next_losses"][rank], abs=1e-9)
+
+
+def plain(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name not in ("accelerator", "model")}
+
+
+def refusal(act: Any) -> str:
+    try:
+        act()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return "not refused"
+
+
+# ---- one launch of 2 x 2
+
+
+def train_and_save(rank: int, folder: str) -> dict[str, Any]:
+    result = train(rank, 2, 2)
+    accelerator, model = result["accelerator"], result["model"]
+    writes: list[int] = []
+    accelerator.save_model(model, folder)
+    gather = torch.distributed.tensor.DTensor.full_tensor
+    torch.distributed.tensor.DTensor.full_tensor = lambda self: writes.append(1) or gather(self)
+    state = accelerator.get_state_dict(model)
+    torch.distributed.tensor.DTensor.full_tensor = gather
+    metrics = accelerator.consensus_logger.log({}, None)
+    mesh = mesh_of(2, 2)
+    refused = {
+        "save_state": refusal(lambda: accelerator.save_state(folder + "/c")),
+        "load_state": refusal(lambda: accelerator.load_state(folder + "/c")),
+        "name": refusal(lambda: new_accelerator(named_mesh("dp", "dp_shard"))),
+        "pipeline": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "pp"))),
+        "no mesh": refusal(lambda: new_accelerator([[0, 1], [2, 3]])),
+        "virtual": refusal(lambda: new_accelerator(mesh, workers_per_process=2)),
+        "continue": refusal(lambda: new_accelerator(mesh, on_worker_loss="continue")),
+        "hsdp": refusal(lambda: prepare(accelerator, fully_shard(nn.Linear(4, 4), mesh=mesh))),
+        "not sharded": refusal(lambda: prepare(accelerator, nn.Linear(4, 4))),
+        "fsdp 1": refusal(lambda: prepare(accelerator, type("FullyShardedDataParallel", (nn.Linear,), {})(4, 4))),
+        "fsdp plugin": refusal(lambda: GossipAccelerator(cpu=True, fsdp_plugin=object(), device_mesh=mesh)),
+        "parallelism": refusal(lambda: GossipAccelerator(cpu=True, parallelism_config=object())),
+        "fp16": refusal(refuse_fp16),
+        "bf16": refusal(lambda: prepare(accelerator, sharded(nn.Linear(4, 4).bfloat16(), mesh))),
+        "pytorch": refusal(lambda: gossip_of(sharded(nn.Linear(4, 4), mesh))),
+        "trainer": refusal(lambda: refuse_trainer(sharded(nn.Linear(4, 4), mesh))),
+        "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
+    }
+    return plain(result) | {"refused": refused, "gathers": len(writes), "state": sorted(state), "metrics": metrics}
+
+
+def new_accelerator(mesh: Any, **gossip: Any) -> GossipAccelerator:
+    return GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30, **gossip))
+
+
+def refuse_fp16() -> None:
+    supported_with_shards(GossipConfig(), SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu")))
+
+
+def refuse_trainer(model: nn.Module) -> None:
+    settings = {"deepspeed": None, "fsdp": [], "n_gpu": 0, "world_size": 4, "optim": "sgd", "save_strategy": "no"}
+    args = SimpleNamespace(**settings, save_only_model=False)
+    trainer = SimpleNamespace(args=args, model=model, model_wrapped=model, optimizer=None)
+    refuse_unsupported_trainer(trainer, GossipConfig())
+
+
+def named_mesh(*names: str) -> Any:
+    return init_device_mesh("cpu", (2, 2, 1)[: len(names)], mesh_dim_names=names)
+
+
+def prepare(accelerator: GossipAccelerator, model: nn.Module) -> None:
+    try:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        accelerator.free_memory()
+
+
+def gossip_of(model: nn.Module) -> Gossip:
+    return Gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), GossipConfig(timeout=30))
+
+
+def deploy_batch_norm(accelerator: GossipAccelerator, mesh: Any) -> None:
+    model = sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh)
+    model = accelerator.prepare(model)
+    with accelerator.deployed_model(model, calibrate=[torch.ones(2, 4)]):
+        pass
+
+
+REFUSALS = {
+    "save_state": "do not support device_mesh yet",
+    "load_state": "do not support device_mesh yet",
+    "name": "device_mesh must have the dimensions 'dp_replicate' .* got .*'dp'",
+    "pipeline": "pipeline",
+    "no mesh": "device_mesh must be a DeviceMesh; got list",
+    "virtual": "workers_per_process=2 .*device_mesh",
+    "continue": "on_worker_loss='continue' does not work with device_mesh",
+    "hsdp": "weight is sharded over a mesh with several workers",
+    "not sharded": "weight is trained but not sharded",
+    "fsdp 1": "already wrapped in FullyShardedDataParallel.*device_mesh",
+    "fsdp plugin": "fsdp_plugin= is not supported",
+    "parallelism": "parallelism_config= is not supported.*device_mesh",
+    "fp16": "mixed_precision='fp16' does not work with device_mesh",
+    "bf16": "weight is torch.bfloat16 and sharded",
+    "pytorch": "weight is a DTensor.*device_mesh",
+    "trainer": "the Trainer's model is sharded.*device_mesh",
+    "batch norm": "calibrate= is not supported for sharded models with BatchNorm",
+}
+
+
+def test_two_workers_of_two_shards_follow_algorithm_1_and_save_their_average_once(tmp_path):
+    folder = tmp_path / "saved"
+    results = run_workers(train_and_save, 4, str(folder))
+    expected = simulate(2, 2)
+    require_equal(results, expected, shards=2)
+    saved = load_file(folder / "model.safetensors")
+    names = list(make_model().state_dict())
+    assert sorted(saved) == sorted(names)
+    torch.testing.assert_close(torch.cat([saved[n].flatten() for n in names]), expected["mean"], rtol=0, atol=1e-9)
+    assert [result["gathers"] for result in results] == [6, 6, 0, 0], "only worker 0 gathers"
+    assert [len(result["state"]) for result in results] == [6, 0, 0, 0]
+    assert results[0]["metrics"]["gossip/radius"] == pytest.approx(expected["radius"], abs=1e-9)
+    for result in results:
+        assert {case: text for case, text in result["refused"].items() if not re.search(REFUSALS[case], text)} == {}
+
+
+# ---- other worlds and settings
+
+WORLDS = {
+    (2, 2): [
+        {"optimizer_name": "sgd", "power": 0.0},
+        {"kind": "tied", "parts": 2},
+        {"kind": "frozen", "order": "mix_first", "overlap": False},
+        {"peek": True, "parts": 2, "keep_gathered": True},
+        {"bad": (1, 3)},
+        {"topology": "complete", "sketch": 512},
+    ],
+    (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
+    (2, 3): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
+    (1, 2): [{"parts": 2}],
+    (2, 1): [{"kind": "tied"}],
+}
+
+
+def train_cases(rank: int, workers: int, shards: int) -> list[dict[str, Any]]:
+    return [plain(train(rank, workers, shards, **case)) for case in WORLDS[workers, shards]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "shards"), WORLDS)
+def test_sharded_workers_follow_algorithm_1(workers, shards):
+    results = run_workers(train_cases, workers * shards, workers, shards, timeout=240)
+    for number, case in enumerate(WORLDS[workers, shards]):
+        expected = simulate(workers, shards, **case)
+        of_case = [result[number] for result in results]
+        require_equal(of_case, expected, shards)
+        if "sketch" in case:
+            assert of_case[0]["estimates"] == [pytest.approx(expected["radius"], abs=1e-9)]
+        if "bad" in case:
+            bad = case["bad"][0] // shards
+            assert [result["skipped"] for result in of_case] == [int(r // shards == bad) for r in range(len(of_case))]
+
+
+def train_in_bf16(rank: int, policy: bool, comm_dtype: str) -> dict[str, Any]:
+    mesh = mesh_of(2, 2)
+    accelerator = GossipAccelerator(
+        cpu=True,
+        device_mesh=mesh,
+        mixed_precision="no" if policy else "bf16",
+        gossip=GossipConfig(power=0, timeout=60, comm_dtype=comm_dtype),
+    )
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if policy else {}
+    model = sharded(make_model().float(), mesh, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    history, gradients = [whole(model)], []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        accelerator.backward((model(x.float()).float() - y.float()).square().mean())
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(whole(model))
+    kinds = {local_of(p).dtype for p in model.parameters()}
+    return {"x": history, "gradients": gradients, "kinds": kinds}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "comm_dtype"), [(True, "full"), (False, "full"), (True, "int8"), (False, "bf16")])
+def test_shards_stay_float32_in_mixed_precision_and_the_mean_follows_sgd(policy, comm_dtype):
+    results = run_workers(train_in_bf16, 4, policy, comm_dtype)
+    first, second = results[0], results[2]
+    assert all(result["kinds"] == {torch.float32} for result in results)
+    for step in range(STEPS):
+        before, after = (first["x"][t].double() + second["x"][t].double() for t in (step, step + 1))
+        local = first["gradients"][step].double() + second["gradients"][step].double()
+        torch.testing.assert_close(after, before - 0.1 * local, rtol=0, atol=1e-6)
+        if comm_dtype == "full":  # gamma is 1, so that both workers get the mean of x before their own update
+            mine = before / 2 - 0.1 * first["gradients"][step].double()
+            torch.testing.assert_close(first["x"][step + 1].double(), mine, rtol=0, atol=1e-6)
+    assert torch.equal(results[0]["x"][-1], results[1]["x"][-1])
+    assert not torch.equal(results[0]["x"][-1], results[2]["x"][-1])
+
+
+# ---- data, signals, losses
+
+
+def read_and_stop(rank: int) -> dict[str, Any]:
+    mesh = mesh_of(2, 2)
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30))
+    model = sharded(make_model().float(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.arange(21.0), batch_size=2, shuffle=True)
+    torch.manual_seed(100 + rank)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = [samples.tolist() for samples in loader]
+    drawn = torch.rand(4).tolist()
+    steps = 0
+    with accelerator.stop_on_signals():
+        while not accelerator.should_stop():
+            accelerator.backward(model(torch.ones(2, 5)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if rank == 3 and steps == 2:
+                signal.raise_signal(signal.SIGTERM)
+    accelerator.deploy(model)
+    return {"seen": seen, "drawn": drawn, "steps": steps, "reason": accelerator.stop_reason, "deployed": whole(model)}
+
+
+@pytest.mark.slow
+def test_all_processes_read_their_own_data_draw_their_own_numbers_and_stop_together():
+    results = run_workers(read_and_stop, 4)
+    assert [len(result["seen"]) for result in results] == [3] * 4
+    assert {sample for result in results for samples in result["seen"] for sample in samples} == set(range(21))
+    assert len({tuple(result["drawn"]) for result in results}) == 4
+    assert len({result["steps"] for result in results}) == 1
+    assert all(torch.equal(result["deployed"], results[0]["deployed"]) for result in results)
+
+
+def lose_a_shard(rank: int) -> None:
+    mesh = mesh_of(2, 2)
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=15))
+    model = sharded(make_model(), mesh)
+    model, optimizer = accelerator.prepare(model, make_optimizer("sgd", model))
+    for step in range(6):
+        if rank == 3 and step == 3:
+            os._exit(0)
+        accelerator.backward(loss_of(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_a_killed_shard_ends_its_worker_and_the_run_by_name():
+    outcomes = try_workers(lose_a_shard, 4)
+    for rank in (0, 1):
+        assert outcomes[rank].exit_code == 1
+        assert re.search("WorkerLostError.* worker 1 was lost", outcomes[rank].error)
+    assert outcomes[2].exit_code == 1, "the other process of the lost worker"
+
+
+# ---- the page of docs/
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs_and_saves_a_whole_model(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "sharded.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "sharded.py").write_text(script)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "sharded.py"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(launch, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss of the average ([0-9.]+)", run.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] / 2
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    model.load_state_dict(load_file(tmp_path / "deployed" / "model.safetensors"))
