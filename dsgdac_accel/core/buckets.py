@@ -100,6 +100,11 @@ class Buckets:
         """Return x of a local worker: the data of each of its buckets."""
         return [bucket.data for bucket in self.flats[worker].buckets]
 
+    def read_in(self) -> None:
+        """Copy into the buckets the parameters that are no views of them."""
+        for flat in self.flats:
+            flat.read_in()
+
     def write_back(self) -> None:
         """Write what was computed in the buckets into parameters that are no views of them."""
         for flat in self.flats:

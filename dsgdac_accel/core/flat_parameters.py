@@ -11,7 +11,7 @@ them or save the whole storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +87,9 @@ class FlatParameters:
         for parameter, _ in self.moved():
             self._point_back(parameter)
 
+    def read_in(self) -> None:
+        """Do nothing: the parameters are the buckets."""
+
     def write_back(self) -> None:
         """Do nothing: the parameters are the buckets."""
 
@@ -129,12 +132,15 @@ class StagedParameters:
         return []
 
     @torch.no_grad()
-    def bring_back(self) -> list[tuple[Parameter, Tensor]]:
-        pairs = [pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.views, strict=True)]
-        fitting = [(view, local_of(p)) for p, view in pairs if _kind(local_of(p)) == _kind(view)]
+    def read_in(self) -> None:
+        """Copy the shards into the buckets."""
+        fitting = [(view, local_of(p)) for p, view in self._pairs() if _kind(local_of(p)) == _kind(view)]
         if fitting:
             torch._foreach_copy_([view for view, _ in fitting], [local for _, local in fitting])
-        return [(p, view) for p, view in pairs if _kind(local_of(p)) != _kind(view)]
+
+    def bring_back(self) -> list[tuple[Parameter, Tensor]]:
+        self.read_in()
+        return [(p, view) for p, view in self._pairs() if _kind(local_of(p)) != _kind(view)]
 
     def repoint(self) -> None:
         """Do nothing: `write_back` gives every shard its value."""
@@ -142,9 +148,13 @@ class StagedParameters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the buckets into the shards."""
-        pairs = [pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.views, strict=True)]
-        if pairs:
-            torch._foreach_copy_([local_of(p) for p, _ in pairs], [view for _, view in pairs])
+        fitting = [(view, local_of(p)) for p, view in self._pairs() if _kind(local_of(p)) == _kind(view)]
+        if fitting:
+            torch._foreach_copy_([local for _, local in fitting], [view for view, _ in fitting])
+
+    def _pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
+        for bucket in self.buckets:
+            yield from zip(bucket.parameters, bucket.views, strict=True)
 
     def release(self) -> None:
         self.parameters, self.buckets = [], []

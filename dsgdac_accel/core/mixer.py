@@ -191,6 +191,8 @@ class Mixer:
         """Add what `consensus_update` returned, after the local step, and count the step."""
         if self.order == "local_first":
             self._add(updates)
+        if self.order == "mix_first" or not any(update.scale for update in updates):
+            self.buckets.read_in()  # what the local step made of the parameters; otherwise `_add` has done it
         self.step += 1
         self.group.steps_taken = self.step
 

@@ -226,7 +226,9 @@ class RadiusEstimate:
         if gathered is None:
             return None
         mesh = self.group.row.mesh
-        return consensus_of(gathered if mesh is None else gathered[torch.tensor(mesh.rows)].flatten(1), step)
+        if mesh is not None:  # the numbers of a worker's shards, one after the other
+            gathered = gathered[torch.tensor(mesh.rows, device="cpu")].flatten(1)
+        return consensus_of(gathered, step)
 
     def _gather(self, handle: Any, mine: Tensor, step: int) -> Tensor | None:
         patience = timedelta(seconds=self.group.timeout)
