@@ -788,7 +788,7 @@ class GossipAccelerator(Accelerator):
         """Finish exchanges and background saves, close the trackers, and end the process group that Accelerate made."""
         self.finish_saving()
         self.training.drain()
-        if self.group.size > 1:
+        if self.group.everyone.size > 1:
             self.group.close()
         if self._user_owns_process_group:
             for tracker in self.trackers:

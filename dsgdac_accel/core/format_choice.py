@@ -111,7 +111,7 @@ class FormatChoice:
             self._choose()
 
     def _choose(self) -> None:
-        group = self.mixer.group
+        group = self.mixer.group.everyone  # also the processes of a sharded worker choose alike
         latency = self._latency()
         measured = group.all_gather_object(self._first_steps(latency), "choosing the number format of messages")
         name = choose_format(measured, self._full_bits)

@@ -357,7 +357,7 @@ WORLDS = {
         {"peek": True, "parts": 2, "keep_gathered": True},
         {"bad": (1, 3)},
         {"topology": "complete", "sketch": 512},
-        {"mix_every": 3},
+        {"mix_every": 3, "comm_dtype": "auto"},
     ],
     (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
     (2, 3): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
