@@ -2,7 +2,7 @@
 
 On exit every byte is restored, also after an exception:
 
-- parameters: `Buckets.restore` copies back what `Buckets.back_up` kept when the average was swapped in;
+- parameters: `SpareBuffers.restore` copies back what `SpareBuffers.back_up` kept when the average was swapped in;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
 - the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
 

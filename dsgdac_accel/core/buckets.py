@@ -1,4 +1,4 @@
-"""The owner of the buckets of parameters and of the receive buffers, which also hold updates and backups.
+"""The owner of the buckets of parameters and of the receive buffers, in which updates are formed.
 
 Memory beyond the parameters: one set of receive buffers per simultaneous neighbor, which is one parameter copy for the
 one-peer topologies and for those that average whole groups. What the receive buffers hold at a time is their `Use`.
@@ -6,8 +6,7 @@ one-peer topologies and for those that average whole groups. What the receive bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -57,9 +56,10 @@ _REFUSALS = {
 
 
 class Buckets:
-    """Owns the buckets of the workers of this process and their receive buffers, which also hold updates and backups.
+    """Owns the buckets of the workers of this process and their receive buffers, which also hold updates.
 
-    Outgoing messages and references of a compressed exchange belong to its `Compressor`.
+    Between two exchanges, `SpareBuffers` lends the receive buffers. Outgoing messages and references of a compressed
+    exchange belong to its `Compressor`.
 
     `received[worker][k]` is what the k-th neighbor in another process sent to a local worker, a tensor for each bucket.
     """
@@ -69,9 +69,8 @@ class Buckets:
         """The parameters of each local worker."""
         self.received: list[list[list[Tensor]]] = []
         self.use = Use.FREE
-        self.backup: list[list[Tensor]] = []
-        """[local worker] its own parameters between `back_up` and `restore`, a tensor for each bucket."""
-        self._like_buckets = True
+        self.like_buckets = True
+        """Whether a receive buffer is as large as its bucket."""
 
     @torch.inference_mode(False)  # what is made in an evaluation is trained on afterwards
     def lay_out(self, parameters: Sequence[Sequence[Parameter]]) -> None:
@@ -87,7 +86,7 @@ class Buckets:
             counts: for each local worker, the number of neighbors that it receives from at once.
             empty_message: makes the buffer for a message about a bucket; by default it is as large as the bucket.
         """
-        self._like_buckets = empty_message is None
+        self.like_buckets = empty_message is None
         new = empty_message or torch.zeros_like
         self.received = [
             [[new(bucket.data) for bucket in flat.buckets] for _ in range(count)]
@@ -128,45 +127,6 @@ class Buckets:
         """Forget what was received, or an update that was never added because the local step failed."""
         if self.use in (Use.RECEIVED, Use.UPDATE):
             self.use = Use.FREE
-
-    @contextmanager
-    def scratch(self, number: int) -> Iterator[Tensor]:
-        """Yield a tensor like a bucket of the first worker: a receive buffer if these are free, or new memory."""
-        if self.use is not Use.FREE or not self._like_buckets:
-            yield torch.empty_like(self.flats[0].buckets[number].data)
-            return
-        self.claim(Use.SCRATCH)
-        try:
-            yield self.received[0][0][number]
-        finally:
-            if self.use is Use.SCRATCH:  # after a lost worker, there are new buffers with a use of their own
-                self.claim(Use.FREE)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def back_up(self) -> None:
-        """Keep the workers' own parameters in `backup`: the receive buffers, or new memory where these are smaller."""
-        self.claim(Use.BACKUP)
-        self.backup = [
-            slots[0] if self._like_buckets and slots else list(map(torch.empty_like, self.values(worker)))
-            for worker, slots in enumerate(self.received)
-        ]
-        for worker, kept in enumerate(self.backup):
-            for own, x in zip(kept, self.values(worker), strict=True):
-                own.copy_(x)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the workers their own parameters back, every byte; does nothing without a backup."""
-        if self.use is not Use.BACKUP:
-            return
-        for flat, kept in zip(self.flats, self.backup, strict=True):
-            flat.repoint()
-            for bucket, own in zip(flat.buckets, kept, strict=True):
-                bucket.data.copy_(own)
-        self.write_back()
-        self.backup = []
-        self.claim(Use.FREE)
 
     def release(self) -> None:
         """Give the parameters memory of their own and free all buffers."""

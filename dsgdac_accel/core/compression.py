@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.exchange import Exchange, Outgoing
+from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.kernels import add_scaled
+from dsgdac_accel.core.messages import Outgoing
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.topology import RoundPlan, Topology
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.spare_buffers import SpareBuffers
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Average:
         self.mixer = mixer
         self.group = mixer.group
         self.buckets = mixer.buckets
+        self.spare = SpareBuffers(mixer.buckets)
         self._latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
         self._arriving: tuple[HostCopy, int, int] | None = None
         """Means over the workers of ||x_i - x_bar|| and its square, number of workers, and step of a measurement that
@@ -88,7 +90,7 @@ class Average:
         what = f"measuring the consensus radius at step {self.mixer.step}"
         squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
         for number, (first, *others) in enumerate(zip(*self._values(), strict=True)):
-            with self.buckets.scratch(number) as mean:
+            with self.spare.scratch(number) as mean:
                 mean.copy_(first)
                 self.group.all_reduce_mean_(mean, what, others=others)
                 for mine, x in zip(squares, (first, *others), strict=True):
@@ -104,12 +106,12 @@ class Average:
         if self.swapped_in:
             return
         self.mixer.prepare_average()
-        self.buckets.back_up()
+        self.spare.back_up()
         if self.mixer.topology.num_workers == 1:
             return
         squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
         for number, mean in enumerate(self.buckets.values(0)):
-            own = [kept[number] for kept in self.buckets.backup]
+            own = [kept[number] for kept in self.spare.backup]
             self.group.all_reduce_mean_(mean, f"averaging the workers at step {self.mixer.step}", others=own[1:])
             for worker, x in enumerate(own):
                 squares[worker].append(_squared_distance(mean, x))
@@ -120,7 +122,7 @@ class Average:
 
     def restore(self) -> None:
         """Give the workers of this process their own parameters back, every byte."""
-        self.buckets.restore()
+        self.spare.restore()
 
     @property
     def swapped_in(self) -> bool:
@@ -142,13 +144,17 @@ class Average:
                 "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
             )
         errors: list[dict[int, Tensor]] = []
-        for kept in self.buckets.backup:
+        for kept in self.spare.backup:
             of_worker: dict[int, Tensor] = {}
             for bucket, own in zip(self.buckets.flats[0].buckets, kept, strict=True):
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                     of_worker[id(parameter)] = own.as_strided(view.shape, view.stride(), view.storage_offset()) - view
             errors.append(of_worker)
         return errors
+
+    def figures(self) -> dict[str, float]:
+        """Return the latest measurement, with its step; empty before the first."""
+        return {} if self.latest is None else self.latest.figures()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest measurement."""

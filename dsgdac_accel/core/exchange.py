@@ -7,31 +7,20 @@ round alone decides which of the two, and with whom, so all workers agree withou
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from dsgdac_accel.core.messages import Incoming, Messages, Outgoing
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.core.sums import Sums
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.poster import result_within
-from dsgdac_accel.distributed.transport import Message, Works
+from dsgdac_accel.distributed.transport import Works
 
 _FEW_BYTES = 2**19
 _ABANDON_SECONDS = 10.0
-_CHANNELS, _ROUNDS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
-
-Outgoing = Callable[[int, int | None], Sequence[Tensor]]
-"""(local worker, receiver) -> the tensors to send it; without a receiver, those to sum over an averaging group."""
-Incoming = Sequence[Sequence[Sequence[Tensor]]]
-"""[local worker][k] -> the tensors to fill with what its k-th neighbor in another process sends."""
 
 
 class Exchange:
@@ -54,6 +43,7 @@ class Exchange:
         self._what = ""
         self._only_peer: int | None = None
         self._transport = group.process_groups.transport
+        self._sums = Sums(group, rounds)
         self._stopwatch = self._transport.stopwatch()
         self.channel = group.new_channel()
         """Separates the messages of this exchange from another's. It stays the same after a loss: survivors may need
@@ -64,57 +54,13 @@ class Exchange:
 
     def connect(self) -> None:
         """Make what the rounds need in the present process group. Collective."""
-        self._transport.within(self.group.timeout, self._connect)
+        self._messages = Messages(self.group, self.rounds, self.channel)
 
-    def _connect(self) -> None:
-        for processes in self.rounds.all_sums():  # every process creates every subgroup, member or not
-            self.group.process_groups.subgroup(processes)
-        if self._transport.connects_late:
-            for round_ in range(self.rounds.topology.period):
-                self._connect_neighbors(round_)
-            self._transport.synchronize()
+        def connect() -> None:
+            self._sums.connect()
+            self._messages.connect()
 
-    def _connect_neighbors(self, round_: int) -> None:
-        """Exchange one number with each neighbor of the round that is new. Both ends know alike which ones are."""
-        groups, rank = self.group.process_groups, self.group.rank
-        new = self.rounds.messages(round_) - groups.connected
-        messages = [(torch.zeros(1, device=self.group.device), source, target) for source, target in sorted(new)]
-        receives = [(one, source, 0) for one, source, _ in messages if source != rank]
-        sends = [(one, target, 0) for one, _, target in messages if target != rank]
-        busiest = self.rounds.busiest
-        for work, _ in self._transport.send_and_receive(receives, sends, groups.exchange, busiest):
-            self._transport.wait(work, self.group.timeout)
-        groups.connected |= new
-
-    def _messages(
-        self, round_: int, outgoing: Outgoing, incoming: Incoming
-    ) -> tuple[list[Message], list[Message], int]:
-        """Return what to receive and what to send, with tags that both sides derive alike, and tensors per pair."""
-        rounds = self.rounds
-        pairs: list[tuple[int, int, Sequence[Tensor]]] = []
-        for local, worker in enumerate(rounds.workers):
-            plan = rounds.plan(round_, local)
-            if plan.averaging_group:
-                continue
-            pairs += [(sender, worker, incoming[local][k]) for k, sender in enumerate(rounds.elsewhere(plan.weights))]
-            pairs += [(worker, receiver, outgoing(local, receiver)) for receiver in rounds.elsewhere(plan.recipients)]
-        receives: list[Message] = []
-        sends: list[Message] = []
-        # A worker that is a round off must not be taken for one in step, nor one optimizer's parameters for another's.
-        base = (self.channel % _CHANNELS * _ROUNDS + round_ % _ROUNDS) * _MAX_CHUNKS
-        count: Counter[tuple[int, int]] = Counter()  # messages from one process to another so far
-        for sender, receiver, tensors in sorted(pairs, key=operator.itemgetter(0, 1)):
-            source, target = sender // rounds.local_workers, receiver // rounds.local_workers
-            for chunk in itertools.chain.from_iterable(map(self._transport.pieces, tensors)):
-                tag = base + count[source, target]
-                count[source, target] += 1
-                if source == self.group.rank:
-                    sends.append((chunk, target, tag))
-                else:
-                    receives.append((chunk, source, tag))
-        return receives, sends, len(pairs[0][2]) if pairs else 0
-
-    # ---- post and wait
+        self._transport.within(self.group.timeout, connect)
 
     def post(
         self,
@@ -132,35 +78,27 @@ class Exchange:
             round_: decides who exchanges with whom.
             what: names the exchange in errors.
             outgoing: the tensors that a local worker sends to a receiver.
-            incoming: the tensors to fill. `incoming[i][0]` gets the SUM over an averaging group that spans processes,
-                where i is its first local member.
+            incoming: the tensors to fill; those of an averaging group that spans processes by `Sums`.
             encode: fills the outgoing tensors first, in the background.
             copied: called in the background with a local worker whose parameters were copied for an all-reduce.
             confirm: called in the background once the parameters need not be read any more, if that is before `wait`.
         """
         assert self._posted is None, "one exchange at a time"
         transport = self._transport
-        receives, sends, per_pair = self._messages(round_, outgoing, incoming)
+        receives, sends, busiest = self._messages.of_round(round_, outgoing, incoming)
         sums = self.rounds.sums(round_)
         peers = self.rounds.peers(round_)
         self._what, self._only_peer = what, peers[0] if len(peers) == 1 else None
-        self.bytes_sent = sum(chunk.nbytes for chunk, _, _ in sends)
-        for members in sums:
-            count = len(self.rounds.processes(members))
-            # An all-reduce by ring sends 2 (m - 1) / m of its input (once to reduce, once to spread).
-            self.bytes_sent += round(2 * (count - 1) / count * sum(tensor.nbytes for tensor in outgoing(0, None)))
+        self.bytes_sent = sum(chunk.nbytes for chunk, _, _ in sends) + self._sums.bytes_sent(sums, outgoing)
 
         def post() -> Works:
             if encode is not None:
                 encode()
-            works = self._average(sums, outgoing, incoming, copied)
+            works = self._sums.post(sums, outgoing, incoming, copied)
             if confirm is not None and (sums or encode is not None):
                 confirm()
             handle = self.group.process_groups.exchange
             return [*works, *transport.send_and_receive(receives, sends, handle, busiest)]
-
-        def busiest() -> int:
-            return per_pair * self.rounds.busiest()
 
         # Handing a small model to the thread takes longer than posting it.
         small = encode is None and self.bytes_sent <= _FEW_BYTES
@@ -205,25 +143,3 @@ class Exchange:
         if posted is not None and not futures.wait([posted], _ABANDON_SECONDS).done:
             raise WorkerLostError(f"{self._what} cannot be given up, since the transport blocks. Start again.")
         self._works.clear()  # each work holds the connections open
-
-    def _average(
-        self,
-        sums: list[tuple[int, ...]],
-        outgoing: Outgoing,
-        incoming: Incoming,
-        copied: Callable[[int], None] | None,
-    ) -> Works:
-        works: Works = []
-        for members in sums:
-            handle = self.group.process_groups.subgroup(self.rounds.processes(members))
-            first, *others = self.rounds.local(members)
-            totals = incoming[first][0]
-            for total, own in zip(totals, outgoing(first, None), strict=True):
-                total.copy_(own)
-            if copied is not None:
-                copied(first)
-            for other in others:
-                for total, own in zip(totals, outgoing(other, None), strict=True):
-                    total.add_(own)
-            works += [(dist.all_reduce(total, group=handle, async_op=True), None) for total in totals]
-        return works

@@ -11,7 +11,8 @@ them or save the whole storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -166,6 +167,29 @@ Layout = FlatParameters | StagedParameters
 def laid_out(parameters: Sequence[Parameter]) -> Layout:
     """Return the parameters of one worker in buckets."""
     return StagedParameters(parameters) if any(map(is_sharded, parameters)) else FlatParameters(parameters)
+
+
+@contextmanager
+def changing_alike(misfits: Sequence[tuple[Parameter, Tensor]], name_of: Callable[[Parameter], str]) -> Iterator[None]:
+    """Let converted parameters change inside the context by as much as the views that they left.
+
+    Args:
+        misfits: what `bring_back` returns.
+        name_of: what to call a parameter in error messages.
+
+    Raises:
+        RuntimeError: one has another shape now.
+    """
+    before = [view.clone() for _, view in misfits]
+    yield
+    for (parameter, view), old in zip(misfits, before, strict=True):
+        local = local_of(parameter)
+        if local.shape != view.shape:
+            raise RuntimeError(
+                f"{name_of(parameter)} became {tuple(local.shape)} after {tuple(view.shape)} between two steps; "
+                f"give the resized parameter to the optimizer as a new one, on all workers."
+            )
+        local.data.add_((view - old).to(local))
 
 
 def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:

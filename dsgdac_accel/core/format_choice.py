@@ -146,6 +146,10 @@ class FormatChoice:
         if name != "full":
             self.mixer.compress(name)
 
+    def figures(self) -> dict[str, float]:
+        """Return the bits per parameter that are sent now."""
+        return {"bits_per_parameter": self.bits}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the choice."""
         return {"chosen": self.chosen}

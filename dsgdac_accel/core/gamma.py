@@ -98,6 +98,10 @@ class GammaSchedule:
                 "the warm-up."
             )
 
+    def figures(self) -> dict[str, float]:
+        """Return lr and gamma of the latest step."""
+        return {"lr": self.lr, "gamma": self.gamma}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the schedule and the latest figures."""
         return {"rule": self.rule.state_dict(), "lr": self.lr, "gamma": self.gamma, "steps": self._steps}

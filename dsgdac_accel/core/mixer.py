@@ -18,13 +18,12 @@ from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
 from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.flat_parameters import Layout
+from dsgdac_accel.core.flat_parameters import Layout, changing_alike
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import local_of
 from dsgdac_accel.topology import Topology
 
 
@@ -44,7 +43,7 @@ class Mixer:
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
         comm_dtype: what is sent: "full" (the parameters), or their rounded differences in a format of `formats`; see
-            `compression`.
+            `compression`. "auto" sends parameters until `compress`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
     Raises:
@@ -73,9 +72,9 @@ class Mixer:
         self.skipped_steps: list[int] = []
         """Steps around the loss of a worker, in which this process did not mix."""
         self._mixes_from = 0
-        compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
+        compressed = comm_dtype not in ("full", "auto") and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
-        if compressed:
+        if compressed or comm_dtype == "auto":
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
         self.buckets = Buckets()
@@ -88,12 +87,12 @@ class Mixer:
 
     # ---- one step
 
-    def start_exchange(self) -> None:
-        """Post the exchange of the parameters as they are now; the next `consensus_update` uses it."""
-        self._post(watched=True)
+    def start_exchange(self, watched: bool = True) -> None:
+        """Post the exchange of the parameters as they are now, unless it is posted; `consensus_update` uses it.
 
-    def _post(self, watched: bool) -> None:
-        """Post the exchange, unless it is posted; `watched` if a script may run before it ends."""
+        Args:
+            watched: whether a script may run before the exchange ends.
+        """
         if self.group.size == 1 or self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
             return
         if not self._mixes_now:
@@ -159,7 +158,7 @@ class Mixer:
         if self.buckets.use is Use.UPDATE:
             self.buckets.drop()  # the local step before failed
         self.parameters.equalize_newcomers(self.group)
-        self._post(watched=False)
+        self.start_exchange(watched=False)
         self.drain()
         self.arrivals.settle()
         if not self._mixes_now:
@@ -203,18 +202,10 @@ class Mixer:
             if update.scale == 0.0:
                 continue
             flat = self.buckets.flats[update.worker]
-            misfits = [(parameter, view, view.clone()) for parameter, view in flat.bring_back()]
-            for number, bucket in enumerate(flat.buckets):
-                update.add_to(number, bucket.data)
-            for parameter, view, before in misfits:  # converted since the last step: `start_exchange` adopts them
-                local = local_of(parameter)
-                if local.shape != view.shape:
-                    raise RuntimeError(
-                        f"{self.parameters.name_of(parameter)} became {tuple(local.shape)} after "
-                        f"{tuple(view.shape)} between two steps; give the resized parameter to the optimizer as a new "
-                        f"one, on all workers."
-                    )
-                local.data.add_((view - before).to(local))
+            # Parameters that were converted since the last step are adopted by `start_exchange`.
+            with changing_alike(flat.bring_back(), self.parameters.name_of):
+                for number, bucket in enumerate(flat.buckets):
+                    update.add_to(number, bucket.data)
             flat.write_back()
         self.buckets.drop()
 
@@ -306,7 +297,15 @@ class Mixer:
         if self.compressor is not None:
             self.compressor.release()
 
-    # ---- state
+    # ---- for logs and checkpoints
+
+    def figures(self) -> dict[str, float]:
+        """Return how far the neighbors were in the latest round, and what the latest exchange took."""
+        return {
+            "neighbor_disagreement": self.arrivals.disagreement,
+            "wait_seconds": self.exchange.waited_seconds,
+            "bytes_sent": float(self.exchange.bytes_sent),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the topology and what pairs of workers refer to; waits for what is in flight."""

@@ -265,6 +265,10 @@ class GradientGuard:
         if unread is not None:
             self._count([0] if unread[0].is_set() else [], unread[1])
 
+    def figures(self) -> dict[str, float]:
+        """Return the number of local updates that were skipped."""
+        return {"nonfinite_steps": float(self.skipped)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
         self.settle()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -35,7 +34,7 @@ class Rounds:
             )
         self.members = members
         self.local_workers = local_workers
-        self._all_reduce = all_reduce
+        self.all_reduce = all_reduce
         self._launched = topology, list(members.original_ranks)
         """Topology and processes before any was lost."""
         self._follow(topology)
@@ -44,9 +43,8 @@ class Rounds:
         self.topology = topology
         self.workers = range(self.members.rank * self.local_workers, (self.members.rank + 1) * self.local_workers)
         """Numbers of the workers of this process."""
-        self.plans = [[self._planned(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
+        self.plans = [[self.plan_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
         """Plans of the local workers, by round."""
-        self._busiest: int | None = None
         self._partners = [
             [self._partner_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)
         ]
@@ -61,12 +59,8 @@ class Rounds:
 
     def use_pairs(self) -> None:
         """Exchange in pairs from now on, where whole groups were averaged by an all-reduce."""
-        self._all_reduce = False
+        self.all_reduce = False
         self._follow(self.topology)
-
-    def _planned(self, round_: int, worker: int) -> RoundPlan:
-        plan = self.topology.plan(round_, worker)
-        return plan if self._all_reduce else replace(plan, averaging_group=None)
 
     def _slots_of(self, plans: Sequence[RoundPlan]) -> int:
         counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
@@ -77,6 +71,11 @@ class Rounds:
     def plan(self, round_: int, worker: int = 0) -> RoundPlan:
         """Return the part of a local worker in a round."""
         return self.plans[round_ % len(self.plans)][worker]
+
+    def plan_of(self, round_: int, worker: int) -> RoundPlan:
+        """Return the part of any worker in a round, by its number."""
+        plan = self.topology.plan(round_, worker)
+        return plan if self.all_reduce else replace(plan, averaging_group=None)
 
     def elsewhere(self, workers: Iterable[int]) -> list[int]:
         """Return those of `workers` that other processes hold."""
@@ -91,7 +90,7 @@ class Rounds:
         return self._partners[round_ % len(self._partners)][local]
 
     def _partner_of(self, round_: int, worker: int) -> int | None:
-        plan = self._planned(round_, worker)
+        plan = self.plan_of(round_, worker)
         if plan.averaging_group or len(plan.weights) != 1 or not self.elsewhere(plan.weights):
             return None
         (other,) = plan.weights
@@ -114,39 +113,6 @@ class Rounds:
         """Return the averaging groups of the round that have members here and in other processes, in order."""
         groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
         return sorted(members for members in groups if self.spans_processes(members))
-
-    def messages(self, round_: int) -> set[tuple[int, int]]:
-        """Return the pairs (from, to) of processes, this one among them, between which messages go in a round."""
-        pairs = set()
-        for worker, plan in zip(self.workers, self.plans[round_ % len(self.plans)], strict=True):
-            if not plan.averaging_group:
-                here = worker // self.local_workers
-                pairs |= {(process, here) for process in self.processes(self.elsewhere(plan.weights))}
-                pairs |= {(here, process) for process in self.processes(self.elsewhere(plan.recipients))}
-        return pairs
-
-    def busiest(self) -> int:
-        """Return how many workers' parameters a process sends and receives at most in a round, over all processes."""
-        if self._busiest is None:
-            counts: Counter[tuple[int, int]] = Counter()  # by round and process
-            for round_ in range(self.topology.period):
-                for worker in range(self.topology.num_workers):
-                    plan = self._planned(round_, worker)
-                    there = worker // self.local_workers
-                    for sender in () if plan.averaging_group else plan.weights:
-                        here = sender // self.local_workers
-                        if here != there:
-                            counts.update([(round_, here), (round_, there)])
-            self._busiest = max(counts.values(), default=0)
-        return self._busiest
-
-    def all_sums(self) -> list[tuple[int, ...]]:
-        """Return the processes of every all-reduce of a period, of all workers, in an order that all of them share."""
-        if not self._all_reduce:
-            return []
-        rounds = [self.topology.averaging_groups(round_) or () for round_ in range(self.topology.period)]
-        groups = [members for groups in rounds for members in groups if len(members) > 2]
-        return [self.processes(members) for members in groups if self.spans_processes(members)]
 
     def original_number(self, worker: int) -> int:
         """Return the number that a worker had before any was lost, which is what messages use."""

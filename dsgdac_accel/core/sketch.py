@@ -187,6 +187,11 @@ class RadiusEstimate:
             self._latest = self._under_way.popleft().result() or self._latest
         return self._latest
 
+    def figures(self) -> dict[str, float]:
+        """Return the newest estimate, with its step; empty without one."""
+        latest = self.latest
+        return {} if latest is None else latest.figures("_estimate")
+
     def post(self, flats: Sequence[Layout], step: int) -> None:
         """Project the parameters as they are after `step` steps, and post the result.
 

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.buckets import Use
-from dsgdac_accel.core.compression import require_symmetric_rounds
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
@@ -25,13 +24,12 @@ from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.sketch import RadiusEstimate
+from dsgdac_accel.core.step_copies import join_and_get, state_for_copy
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import make_streams_differ
 from dsgdac_accel.topology import Topology, build_topology
-
-_PARTS_OF_A_JOINED_STEP = {"watch", "mixer", "guard", "average", "estimate", "choice", "_updates", "_workers_compared"}
 
 
 class GossipStep:
@@ -66,9 +64,6 @@ class GossipStep:
         if not isinstance(topology, Topology):
             topology = build_topology(topology, group.size * config.workers_per_process)
         group.require_equal(topology.fingerprint, "topology")
-        chooses = config.comm_dtype == "auto"
-        if chooses:
-            require_symmetric_rounds(topology, "auto")
         self.masters = masters or MasterParameters(optimizer, self.watch.names)
         self.masters.name_by(self.watch.names)
         try:
@@ -80,7 +75,7 @@ class GossipStep:
                 names=self.watch.names,
                 local_workers=config.workers_per_process,
                 worker_of=worker_of and self.masters.of_masters(worker_of),
-                comm_dtype="full" if chooses else config.comm_dtype,
+                comm_dtype=config.comm_dtype,
                 mix_every=config.mix_every,
             )
         except BaseException:
@@ -92,10 +87,13 @@ class GossipStep:
         )
         self.average = Average(self.mixer)
         self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
-        self.choice = FormatChoice(self.mixer) if chooses and group.size > 1 else None
-        self._worker_of = worker_of
+        self.choice = FormatChoice(self.mixer) if config.comm_dtype == "auto" and group.size > 1 else None
+        self.worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
+
+    # A copy joins the copies of the other workers when all of them first use it.
+    __getstate__, __getattr__ = state_for_copy, join_and_get
 
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
@@ -162,29 +160,8 @@ class GossipStep:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps so far."""
-        unjoined = vars(self).get("_unjoined")
-        return self.mixer.step if unjoined is None else unjoined[-1]["mixer"]["step"]
-
-    # ---- copies
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what communicates: a copy joins those of the other workers when all of them first use it."""
-        if "_unjoined" in vars(self):
-            return vars(self)
-        kept = {name: getattr(self, name) for name in ("optimizer", "group", "config", "schedule", "masters")}
-        return kept | {"_unjoined": (self.watch.models, self._worker_of, self.state_dict())}
-
-    def __getattr__(self, name: str) -> Any:  # what a copy lacks that has not joined yet
-        if "_unjoined" not in vars(self) or name not in _PARTS_OF_A_JOINED_STEP:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        models, worker_of, state = vars(self)["_unjoined"]
-        schedule = self.schedule  # with the future that it has planned for
-        watch = ModelWatch(models)
-        GossipStep.__init__(self, self.optimizer, self.group, self.config, watch, worker_of, self.masters)
-        self.load_state_dict(state)
-        self.schedule = schedule
-        del self._unjoined
-        return getattr(self, name)
+        unjoined = vars(self).get("unjoined")
+        return self.mixer.step if unjoined is None else unjoined.steps_taken
 
     # ---- for logs and checkpoints
 
@@ -194,21 +171,8 @@ class GossipStep:
         The radius is there once it was measured, with its step. The estimate of it that `GossipConfig.sketch` asks for
         is there on process 0 only, and is mostly one step old.
         """
-        figures = {"lr": self.lr, "gamma": self.gamma}
-        if "_unjoined" in vars(self):
-            return figures
-        if self.average.latest is not None:
-            figures |= self.average.latest.figures()
-        if self.estimate is not None and self.estimate.latest is not None:
-            figures |= self.estimate.latest.figures("_estimate")
-        if self.choice is not None:
-            figures["bits_per_parameter"] = self.choice.bits
-        return figures | {
-            "neighbor_disagreement": self.mixer.arrivals.disagreement,
-            "wait_seconds": self.mixer.exchange.waited_seconds,
-            "bytes_sent": float(self.mixer.exchange.bytes_sent),
-            "nonfinite_steps": float(self.guard.skipped),
-        }
+        parts = map(vars(self).get, ("schedule", "average", "estimate", "choice", "mixer", "guard"))
+        return {name: value for part in parts if part is not None for name, value in part.figures().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""

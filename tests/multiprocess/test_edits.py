@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
-from dsgdac_accel.core import exchange
+from dsgdac_accel.core import messages
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
@@ -191,7 +191,7 @@ def test_workers_can_be_made_equal_in_the_middle_of_training():
 
 def mix_with_equal_tags(rank: int, what: str, topology: str, options: dict, late: bool) -> str:
     """Mix the parameters of two optimizers, as on NCCL, which ignores tags. Return the error."""
-    exchange._CHANNELS = exchange._ROUNDS = 1
+    messages._CHANNELS = messages._ROUNDS = 1
     group = WorkerGroup(torch.device("cpu"), 10)
     mixers: dict[str, Mixer] = {}
     for name in sorted("a" if what == "nothing" else "ab", reverse=what == "order" and rank == 1):
@@ -222,11 +222,11 @@ KINDS = [("ring", 2, {}), ("complete", 3, {}), ("ring", 2, {"comm_dtype": "int8"
     ),
 )
 def test_workers_of_different_steps_or_optimizers_are_not_mixed_silently(topology, workers, options, late, what):
-    messages = run_workers(mix_with_equal_tags, workers, what, topology, options, late)
+    errors = run_workers(mix_with_equal_tags, workers, what, topology, options, late)
     expected = {
         "step": ("worker 1", "at step 0", "at step 1", "All workers must take every optimizer step"),
         "order": ("different optimizers", "in the same order on all workers"),
         "nothing": ("no error",),
     }
     for words in expected[what]:
-        assert all(words in message for message in messages)
+        assert all(words in error for error in errors)

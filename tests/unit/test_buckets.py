@@ -13,6 +13,7 @@ from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.edits import OF_PARAMETERS, block_sums, parameters_between
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
+from dsgdac_accel.core.spare_buffers import SpareBuffers
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
@@ -192,35 +193,38 @@ def test_a_use_begins_only_where_the_last_one_has_ended(now, then):
 
 def test_the_backup_is_in_the_receive_buffers_and_comes_back_to_the_byte():
     buckets, (first, second) = reserved(3, 5)
-    buckets.back_up()
-    assert buckets.backup[0][0] is buckets.received[0][0][0], "no memory of its own"
+    spare = SpareBuffers(buckets)
+    spare.back_up()
+    assert spare.backup[0][0] is buckets.received[0][0][0], "no memory of its own"
     for x in buckets.values(0):
         x.fill_(7.0)
     second.data = torch.zeros(5)
     with pytest.raises(RuntimeError, match="deployed average"):
         buckets.claim(Use.RECEIVING)
-    buckets.restore()
+    spare.restore()
     assert (first.tolist(), second.tolist(), buckets.use) == ([0.0] * 3, [1.0] * 5, Use.FREE)
 
 
 def test_a_backup_survives_new_receive_buffers():
     buckets, (x,) = reserved(3)
-    buckets.back_up()
+    spare = SpareBuffers(buckets)
+    spare.back_up()
     x.data.fill_(7.0)
     buckets.reserve([2])
-    buckets.restore()
+    spare.restore()
     assert x.tolist() == [0.0] * 3
 
 
 def test_a_measurement_uses_the_receive_buffers_only_if_they_are_free():
     buckets, _ = reserved(3)
-    with buckets.scratch(0) as scratch:
+    spare = SpareBuffers(buckets)
+    with spare.scratch(0) as scratch:
         assert scratch is buckets.received[0][0][0]
         with pytest.raises(RuntimeError, match="measurement"):
             buckets.claim(Use.RECEIVING)
     for use in (Use.RECEIVED, Use.UPDATE):
         buckets.use = use
-        with buckets.scratch(0) as scratch:
+        with spare.scratch(0) as scratch:
             assert scratch is not buckets.received[0][0][0]
         assert buckets.use is use
 
@@ -228,9 +232,10 @@ def test_a_measurement_uses_the_receive_buffers_only_if_they_are_free():
 def test_buffers_smaller_than_buckets_hold_messages_alone():
     buckets, (x,) = reserved(4)
     buckets.reserve([1], lambda data: data.new_zeros(2))
-    buckets.back_up()
+    spare = SpareBuffers(buckets)
+    spare.back_up()
     x.data.fill_(7.0)
-    buckets.restore()
+    spare.restore()
     assert x.tolist() == [0.0] * 4
-    with buckets.scratch(0) as scratch:
+    with spare.scratch(0) as scratch:
         assert len(scratch) == len(buckets.values(0)[0])

@@ -1,0 +1,72 @@
+"""All-reduces of a round: averaging groups of three or more workers that span several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from dsgdac_accel.core.messages import Incoming, Outgoing
+from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.transport import Works
+
+
+class Sums:
+    """Sums the parameters of each averaging group, by an all-reduce of its processes.
+
+    Args:
+        group: the processes.
+        rounds: which workers average in a round.
+    """
+
+    def __init__(self, group: WorkerGroup, rounds: Rounds) -> None:
+        self.group = group
+        self.rounds = rounds
+
+    def connect(self) -> None:
+        """Make a process group for every all-reduce of a period, member or not, in the same order. Collective."""
+        rounds, topology = self.rounds, self.rounds.topology
+        for round_ in range(topology.period if rounds.all_reduce else 0):
+            for members in topology.averaging_groups(round_) or ():
+                if len(members) > 2 and rounds.spans_processes(members):
+                    self.group.process_groups.subgroup(rounds.processes(members))
+
+    def bytes_sent(self, groups: Sequence[tuple[int, ...]], outgoing: Outgoing) -> int:
+        """Return the bytes that this process sends for averaging groups.
+
+        An all-reduce by ring sends 2 (m - 1) / m of its input: once to reduce, once to spread.
+        """
+        counts = [len(self.rounds.processes(members)) for members in groups]
+        size = sum(tensor.nbytes for tensor in outgoing(0, None)) if counts else 0
+        return sum(round(2 * (count - 1) / count * size) for count in counts)
+
+    def post(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        outgoing: Outgoing,
+        incoming: Incoming,
+        copied: Callable[[int], None] | None,
+    ) -> Works:
+        """Copy the parameters of the local members into the receive buffers, and begin to sum them over the processes.
+
+        Args:
+            groups: the averaging groups of a round, see `Rounds.sums`.
+            outgoing: the parameters.
+            incoming: `incoming[i][0]` gets the sum, where i is the group's first local member.
+            copied: called with that member when its parameters were copied.
+        """
+        works: Works = []
+        for members in groups:
+            handle = self.group.process_groups.subgroup(self.rounds.processes(members))
+            first, *others = self.rounds.local(members)
+            totals = incoming[first][0]
+            for total, own in zip(totals, outgoing(first, None), strict=True):
+                total.copy_(own)
+            if copied is not None:
+                copied(first)
+            for other in others:
+                for total, own in zip(totals, outgoing(other, None), strict=True):
+                    total.add_(own)
+            works += [(dist.all_reduce(total, group=handle, async_op=True), None) for total in totals]
+        return works
