@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,8 @@ class ForkedScript:
 
 def _run(command: Sequence[str], log: str, variables: Mapping[str, str]) -> None:
     os.setsid()
+    # The process that this one is forked from may have been started in the background, where SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

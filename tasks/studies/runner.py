@@ -160,14 +160,18 @@ class _Launches:
         return f"; about {duration((time.monotonic() - self._begin) / self._done * left)} left"
 
     def _stop(self) -> None:
-        """End the runs under way and all processes that they started: SIGINT first, SIGKILL after the grace time."""
+        """End the runs under way and all processes that they started: SIGINT first, SIGKILL after the grace time.
+
+        A sweep that was started in the background ignores SIGINT, and its runs inherit that. They get SIGTERM.
+        """
+        interrupt = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
         with self._lock:
             self._stopping = True
             children = list(self._children)
         deadline = time.monotonic() + GRACE_SECONDS
         try:
             for child in children:
-                _signal_session(child, signal.SIGINT)
+                _signal_session(child, interrupt)
             for child in children:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(max(0.0, deadline - time.monotonic()))

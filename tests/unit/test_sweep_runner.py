@@ -13,7 +13,7 @@ import pytest
 
 from dsgdac_accel.cli import main
 from tasks.studies.plan import planned_runs
-from tasks.studies.runner import duration
+from tasks.studies.runner import GRACE_SECONDS, duration
 from tasks.studies.state import LOG, RECORD, state_of, write_record
 from tests.unit.test_sweep import load_sweep, plan, real_sweep, write_sweep
 
@@ -216,14 +216,16 @@ def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
-    # A shell that starts the tests in the background lets them ignore Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What a shell starts in the background ignores Ctrl-C, and so do the runs of such a sweep.
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN
+    before, began = signal.signal(signal.SIGINT, handler), time.monotonic()
     try:
         thread.start()
         assert main(["sweep", str(file), "--jobs", "1"]) == 130
         thread.join()
     finally:
         signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < GRACE_SECONDS, "the run was not told to end"
     assert "interrupted: the runs under way were stopped; the same command continues" in capsys.readouterr().err
     wait_until(lambda: not is_running(int(note.read_text())))
     assert statuses(file) == ["unfinished", "missing", "missing"]
