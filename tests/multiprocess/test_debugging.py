@@ -13,7 +13,7 @@ from dsgdac_accel import WorkerGroup
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.topology import Topology
 from tests.multiprocess.test_against_simulation import simulate, train
-from tests.workers import run_workers, try_workers
+from tests.workers import Launch, run_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,10 +65,11 @@ def wait_for_a_missing_worker(rank: int) -> None:
     debug()
     group = WorkerGroup(CPU, 3)
     if rank == 1:
-        time.sleep(20)
+        time.sleep(60)
     group.barrier("a test")
 
 
 @pytest.mark.slow
 def test_a_missing_worker_is_named():
-    assert "WorkerLostError: worker 0: worker 1 did not" in try_workers(wait_for_a_missing_worker, 3)[0].error
+    outcomes = Launch(wait_for_a_missing_worker, 3).outcomes(hanging=1)
+    assert "WorkerLostError: worker 0: worker 1 did not" in outcomes[0].error

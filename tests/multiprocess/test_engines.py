@@ -69,9 +69,11 @@ def in_this_python(**variables):
     }
 
 
-@pytest.fixture
-def expected(folder):
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
     """What two workers of one launcher print."""
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "train.py").write_text(file_of("train.py"))
     status, out, err = finish(start([*torchrun(2), "train.py", "once", "5"], folder, **in_this_python()), PATIENCE)
     assert status == 0, err
     return result(out)

@@ -187,7 +187,7 @@ def test_translate_reads_lines_and_writes_as_many(first_run, work):
 
 @pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_split_over_workers_and_micro_batches(work):
-    split, _ = train(torchrun(2), work, "split", "--algorithm", "adam", "--gradient_accumulation_steps", "2")
+    split, _ = train(forked(2), work, "split", "--algorithm", "adam", "--gradient_accumulation_steps", "2")
     alone, _ = train(forked(), work, "alone", "--algorithm", "adam", "--gradient_accumulation_steps", "4")
     assert summary(split)["topology"] == "all-reduce"
     assert records(split, "train/loss") == pytest.approx(records(alone, "train/loss"), rel=1e-4)
