@@ -1,6 +1,0 @@
-"""`python -m dsgdac_accel.cli` is the `dsgdac` command."""
-
-from dsgdac_accel.cli import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
