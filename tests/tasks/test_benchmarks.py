@@ -12,16 +12,18 @@ from dsgdac_accel.scaling import one_peer_exchange, ring_all_reduce
 from tasks import benchmark
 from tasks.benchmark import SUBCOMMANDS
 from tasks.benchmarks.config import BenchmarkConfig
+from tasks.benchmarks.growth import GrowthBenchmarkConfig
 from tasks.benchmarks.mixing import MixingBenchmarkConfig
 from tasks.benchmarks.saving import SavingBenchmarkConfig
 from tasks.benchmarks.trainer import TrainerBenchmarkConfig
 from tasks.benchmarks.virtual import VirtualBenchmarkConfig
 from tasks.common.config import parse_config
-from tests.launching import ROOT, error_lines, finish, forked, start
+from tests.launching import PLAIN, ROOT, error_lines, finish, forked, start
 
 CONFIGS = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
 SCRIPT = str(ROOT / "tasks" / "benchmark.py")
 OTHERS = {
+    "growth": GrowthBenchmarkConfig,
     "mixing": MixingBenchmarkConfig,
     "saving": SavingBenchmarkConfig,
     "trainer": TrainerBenchmarkConfig,
@@ -123,6 +125,17 @@ def test_two_workers_on_an_emulated_network_send_what_the_formulas_say(tmp_path)
     assert measured["local"]["extra_copies"] == measured["ddp"]["extra_copies"] == 0
     assert measured["gossip"]["extra_copies"] == pytest.approx(1, abs=0.01)
     assert "by a relay of connections" in out
+
+
+@pytest.mark.slow
+@pytest.mark.task
+def test_growth_starts_its_processes_itself_and_ends_with_them(tmp_path):
+    none = [word for name in ("workers", "parameters", "tensors") for word in (f"--{name}", "[]")]
+    words = ["growth", "--processes", "[2, 4]", "--other_parameters", "1000", "--rounds", "1", *none]
+    status, out, err = finish(start([*PLAIN, SCRIPT, *words], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    assert "processes: measured ^" in out
+    assert "workers: " not in out
 
 
 @pytest.mark.slow
