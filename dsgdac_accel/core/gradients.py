@@ -103,9 +103,8 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     devices = set(map(Tensor.get_device, gradients))
     for device in devices:
         here = gradients if len(devices) == 1 else [g for g in gradients if g.get_device() == device]
-        sizes = list(map(Tensor.numel, here))
-        small = [gradient for gradient, size in zip(here, sizes, strict=True) if size <= _SMALL]
-        large = [gradient for gradient, size in zip(here, sizes, strict=True) if size > _SMALL]
+        large = [gradient for gradient in here if gradient.numel() > _SMALL]
+        small = here if not large else [gradient for gradient in here if gradient.numel() <= _SMALL]
         if small:
             norms.append(torch.linalg.vector_norm(_flatten_dense_tensors(small)))
         if large:

@@ -263,8 +263,9 @@ class MasterParameters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model."""
-        if self._pairs:
-            torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
+        if not self._pairs:
+            return
+        torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
         self._remember(self.memory())
 
     def _remember(self, memory: Sequence[Tensor]) -> None:
