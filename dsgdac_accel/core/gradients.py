@@ -113,7 +113,9 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
-    gradients = [local_of(gradient) for gradient in [p.grad for p in parameters] if gradient is not None]
+    gradients = [gradient for gradient in [parameter.grad for parameter in parameters] if gradient is not None]
+    if set(map(type, gradients)) - {Tensor}:  # a call for each of many gradients takes longer than their arithmetic
+        gradients = list(map(local_of, gradients))
     if not any(map(_IS_SPARSE, gradients)):
         return gradients
     return [gradient_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]

@@ -271,7 +271,7 @@ def plot(growths: Mapping[str, Growth], machine: Machine, path: Path) -> None:
     """Plot measured costs and the formula's lines to a PNG file: workers and processes, parameters, tensors."""
     panels = [[name for name in names if name in growths] for names in _PANELS]
     panels = [names for names in panels if names]
-    figure, all_axes = new_figure(1, len(panels), size=(4.2 * len(panels), 3.9))
+    figure, all_axes = new_figure(1, len(panels), size=(3.8 * len(panels), 3.6))
     handles: dict[str, object] = {}
     for axes, names in zip(all_axes, panels, strict=True):
         for name in names:
@@ -281,6 +281,10 @@ def plot(growths: Mapping[str, Growth], machine: Machine, path: Path) -> None:
             handles |= {_MEASURED[name]: line, f"{_MEASURED[name]}: formula": formula}
         axes.set_xscale("log")
         axes.set_yscale("log")
+        points = sorted({n for name in names for n in growths[name].measured})
+        if points[-1] < 100 * points[0]:  # too few powers of ten for ticks
+            axes.set_xticks(points, [str(n) for n in points])
+            axes.xaxis.set_minor_formatter("")
         low, high = axes.get_ylim()
         axes.set_ylim(low / 3, high * 3)  # so that what is flat looks flat
         slopes = ", ".join(f"{exponent(growths[n].measured):.2f} ({exponent(growths[n].formula):.2f})" for n in names)
