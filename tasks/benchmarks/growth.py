@@ -26,10 +26,8 @@ from torch.nn import Parameter
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.elastic.launch import launch
 from dsgdac_accel.plotting import BLUE, DPI, VERMILION, add_legend, add_title, finish_axes, new_figure
-from tasks.benchmarks import LAUNCHED
-from tasks.benchmarks.launching import launch_command
+from tasks.benchmarks.launching import launch_again
 from tasks.benchmarks.report import check_output, write_result
 from tasks.common.cli_errors import quiet_ends, starting_up, training
 from tasks.common.config import parse_config
@@ -215,13 +213,7 @@ def measure_in_processes(case: Case) -> float:
     """Start this script once for each process of a case, and return what they measure."""
     with tempfile.TemporaryDirectory(prefix="benchmark-growth-") as folder:
         file = Path(folder) / "seconds.json"
-        ours = {LAUNCHED: "true", _CASE: json.dumps(asdict(case)), _RESULT: str(file), "ACCELERATE_USE_CPU": "true"}
-        os.environ.update(ours)
-        try:
-            status = launch(launch_command(), case.processes, stop_on_failure=True)
-        finally:
-            for name in ours:
-                os.environ.pop(name)
+        status = launch_again(case.processes, {_CASE: json.dumps(asdict(case)), _RESULT: str(file)})
         if status:
             sys.exit(status)
         return float(json.loads(file.read_text(encoding="utf-8")))

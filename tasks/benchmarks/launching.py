@@ -87,6 +87,22 @@ def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
     return status
 
 
+def launch_again(workers: int, variables: Mapping[str, str]) -> int:
+    """Start this script again in `workers` processes on the CPU, with more environment variables.
+
+    Returns the exit status.
+    """
+    ours = {LAUNCHED: "true", "ACCELERATE_USE_CPU": "true", **variables}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
+    try:
+        return launch(launch_command(), workers, stop_on_failure=True)
+    finally:
+        for name in ours:
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def check_workers(config: BenchmarkConfig) -> None:
     """Raise ValueError if the variants or the network are impossible with the number of workers."""
     if must_launch(config):

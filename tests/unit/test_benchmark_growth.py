@@ -32,6 +32,7 @@ def test_growth_is_measured_written_and_drawn(tmp_path, capsys, monkeypatch):
         few_parameters=100, rounds=1, output=output,
     )  # fmt: skip
     monkeypatch.setattr(growth, "parse_config", lambda *args, **kwargs: config)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(growth, "_TURN_SECONDS", 1e-3)
     monkeypatch.setattr(growth, "_COPIED", 2**10)
     monkeypatch.setattr(growth, "measure_in_processes", lambda case: 1e-3 * case.processes**2)
