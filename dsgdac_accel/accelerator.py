@@ -222,6 +222,11 @@ class GossipAccelerator(Accelerator):
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
             )
         refuse_unsupported_launch(accelerator)
+        if mesh_of_workers(accelerator) is not None:
+            raise ValueError(
+                "`adopt` makes every process a worker, but parallelism_config makes a worker of several. Construct "
+                "GossipAccelerator(parallelism_config=...) instead."
+            )
         earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
         accelerator.__class__ = _gossiping(cls, kind)

@@ -98,13 +98,19 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if AcceleratorState._shared_state:  # Accelerate keeps what the first accelerator of the process was told
         _refuse_other(config)
         return dict(arguments)
-    if config is None and _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    launched = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if on_cpu(arguments):
+        if config is not None or plugin is not None or launched:
+            raise ValueError(
+                "Accelerate's parallelism_config= and fsdp_plugin= need GPUs. On CPUs, shard the model yourself and "
+                "pass GossipAccelerator(device_mesh=...), as in docs/sharded.md."
+            )
+        return dict(arguments)  # there, Accelerate does not look at variables for FSDP
+    if config is None and launched:
         config = WorkerParallelismConfig()
     shards = 1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size
     with_fsdp = plugin is not None or _is_set("ACCELERATE_USE_FSDP")
     version = getattr(plugin, "fsdp_version", None) or int(os.environ.get("FSDP_VERSION", "1"))
-    if config is not None or plugin is not None:
-        refuse_cpu(arguments)
     if with_fsdp and version != 2:
         raise ValueError(
             f"fsdp_version={version} averages the gradients of all processes, so that no worker has its own. Pass "
@@ -137,13 +143,9 @@ def mesh_of_workers(accelerator: Any) -> Any:
     return mesh if workers and mesh is not None and mesh.ndim > 1 else None
 
 
-def refuse_cpu(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError where Accelerate would refuse a ParallelismConfig, after it has made process groups."""
-    if arguments.get("cpu") or _is_set("ACCELERATE_USE_CPU") or not is_available():
-        raise ValueError(
-            "Accelerate's parallelism_config= and fsdp_plugin= need GPUs. On CPUs, shard the model yourself and pass "
-            "GossipAccelerator(device_mesh=...), as in docs/sharded.md."
-        )
+def on_cpu(arguments: Mapping[str, Any]) -> bool:
+    """Return whether an Accelerator with these arguments will use the CPU, and so refuse a ParallelismConfig."""
+    return bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU") or not is_available()
 
 
 def _is_set(variable: str) -> bool:

@@ -238,7 +238,7 @@ def accelerate_options(by: str, workers: int, shards: int, tensor: int) -> dict[
     """Return the arguments for Accelerate's own sharding, or set its variables, on gloo in place of GPUs."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    worker_parallelism.refuse_cpu = lambda arguments: None
+    worker_parallelism.on_cpu = lambda arguments: False
     sizes = {"dp_replicate_size": workers, "dp_shard_size": shards, "tp_size": tensor}
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     variables |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}

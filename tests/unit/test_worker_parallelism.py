@@ -27,8 +27,8 @@ def shards(**sizes):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Nothing of an earlier accelerator, and the refusal of CPUs switched off."""
-    monkeypatch.setattr(worker_parallelism, "refuse_cpu", lambda arguments: None)
+    """Nothing of an earlier accelerator, and a GPU in the eyes of the module."""
+    monkeypatch.setattr(worker_parallelism, "on_cpu", lambda arguments: False)
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
