@@ -95,9 +95,6 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: shards without FSDP2, or the other way round; FSDP1; or parallelism without GPUs.
     """
     config, plugin = arguments.get("parallelism_config"), arguments.get("fsdp_plugin")
-    if AcceleratorState._shared_state:  # Accelerate keeps what the first accelerator of the process was told
-        _refuse_other(config)
-        return dict(arguments)
     launched = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
     if on_cpu(arguments):
         if config is not None or plugin is not None or launched:
@@ -106,6 +103,9 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 "pass GossipAccelerator(device_mesh=...), as in docs/sharded.md."
             )
         return dict(arguments)  # there, Accelerate does not look at variables for FSDP
+    if AcceleratorState._shared_state:  # Accelerate keeps what the first accelerator of the process was told
+        _refuse_other(config)
+        return dict(arguments)
     if config is None and launched:
         config = WorkerParallelismConfig()
     shards = 1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size

@@ -105,8 +105,13 @@ class WorkerMesh:
         return not is_sharded(parameter) or not set(self.tensor.ranks) <= self.holders(parameter)
 
     def holders(self, sharded: Any) -> set[int]:
-        """Return the launched ranks that together hold each element of a DTensor once, this process among them."""
+        """Return the launched ranks that together hold each element of a DTensor once, this process among them.
+
+        There are none if its mesh has processes of several workers.
+        """
         mesh, placements = sharded.device_mesh, sharded.placements
+        if (mesh, placements) not in self._holders and not set(mesh.mesh.flatten().tolist()) <= set(self.row.ranks):
+            self._holders[mesh, placements] = set()
         if (mesh, placements) not in self._holders:
             places = zip(mesh.get_coordinate(), placements, strict=True)
             index = tuple(place if placement.is_replicate() else slice(None) for place, placement in places)
