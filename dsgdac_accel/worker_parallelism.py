@@ -33,6 +33,8 @@ class WorkerParallelismConfig(ParallelismConfig):
         ValueError: a size is not positive, or of a dimension that gossip does not support.
     """
 
+    dp_replicate_size: Any
+
     def __post_init__(self) -> None:
         """Read sizes that are None from the environment, as the plain class does, and check them."""
         given = self.dp_replicate_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -150,10 +150,10 @@ def _refuse(mesh: Any) -> None:
         raise ValueError(f"device_mesh must be of 'cpu' or 'cuda'; got {mesh.device_type!r}.")
 
 
-def _refuse_scattered(groups: Iterable[list[int]]) -> None:
+def _refuse_scattered(groups: Iterable[Sequence[int]]) -> None:
     """Refuse `tp` groups whose ranks do not follow each other: loaders deal a batch to each run of `tp` ranks."""
     for ranks in groups:
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
+        if list(ranks) != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
             raise ValueError(
                 f"the ranks along '{TENSOR}' must follow each other; got {ranks}. Put '{TENSOR}' last in "
                 f"mesh_dim_names."
