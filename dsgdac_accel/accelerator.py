@@ -192,7 +192,8 @@ class GossipAccelerator(Accelerator):
         if device_mesh is None:
             kwargs = with_workers(kwargs)
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
-        device_mesh = device_mesh or mesh_of_workers(self)
+        if device_mesh is None:
+            device_mesh = mesh_of_workers(self)
         group = None
         if device_mesh is not None:
             mesh = WorkerMesh(device_mesh)
