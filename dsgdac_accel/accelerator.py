@@ -51,6 +51,7 @@ from dsgdac_accel.data.dataloader_state import (
     recorder_of,
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
+from dsgdac_accel.data.gathering import is_all_tensors, of_readers
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -63,8 +64,9 @@ from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.metrics import ConsensusLogger
 from dsgdac_accel.pass_average import PassAverage
 from dsgdac_accel.scheduler_ticks import TICK_SETTINGS, GossipScheduler, SchedulerTicks, TickSetting
-from dsgdac_accel.shards import gathering_modules, reshard
+from dsgdac_accel.shards import gathering_modules, reshard, settle_gradients
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
+from dsgdac_accel.worker_parallelism import mesh_of_workers, with_workers
 from dsgdac_accel.wrappers import eager_name
 
 logger = logging.getLogger(__name__)
@@ -143,11 +145,14 @@ class GossipAccelerator(Accelerator):
             evaluation passes and `save_pretrained`, see `PassAverage`. It takes one reduction of the size of the model
             per pass, and host memory for one copy. It ends with the first `deployed_model`, and is not kept of sharded
             models.
-        device_mesh: the processes as workers that are several processes each, which shard the model (FSDP2): a mesh of
-            all processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard`. Shard the model
-            by `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is one
-            process.
+        device_mesh: the processes as workers that are several processes each, which shard the model: a mesh of all
+            processes with the dimension `dp_replicate` (the workers, which gossip), and `dp_shard` (FSDP2), `tp`
+            (tensor parallelism) or both. Shard the model by `parallelize_module(model, device_mesh["tp"], plan)` and
+            `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is one
+            process, or what `parallelism_config` says.
         *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
+            `parallelism_config` with `fsdp_plugin` shards on GPUs: `dp_replicate_size` is the number of workers. See
+            `WorkerParallelismConfig`.
 
     Raises:
         ValueError, TypeError: workers cannot gossip with this launch or these settings. The message has the way out.
@@ -184,7 +189,11 @@ class GossipAccelerator(Accelerator):
             handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
         announce_waiting()
         refuse_sharding_arguments(kwargs, device_mesh is not None)
+        if device_mesh is None:
+            kwargs = with_workers(kwargs)
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
+        if device_mesh is None:
+            device_mesh = mesh_of_workers(self)
         group = None
         if device_mesh is not None:
             mesh = WorkerMesh(device_mesh)
@@ -214,6 +223,11 @@ class GossipAccelerator(Accelerator):
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
             )
         refuse_unsupported_launch(accelerator)
+        if mesh_of_workers(accelerator) is not None:
+            raise ValueError(
+                "`adopt` makes every process a worker, but parallelism_config makes a worker of several. Construct "
+                "GossipAccelerator(parallelism_config=...) instead."
+            )
         earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
         accelerator.__class__ = _gossiping(cls, kind)
@@ -240,7 +254,7 @@ class GossipAccelerator(Accelerator):
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
-        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
+        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.readers, config.total_steps)
         self._keep_and_watch_average = keep_average, watch_average
         self.consensus_logger = ConsensusLogger(self.training.metrics)
         self._make_own_parts()
@@ -395,6 +409,9 @@ class GossipAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Shard a loader over the workers. If they get unequally many batches, training stops at the shortest."""
         new = not getattr(data_loader, "_is_accelerate_prepared", False)
+        if self.parallelism_config is None:  # Accelerate deals batches by the mesh: to processes along tp the same
+            mesh = self.group.row.mesh
+            self.state.device_mesh = None if mesh is None else mesh.device_mesh
         self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
@@ -476,8 +493,9 @@ class GossipAccelerator(Accelerator):
     def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
         if self.group.row.mesh is not None:  # before `model.parameters()` is read: the shards have the gradients
             reshard(gathering_modules(self._models))
-        listed = map(self.training.parameter_of, as_parameter_list(parameters))
-        return self.training.owners.by_worker(list(listed))
+        listed = list(map(self.training.parameter_of, as_parameter_list(parameters)))
+        settle_gradients(listed)
+        return self.training.owners.by_worker(listed)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As `Accelerator.unscale_gradients`, also of bf16 and fp16 parameters."""
@@ -590,13 +608,19 @@ class GossipAccelerator(Accelerator):
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode."""
+        """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode.
+
+        Processes along `tp` read the same batch, and the results of the first of them are returned.
+        """
         self.pass_average.warn_of_gathered_evaluation()
-        return super().gather(tensor)
+        return of_readers(super().gather(tensor), self.group.everyone)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `Accelerator.gather_for_metrics`; warns as `gather`."""
         self.pass_average.warn_of_gathered_evaluation()
+        everyone = self.group.everyone
+        if everyone.rank % everyone.same_data and (use_gather_object or not is_all_tensors(input_data)):
+            input_data = input_data[:0]  # of Python objects, each process may give any number
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -18,6 +18,7 @@ from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
 from dsgdac_accel.shards import has_shards
+from dsgdac_accel.worker_parallelism import WorkerParallelismConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,14 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARDING_ARGUMENTS = (
-    "parallelism_config",
-    "fsdp_plugin",
-    "torch_tp_plugin",
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "megatron_lm_plugin",
-)
+_SHARDING_PLUGINS = ("torch_tp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 _SHARD_BY_MESH = (
     "To shard the model of each worker, call FSDP2's fully_shard on it and pass GossipAccelerator(device_mesh=...), as "
     "in docs/sharded.md."
@@ -47,16 +41,18 @@ _SEVERAL_POINTS = (
 
 
 def refuse_unsupported_launch(accelerator: Accelerator) -> None:
-    """Raise ValueError unless every process holds a whole replica, on a device where workers can gossip.
+    """Raise ValueError unless every worker holds its own model, on a device where workers can gossip.
 
     All launched processes must see each other.
     """
-    whole = accelerator.distributed_type is DistributedType.NO or accelerator.distributed_type.name.startswith("MULTI_")
-    if not whole or getattr(accelerator, "parallelism_config", None) is not None:
+    parallelism, kind = getattr(accelerator, "parallelism_config", None), accelerator.distributed_type
+    inside_workers = isinstance(parallelism, WorkerParallelismConfig)
+    whole = kind is DistributedType.NO or kind.name.startswith("MULTI_")
+    if not (whole or (inside_workers and accelerator.is_fsdp2)) or not (parallelism is None or inside_workers):
         raise ValueError(
-            f"{accelerator.distributed_type} was configured, but DeepSpeed, Accelerate's FSDP, Megatron, tensor or "
-            f"context parallelism and XLA split or re-wrap the model. Launch plain multi-process training (accelerate "
-            f"launch --multi_gpu --num_processes N). {_SHARD_BY_MESH}"
+            f"{kind} was configured, but DeepSpeed, Accelerate's FSDP, Megatron, tensor or context parallelism and XLA "
+            f"split or re-wrap the model. Launch plain multi-process training (accelerate launch --multi_gpu "
+            f"--num_processes N). {_SHARD_BY_MESH}"
         )
     refuse_unsuitable(accelerator.device, accelerator.num_processes)
     if accelerator.mixed_precision == "fp8":
@@ -77,10 +73,12 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
 
 def refuse_sharding_arguments(arguments: Mapping[str, Any], has_mesh: bool) -> None:
     """Raise ValueError for Accelerate's own ways to shard a model, before Accelerate sets them up."""
-    given = [name for name in _SHARDING_ARGUMENTS if arguments.get(name) is not None]
-    if given:
-        instead = "The mesh says all of it: leave it out." if has_mesh else _SHARD_BY_MESH
-        raise ValueError(f"{given[0]}= is not supported with gossip. {instead}")
+    by_mesh = ("parallelism_config", "fsdp_plugin") if has_mesh else ()
+    for name in (*by_mesh, *_SHARDING_PLUGINS):
+        if arguments.get(name) is not None:
+            if has_mesh:
+                raise ValueError(f"{name}= is not supported beside device_mesh=, which says all of it. Leave it out.")
+            raise ValueError(f"{name}= is not supported with gossip. {_SHARD_BY_MESH}")
 
 
 def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> GossipConfig:
@@ -91,7 +89,7 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
     if config.workers_per_process > 1:
         raise ValueError(
             f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
-            f"makes a worker of several processes. Leave one of them out."
+            f"or parallelism_config makes a worker of several processes. Leave one of them out."
         )
     if config.on_worker_loss != "stop":
         raise ValueError(
@@ -183,7 +181,10 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
             f"Leave deepspeed and fsdp out of the training arguments. {_SHARD_BY_MESH}"
         )
     if getattr(args, "parallelism_config", None) is not None:
-        raise ValueError(f"parallelism_config is not supported in a Trainer with GossipCallback. {_SHARD_BY_MESH}")
+        raise ValueError(
+            f"TrainingArguments(parallelism_config=...) is not supported with GossipCallback, which needs a whole "
+            f"model in each process. Leave it out. {_SHARD_BY_MESH}"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"Trainer would spread each batch over the {args.n_gpu} GPUs of this process (DataParallel). Launch one "

@@ -26,6 +26,20 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
+def settle_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give gradients the placements of their parameters. Collective over the meshes of DTensors.
+
+    Tensor parallelism leaves sums over its processes open (Partial) until they are needed, and a part of a sum is no
+    part of a gradient.
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and is_sharded(gradient):
+            placements = parameter.placements  # type: ignore[attr-defined]
+            if gradient.placements != placements:
+                parameter.grad = gradient.redistribute(placements=placements)
+
+
 def gathering_modules(models: Iterable[nn.Module]) -> list[Any]:
     """Return the modules to which `fully_shard` of FSDP2 was applied."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -220,12 +220,13 @@ class Compressor:
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
         updates: list[Update] = []
+        shares = self.buckets.shares
         for worker in range(self.rounds.local_workers):
             plan = self.rounds.plan(round_, worker)
             if plan.weights:
                 edges = [self._edges(round_, worker, number) for number in range(len(self.rounding))]
                 scale = gamma * sum(plan.weights.values())
-                updates.append(CompressedUpdate(worker, scale, self._near(worker, plan), edges, self.rounding))
+                updates.append(CompressedUpdate(worker, scale, self._near(worker, plan), edges, self.rounding, shares))
         return updates
 
     def _peers(self, round_: int, worker: int) -> list[int]:
@@ -310,13 +311,19 @@ class CompressedUpdate(Update):
     """
 
     def __init__(
-        self, worker: int, scale: float, near: list[Tensor], edges: list[list[Edge]], rounding: list[Rounding]
+        self,
+        worker: int,
+        scale: float,
+        near: list[Tensor],
+        edges: list[list[Edge]],
+        rounding: list[Rounding],
+        shares: Sequence[float],
     ) -> None:
         super().__init__(scale, near, worker=worker)
         self.edges = edges
         """For each bucket."""
         self.rounding = rounding
-        squares = [self._square_of(number) for number in range(len(edges))]
+        squares = [self._square_of(number) * share for number, share in enumerate(shares)]
         self.square = torch.stack(squares).sum() if squares else None  # not finite if a message is not
 
     def _square_of(self, number: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dsgdac_accel.core.parameter_guard import extent
+from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.shards import is_sharded, local_of
 
 ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
@@ -39,6 +40,8 @@ class Bucket:
     """The same memory with a storage of its own, which the parameter points to."""
     addresses: list[int] = field(default_factory=list)
     """Where each view begins in memory."""
+    share: float = 1.0
+    """0 if another process of the worker has a copy of the bucket and counts it in sums over the worker, else 1."""
 
 
 class FlatParameters:
@@ -46,11 +49,12 @@ class FlatParameters:
 
     Args:
         parameters: parameters that can be mixed exactly, see `refuse_unmixable`.
+        row: the processes of the worker. Parameters of which several have copies get buckets of their own.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], row: Row | None = None) -> None:
         self.parameters = list(parameters)
-        self.buckets = [_bucket_of(alike) for alike in _alike(self.parameters)]
+        self.buckets = _buckets_of(self.parameters, row or Row())
         for bucket in self.buckets:
             for parameter, target in zip(bucket.parameters, bucket.targets, strict=True):
                 parameter.data = target
@@ -122,12 +126,12 @@ class StagedParameters:
     buckets, `write_back` what was computed in the buckets into the shards. Methods as in `FlatParameters`.
 
     Args:
-        parameters: as for `FlatParameters`.
+        parameters, row: as for `FlatParameters`.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], row: Row | None = None) -> None:
         self.parameters = list(parameters)
-        self.buckets = [_bucket_of(alike) for alike in _alike(self.parameters)]
+        self.buckets = _buckets_of(self.parameters, row or Row())
 
     def moved(self) -> list[tuple[Parameter, Tensor]]:
         return []
@@ -164,9 +168,10 @@ class StagedParameters:
 Layout = FlatParameters | StagedParameters
 
 
-def laid_out(parameters: Sequence[Parameter]) -> Layout:
+def laid_out(parameters: Sequence[Parameter], row: Row | None = None) -> Layout:
     """Return the parameters of one worker in buckets."""
-    return StagedParameters(parameters) if any(map(is_sharded, parameters)) else FlatParameters(parameters)
+    layout = StagedParameters if any(map(is_sharded, parameters)) else FlatParameters
+    return layout(parameters, row)
 
 
 @contextmanager
@@ -192,11 +197,15 @@ def changing_alike(misfits: Sequence[tuple[Parameter, Tensor]], name_of: Callabl
         local.data.add_((view - old).to(local))
 
 
-def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+def _buckets_of(parameters: Sequence[Parameter], row: Row) -> list[Bucket]:
+    """Return a bucket for each dtype, device, and answer to whether several processes have copies."""
+    alike: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
     for parameter in parameters:
-        alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    return list(alike.values())
+        alike.setdefault((parameter.dtype, parameter.device, row.is_copied(parameter)), []).append(parameter)
+    buckets = list(map(_bucket_of, alike.values()))
+    for bucket in buckets:
+        bucket.share = float(row.counts(bucket.parameters[0]))
+    return buckets
 
 
 def _bucket_of(parameters: list[Parameter]) -> Bucket:

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.shards import local_of
 
 _SMALL = 2**12  # elements
 _IS_SPARSE = operator.attrgetter("is_sparse")
@@ -167,13 +167,14 @@ def clip_worker_grad_norms_(
 def _clip_shards(parameters: Iterable[Parameter], max_norm: float, norm_type: float, row: Row) -> Tensor:
     """Clip by (sum over the processes of a worker of ||shard||^p)^(1/p), the norm of the worker's whole gradient."""
     parameters = list(parameters)
-    if row.size > 1 and not all(is_sharded(p) or not p.requires_grad for p in parameters):
+    if not all(row.is_own(p) or not p.requires_grad for p in parameters):
         raise ValueError(
             "clip_grad_norm_ got parameters that FSDP has gathered, and shards have the gradients. Pass "
             "model.parameters() itself, not a list that was made before."
         )
     shards = [local_of(p.grad) for p in parameters if p.grad is not None]
-    own, what = torch.nn.utils.get_total_norm(shards, norm_type).double(), "clipping the gradient"
+    counted = [local_of(p.grad) for p in parameters if p.grad is not None and row.counts(p)]
+    own, what = torch.nn.utils.get_total_norm(counted, norm_type).double(), "clipping the gradient"
     p = float(norm_type)
     total = row.max(own, what) if p == math.inf else row.sum(own**p, what) ** (1 / p)
     torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))

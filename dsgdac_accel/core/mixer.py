@@ -236,7 +236,7 @@ class Mixer:
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
-        self.buckets.lay_out(selected)
+        self.buckets.lay_out(selected, self.group.row)
         self.edits.forget_meetings()
         if self.compressor is None:
             self.buckets.reserve(self.rounds.slots)

@@ -32,6 +32,7 @@ from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.shards import settle_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,8 @@ class GradientGuard:
             return
         parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
         row, what = self.arrivals.group.row, f"comparing the gradients of a worker's shards at step {step}"
+        if row.mesh is not None:
+            settle_gradients(self.parameters.find())
         if not self.arrivals.checks_late:
             found = nonfinite_workers(parameters)
             self._found = found if row.size == 1 else [0] * row.any(bool(found), what)

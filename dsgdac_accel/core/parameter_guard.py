@@ -282,7 +282,9 @@ class MixedParameters:
         for replicas in zip(*self.by_worker(newcomers), strict=False):  # `select` refuses replicas that differ
             first = replicas[0]
             group.require_equal(tuple(first.shape), "shape of the parameter added to the optimizer")
-            group.broadcast_(local_of(first), f"starting from equal values of {self.name_of(first)}")
+            what = f"starting from equal values of {self.name_of(first)}"
+            group.row.equalize_(local_of(first), first, what)
+            group.broadcast_(local_of(first), what)
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     other.detach().copy_(first.detach())

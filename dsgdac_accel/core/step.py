@@ -118,7 +118,8 @@ class GossipStep:
             RuntimeError: a CUDA graph is being captured, which cannot hold a step.
         """
         refuse_capture(self.group.device)
-        if not self._workers_compared:
+        first = not self._workers_compared
+        if first:
             self._workers_compared = True
             self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
@@ -126,9 +127,16 @@ class GossipStep:
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.look(self.mixer.step, scaler)
+        if first or (self.config.log_every and self.mixer.step % self.config.log_every == 0):
+            self._compare_copies()
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
         return self.guard.allows_step()
+
+    def _compare_copies(self) -> None:
+        if self.group.row.copies is not None:
+            parameters, what = self.mixer.parameters, f"comparing the copies of parameters at step {self.mixer.step}"
+            self.group.row.require_equal_gradients([(parameters.name_of(p), p) for p in parameters.find()], what)
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""

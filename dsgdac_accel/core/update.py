@@ -30,7 +30,9 @@ class Update:
     difference: list[Tensor]
     """(D,) for each bucket."""
     square: Tensor | None = None
-    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), if it was measured while the difference was formed."""
+    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), if it was measured while the difference was formed.
+
+    Without buckets that another process of the worker counts."""
     sums: Tensor | None = None
     """Sums of the bits of the difference, one for each `SUMMED_BYTES` of a bucket, if asked for; see `pair_update`."""
     skip: Tensor | None = None
@@ -62,6 +64,7 @@ def consensus_update(
     x: Sequence[Tensor],
     neighbors: Sequence[Sequence[Tensor]],
     out: Sequence[Tensor],
+    shares: Sequence[float] = (),
 ) -> Update:
     """Form u = gamma * sum_j W_j (x_j - x) for one worker.
 
@@ -71,6 +74,7 @@ def consensus_update(
         x: the worker's own parameters, a tensor (D,) for each bucket.
         neighbors: x_j of each neighbor, likewise.
         out: where the difference is formed, likewise. May be the first neighbor's tensors, which are read first.
+        shares: how much of each bucket's square counts, see `Bucket.share`; by default all of it.
 
     >>> x, theirs = torch.tensor([1.0]), torch.tensor([3.0])
     >>> update = consensus_update(0.5, weights=[0.5], x=[x], neighbors=[[theirs]], out=[theirs])
@@ -81,9 +85,10 @@ def consensus_update(
     largest = max(weights)
     base = weights.index(largest)
     ratios, squares = [weight / largest for weight in weights], []
-    for own, target, *theirs in zip(x, out, *neighbors, strict=True):
+    for number, (own, target, *theirs) in enumerate(zip(x, out, *neighbors, strict=True)):
         others = theirs[:base] + theirs[base + 1 :]
-        squares += subtract(theirs[base], own, target, sum(ratios), others, ratios[:base] + ratios[base + 1 :])
+        pieces = subtract(theirs[base], own, target, sum(ratios), others, ratios[:base] + ratios[base + 1 :])
+        squares += _counted(pieces, number, shares)
     return Update(gamma * largest, list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
 
 
@@ -95,13 +100,14 @@ def pair_update(
     comes_first: bool,
     out: Sequence[Tensor],
     with_sums: bool = False,
+    shares: Sequence[float] = (),
 ) -> Update:
     """Form the same update for one of two workers i < j that only have each other as neighbors.
 
     Both form x_j - x_i, with equal bits, if each received what the other still has. Sums of these bits tell.
 
     Args:
-        gamma, x, out: as for `consensus_update`; `out` may be `theirs`.
+        gamma, x, out, shares: as for `consensus_update`; `out` may be `theirs`.
         weight: W_ij.
         theirs: the parameters of the other worker, a tensor (D,) for each bucket.
         comes_first: whether this worker is i.
@@ -109,8 +115,9 @@ def pair_update(
     """
     squares: list[Tensor] = []
     sums: list[Tensor] | None = [] if with_sums else None
-    for own, other, target in zip(x, theirs, out, strict=True):
-        squares += subtract(other, own, target, sums=sums) if comes_first else subtract(own, other, target, sums=sums)
+    for number, (own, other, target) in enumerate(zip(x, theirs, out, strict=True)):
+        first, second = (other, own) if comes_first else (own, other)
+        squares += _counted(subtract(first, second, target, sums=sums), number, shares)
     return Update(
         gamma * weight if comes_first else -gamma * weight,
         list(out),
@@ -120,7 +127,12 @@ def pair_update(
 
 
 def group_update(
-    gamma: float, weights: Sequence[float], x: Sequence[Tensor], total: Sequence[Tensor], out: Sequence[Tensor]
+    gamma: float,
+    weights: Sequence[float],
+    x: Sequence[Tensor],
+    total: Sequence[Tensor],
+    out: Sequence[Tensor],
+    shares: Sequence[float] = (),
 ) -> Update:
     """Form the same update for one of m workers that average, from the sum of x over the group.
 
@@ -128,14 +140,19 @@ def group_update(
     scale, where it costs no pass.
 
     Args:
-        gamma, weights, x, out: as for `consensus_update`; `out` may be `total`.
+        gamma, weights, x, out, shares: as for `consensus_update`; `out` may be `total`.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
     others, squares = len(weights), []
-    for own, everybody, target in zip(x, total, out, strict=True):
-        squares += subtract(everybody, own, target, others + 1)
+    for number, (own, everybody, target) in enumerate(zip(x, total, out, strict=True)):
+        squares += _counted(subtract(everybody, own, target, others + 1), number, shares)
     square = torch.stack(squares).sum() / others**2 if squares else None
     return Update(gamma * sum(weights) / others, list(out), square)
+
+
+def _counted(pieces: list[Tensor], number: int, shares: Sequence[float]) -> list[Tensor]:
+    """Return the squares of a bucket as they count; those that are not finite stay so."""
+    return pieces if not shares or shares[number] == 1.0 else [piece * shares[number] for piece in pieces]
 
 
 def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_sums: bool = False) -> list[Update]:
@@ -156,7 +173,7 @@ def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, wi
         if other is not None:
             theirs = buckets.received[local][0]
             x, weight = buckets.values(local), plan.weights[other]
-            updates[local] = pair_update(gamma, weight, x, theirs, worker < other, theirs, with_sums)
+            updates[local] = pair_update(gamma, weight, x, theirs, worker < other, theirs, with_sums, buckets.shares)
             continue
         update = updates[local] = _update_of(gamma, local, plan, rounds, buckets)
         partner = next(iter(plan.weights))
@@ -177,7 +194,8 @@ def _update_of(gamma: float, local: int, plan: RoundPlan, rounds: Rounds, bucket
     neighbors = [buckets.received[local][slot] for slot in range(len(elsewhere))]
     neighbors += [buckets.values(worker - rounds.workers.start) for worker in here]
     weights = [plan.weights[worker] for worker in elsewhere + here]
-    return consensus_update(gamma, weights, buckets.values(local), neighbors, out=buckets.received[local][0])
+    x, out = buckets.values(local), buckets.received[local][0]
+    return consensus_update(gamma, weights, x, neighbors, out, buckets.shares)
 
 
 def _updates_of_group(
@@ -191,7 +209,8 @@ def _updates_of_group(
             for member in members[1:]:
                 sum_here.add_(buckets.values(member)[number])
     weights = list(plan.weights.values())  # the same for every member
+    shares = buckets.shares
     return {  # the first member comes last, for its receive buffer holds the sum
-        member: group_update(gamma, weights, buckets.values(member), total, out=buckets.received[member][0])
+        member: group_update(gamma, weights, buckets.values(member), total, buckets.received[member][0], shares)
         for member in reversed(members)
     }

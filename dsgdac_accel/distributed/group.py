@@ -90,6 +90,8 @@ class WorkerGroup:
         self.timeout = timeout
         self.members = members
         self.row = Row()
+        self.same_data = 1
+        """This many ranks in a row read the same data and draw the same random numbers: those of tensor parallelism."""
         self._everyone: WorkerGroup | None = None
         self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
         self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
@@ -140,7 +142,7 @@ class WorkerGroup:
     @steps_taken.setter
     def steps_taken(self, steps: int) -> None:
         self._steps_taken = steps
-        for other in (self._everyone, self.row.ranks):
+        for other in (self._everyone, self.row.ranks, self.row.copies):
             if other is not None:
                 other.steps_taken = steps
 
@@ -149,9 +151,21 @@ class WorkerGroup:
         """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
         everyone = cls(device, timeout, line=mesh.everyone)
         column = cls(device, timeout, line=mesh.column)
-        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
+        copies = cls(device, timeout, line=mesh.tensor) if mesh.tensor_size > 1 else None
+        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh, copies), everyone
+        everyone.same_data = mesh.tensor_size
         mesh.limit(timeout)
         return column
+
+    @property
+    def readers(self) -> int:
+        """How many different shards of the data the ranks read."""
+        return self.size // self.same_data
+
+    @property
+    def reader(self) -> int:
+        """Which of these this rank reads."""
+        return self.rank // self.same_data
 
     # ---- who is here
 

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
-from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.shards import is_sharded, local_of
+
+_LARGEST_DIFFERENCE = 0.02
+"""Of the gradients of copies of a parameter, relative to their norm. Order of summation and bf16 explain less."""
 
 
 class Row:
     """The processes of this worker. A worker that is one process is a row of one, where every method is local.
 
-    Every method is collective in the row, and gives all its processes the same bits.
+    Every method that communicates is collective in the row, and gives all its processes the same bits.
 
     Args:
         ranks: the `WorkerGroup` of the processes; None for a worker that is one process.
         mesh: the mesh that they lie in.
+        copies: the `WorkerGroup` of the processes along `tp`, which hold the same values of some parameters; None
+            without tensor parallelism.
     """
 
-    def __init__(self, ranks: Any = None, mesh: WorkerMesh | None = None) -> None:
+    def __init__(self, ranks: Any = None, mesh: WorkerMesh | None = None, copies: Any = None) -> None:
         self.ranks = ranks
         self.mesh = mesh
+        self.copies = copies
 
     @property
     def rank(self) -> int:
@@ -63,7 +71,63 @@ class Row:
                 f"mesh_dim_names=('dp_replicate', 'dp_shard')))."
             )
 
+    def is_own(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is what this process keeps, and not what FSDP has gathered for a while."""
+        return self.mesh is None or self.mesh.is_sharded(parameter)
+
+    def require_parallelized(self, models: Iterable[nn.Module]) -> None:
+        """Raise ValueError if layers of the models should be split over `tp`, but none is."""
+        if self.mesh is not None:
+            self.mesh.require_parallelized(models)
+
     def close(self) -> None:
         """Refuse further use."""
-        if self.ranks is not None:
-            self.ranks.close()
+        for group in (self.ranks, self.copies):
+            if group is not None:
+                group.close()
+
+    # ---- parameters of which all processes along `tp` have a copy
+
+    def is_copied(self, parameter: Tensor) -> bool:
+        """Return whether the processes along `tp` hold the same elements of a parameter."""
+        return self.mesh is not None and self.mesh.is_copied(parameter)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this process counts its elements of a parameter in sums over the worker: the first copy."""
+        return self.copies is None or self.copies.rank == 0 or not self.is_copied(parameter)
+
+    def equalize_(self, tensor: Tensor, parameter: Tensor, what: str) -> None:
+        """Overwrite `tensor`, this process's part of a copied parameter, by the first copy."""
+        if self.copies is not None and self.is_copied(parameter):
+            self.copies.broadcast_(tensor, what)
+
+    @torch.no_grad()
+    def require_equal_gradients(self, named: Sequence[tuple[str, Parameter]], what: str) -> None:
+        """Raise ValueError if the copies of a parameter have different gradients, and so would part.
+
+        Args:
+            named: trained parameters with their names.
+            what: names the collective in errors.
+        """
+        if self.copies is None:  # there are no copies
+            return
+        gradients = [(name, p.grad) for name, p in named if p.grad is not None and self.is_copied(p)]
+        mine = {name: _figures(gradient) for name, gradient in gradients}
+        everyone = self.copies.all_gather_object(mine, what)
+        for rank, theirs in enumerate(everyone):
+            for name in sorted(theirs.keys() | everyone[0].keys()):
+                (norm, total), (first_norm, first_total) = theirs.get(name, (0, 0)), everyone[0].get(name, (0, 0))
+                largest = _LARGEST_DIFFERENCE * max(norm, first_norm)
+                if abs(norm - first_norm) > largest or abs(total - first_total) > largest:
+                    who = self.copies.members
+                    raise ValueError(
+                        f"{name} has different gradients on {who.named([0])} and {who.named([rank])}, which hold "
+                        f"copies of it for tensor parallelism. Add its layer to the plan of parallelize_module, such "
+                        f"as SequenceParallel() between sharded activations."
+                    )
+
+
+def _figures(gradient: Tensor) -> tuple[float, float]:
+    """Return the norm of a gradient, and its sum. Both have errors of about eps times the norm."""
+    values = local_of(gradient).double()
+    return float(values.norm()), float(values.sum())

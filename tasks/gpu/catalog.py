@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tasks.gpu import host_cost, links, one_process, processes
+from tasks.gpu import host_cost, links, one_process, processes, sharded
 
 CHECKS = (
     *one_process.CHECKS,
+    *sharded.CHECKS,
     *host_cost.CHECKS,
     *one_process.LARGE,
     *processes.CHECKS,

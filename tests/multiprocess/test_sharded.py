@@ -15,16 +15,33 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import AdaptiveConsensus, Gossip, GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel import (
+    AdaptiveConsensus,
+    Gossip,
+    GossipAccelerator,
+    GossipConfig,
+    WorkerParallelismConfig,
+    build_topology,
+    worker_parallelism,
+)
 from dsgdac_accel.compatibility import refuse_unsupported_trainer, supported_with_shards
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.shards import local_of, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.workers import run_workers, try_workers
 
@@ -48,10 +65,37 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embedding(x.argmax(1)))).sum(1, keepdim=True) + x
 
 
+class Block(nn.Module):
+    """A block for tensor parallelism: `up` and `down` are split, all the rest is computed by all of its processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 6)
+        self.down = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(5)
+        self.out = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.down(self.up(x).tanh())))
+
+
+def plan_of(kind: str) -> dict[str, Any]:
+    if kind == "block":
+        return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return {  # the norm computes on a part of the batch: its gradient is a sum over `tp`
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+        "norm": SequenceParallel(sequence_dim=0),
+        "out": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+
+
 def make_model(kind: str = "layers") -> nn.Module:
     torch.manual_seed(0)
     if kind == "tied":
         return Tied().double()
+    if kind in ("block", "sequence"):
+        return Block().double()
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5)).double()
     if kind == "frozen":
         model[0].weight.requires_grad_(False)
@@ -78,11 +122,20 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / (STEPS + 3))
 
 
-def mesh_of(workers: int, shards: int) -> Any:
-    return init_device_mesh("cpu", (workers, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+def mesh_of(workers: int, shards: int, tensor: int = 1) -> Any:
+    sizes = {"dp_replicate": workers, "dp_shard": shards, "tp": tensor}
+    if tensor > 1 and shards == 1:
+        del sizes["dp_shard"]
+    elif tensor == 1:
+        del sizes["tp"]
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, mesh: Any, kind: str = "", **options: Any) -> nn.Module:
+    if "tp" in mesh.mesh_dim_names:
+        parallelize_module(model, mesh["tp"], plan_of(kind))
+    if "dp_shard" not in mesh.mesh_dim_names:
+        return model
     for layer in [*model.children()][:1] if isinstance(model, nn.Sequential) else []:
         fully_shard(layer, mesh=mesh["dp_shard"], **options)
     return fully_shard(model, mesh=mesh["dp_shard"], **options)
@@ -92,13 +145,18 @@ def whole(model: nn.Module) -> torch.Tensor:
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
-    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    return torch.cat([whole_of(p).detach().flatten() for p in model.parameters()])
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def train(
     rank: int,
     workers: int,
     shards: int,
+    tensor: int = 1,
     kind: str = "layers",
     optimizer_name: str = "adam",
     parts: int = 1,
@@ -106,39 +164,46 @@ def train(
     keep_gathered: bool = False,
     bad: tuple[int, int] | None = None,
     mesh: Any = None,
+    by: str = "mesh",
     **gossip: Any,
 ) -> dict[str, Any]:
     """Train, and return what the tests compare.
 
-    `parts`: batches accumulated in a step. `peek`: run the model without a backward pass right before each step. `bad`:
-    this rank's gradient is not finite at this step.
+    `tensor`: size of `tp`. `parts`: batches accumulated in a step. `peek`: run the model without a backward pass right
+    before each step. `by`: who shards, the test by a "mesh", or Accelerate by "arguments" or the "environment".
+    `bad`: this rank's gradient is not finite at this step.
     """
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    mesh = mesh or mesh_of(workers, shards)
+    mesh = mesh or mesh_of(workers, shards, tensor) if by == "mesh" else None
+    reader = rank // tensor
     config = GossipConfig(**{"power": 2.0, "timeout": 60, "log_every": 3, **gossip})
-    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=config, gradient_accumulation_steps=parts)
+    options = {"device_mesh": mesh} if by == "mesh" else accelerate_options(by, workers, shards, tensor)
+    accelerator = GossipAccelerator(cpu=True, gossip=config, gradient_accumulation_steps=parts, **options)
     model = make_model(kind)
-    if rank > 0:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.0 if rank < shards else 0.5)  # worker 0's values count
-    model = sharded(model, mesh)
-    model.set_reshard_after_backward(not keep_gathered)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.0 if reader < shards and rank % tensor == 0 else 0.5)  # worker 0's values count
+    if by == "mesh":
+        model = sharded(model, mesh, kind)
+    elif tensor > 1:
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan_of(kind))
+    if keep_gathered:
+        model.set_reshard_after_backward(False)
     optimizer = make_optimizer(optimizer_name, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     norms, estimates = [], []
     for step in range(STEPS):
         for part in range(parts):
             with accelerator.accumulate(model) if parts > 1 else nullcontext():
-                accelerator.backward(loss_of(model, rank, step, part))
+                accelerator.backward(loss_of(model, reader, step, part))
                 if accelerator.sync_gradients:
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
                     if bad == (rank, step):
                         local_of(next(p.grad for p in model.parameters() if p.grad is not None)).fill_(torch.nan)
                     if peek:
                         with torch.no_grad():
-                            model(batch(rank, step)[0])
+                            model(batch(reader, step)[0])
                 optimizer.step()
                 if accelerator.sync_gradients:
                     scheduler.step()
@@ -160,17 +225,38 @@ def train(
         "mean": mean,
         "loss": loss,
         "restored": torch.equal(own, whole(model)),
-        "next_loss": float(loss_of(model, rank, 0).detach()),
+        "next_loss": float(loss_of(model, reader, 0).detach()),
         "radius": radius,
+        "apart": accelerator.gossip_steps[0].mixer.arrivals.disagreement,
         "estimates": estimates,
         "norms": torch.stack(norms),
         "skipped": accelerator.gossip_steps[0].guard.skipped,
     }
 
 
+def accelerate_options(by: str, workers: int, shards: int, tensor: int) -> dict[str, Any]:
+    """Return the arguments for Accelerate's own sharding, or set its variables, on gloo in place of GPUs."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    worker_parallelism.on_cpu = lambda arguments: False
+    sizes = {"dp_replicate_size": workers, "dp_shard_size": shards, "tp_size": tensor}
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    variables |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+    for name in variables:
+        os.environ.pop(name, None)
+    if by == "environment":
+        os.environ.update(variables)
+        return {}
+    if shards == 1:
+        return {"parallelism_config": WorkerParallelismConfig(**sizes)}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    return {"parallelism_config": ParallelismConfig(**sizes), "fsdp_plugin": plugin}
+
+
 def simulate(
     workers: int,
     shards: int,
+    tensor: int = 1,
     kind: str = "layers",
     optimizer_name: str = "adam",
     parts: int = 1,
@@ -195,11 +281,12 @@ def simulate(
             losses = [loss_of(model, rank, step, part) for rank in ranks for part in range(parts)]
             torch.stack(losses).mean().backward()
             norms[worker].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-        skip = {bad[0] // shards} if bad is not None and bad[1] == step else ()
+        skip = {bad[0] // (shards * tensor)} if bad is not None and bad[1] == step else ()
+        apart = float((flat(models[0]) - flat(models[-1])).norm())
         simulation.step(skip=skip)
         for scheduler in schedulers:
             scheduler.step()
-    x = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    x = list(map(flat, models))
     mean = make_model(kind)
     nn.utils.vector_to_parameters(torch.stack(x).mean(0), mean.parameters())
     return {
@@ -208,21 +295,24 @@ def simulate(
         "loss": float(loss_of(mean, 0, 0).detach()),
         "next_losses": [float(loss_of(models[rank // shards], rank, 0).detach()) for rank in range(workers * shards)],
         "radius": simulation.radius(),
+        "apart": apart if workers == 2 and mix_every == 1 else None,
         "norms": norms,
     }
 
 
-def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shards: int) -> None:
+def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shards: int, tensor: int = 1) -> None:
     assert len(expected["x"]) == 1 or expected["radius"] > 1e-3, "the workers have to differ in this test"
     for rank, result in enumerate(results):
-        worker = rank // shards
+        reader = rank // tensor
+        worker = reader // shards
         torch.testing.assert_close(result["x"], expected["x"][worker], rtol=0, atol=1e-9)
         torch.testing.assert_close(result["mean"], expected["mean"], rtol=0, atol=1e-9)
         torch.testing.assert_close(result["norms"], torch.stack(expected["norms"][worker]), rtol=1e-9, atol=0)
         assert result["radius"] == pytest.approx(expected["radius"], abs=1e-9)
+        assert expected["apart"] is None or result["apart"] == pytest.approx(expected["apart"], abs=1e-9)
         assert result["loss"] == pytest.approx(expected["loss"], abs=1e-9)
         assert result["restored"]
-        assert result["next_loss"] == pytest.approx(expected["next_losses"][rank], abs=1e-9)
+        assert result["next_loss"] == pytest.approx(expected["next_losses"][reader], abs=1e-9)
 
 
 def plain(result: dict[str, Any]) -> dict[str, Any]:
@@ -251,11 +341,22 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     torch.distributed.tensor.DTensor.full_tensor = gather
     metrics = accelerator.consensus_logger.log({}, None)
     mesh = mesh_of(2, 2)
+    parallel = new_accelerator(mesh_of(2, 1, 2))
     refused = {
         "save_state": refusal(lambda: accelerator.save_state(folder + "/c")),
         "load_state": refusal(lambda: accelerator.load_state(folder + "/c")),
         "name": refusal(lambda: new_accelerator(named_mesh("dp", "dp_shard"))),
         "pipeline": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "pp"))),
+        "context": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "cp"))),
+        "workers only": refusal(
+            lambda: new_accelerator(init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",)))
+        ),
+        "sizes": refusal(lambda: new_accelerator(init_device_mesh("cpu", (1, 2), mesh_dim_names=mesh.mesh_dim_names))),
+        "scattered": refusal(lambda: new_accelerator(named_mesh("tp", "dp_replicate"))),
+        "not parallelized": refusal(lambda: prepare(parallel, nn.Linear(4, 4))),
+        "dispatched": refusal(lambda: prepare_dispatched(parallel)),
+        "copies": refusal(lambda: train_apart(parallel)),
+        "deepspeed": refusal(lambda: GossipAccelerator(cpu=True, deepspeed_plugin=object())),
         "no mesh": refusal(lambda: new_accelerator([[0, 1], [2, 3]])),
         "virtual": refusal(lambda: new_accelerator(mesh, workers_per_process=2)),
         "continue": refusal(lambda: new_accelerator(mesh, on_worker_loss="continue")),
@@ -263,11 +364,13 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "not sharded": refusal(lambda: prepare(accelerator, nn.Linear(4, 4))),
         "fsdp 1": refusal(lambda: prepare(accelerator, type("FullyShardedDataParallel", (nn.Linear,), {})(4, 4))),
         "fsdp plugin": refusal(lambda: GossipAccelerator(cpu=True, fsdp_plugin=object(), device_mesh=mesh)),
-        "parallelism": refusal(lambda: GossipAccelerator(cpu=True, parallelism_config=object())),
+        "parallelism on CPUs": refusal(lambda: GossipAccelerator(cpu=True, parallelism_config=ParallelismConfig())),
         "fp16": refusal(refuse_fp16),
         "bf16": refusal(lambda: prepare(accelerator, sharded(nn.Linear(4, 4).bfloat16(), mesh))),
         "pytorch": refusal(lambda: gossip_of(sharded(nn.Linear(4, 4), mesh))),
         "trainer": refusal(lambda: refuse_trainer(sharded(nn.Linear(4, 4), mesh))),
+        "trainer's config": refusal(lambda: refuse_trainer(nn.Linear(4, 4), parallelism_config=ParallelismConfig())),
+        "trainer's fsdp": refusal(lambda: refuse_trainer(nn.Linear(4, 4), fsdp=["full_shard"])),
         "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
     }
     return plain(result) | {"refused": refused, "gathers": len(writes), "state": sorted(state), "metrics": metrics}
@@ -281,9 +384,23 @@ def refuse_fp16() -> None:
     supported_with_shards(GossipConfig(), SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu")))
 
 
-def refuse_trainer(model: nn.Module) -> None:
+def prepare_dispatched(accelerator: GossipAccelerator) -> None:
+    accelerator.dataloader_config.dispatch_batches = True
+    accelerator.prepare(DataLoader(torch.arange(8.0)))
+
+
+def train_apart(accelerator: GossipAccelerator) -> None:
+    """Let the norm compute on a part of the batch, without telling it that its gradient is a part, too."""
+    plan = plan_of("block") | {"down": RowwiseParallel(output_layouts=Shard(0))}
+    model = parallelize_module(make_model("block"), accelerator.group.row.mesh.device_mesh["tp"], plan)
+    model, optimizer = accelerator.prepare(model, make_optimizer("sgd", model))
+    model(batch(0, 0)[0]).square().sum().backward()
+    optimizer.step()
+
+
+def refuse_trainer(model: nn.Module, **arguments: Any) -> None:
     settings = {"deepspeed": None, "fsdp": [], "n_gpu": 0, "world_size": 4, "optim": "sgd", "save_strategy": "no"}
-    args = SimpleNamespace(**settings, save_only_model=False)
+    args = SimpleNamespace(**settings | arguments, save_only_model=False)
     trainer = SimpleNamespace(args=args, model=model, model_wrapped=model, optimizer=None)
     refuse_unsupported_trainer(trainer, GossipConfig())
 
@@ -315,18 +432,28 @@ REFUSALS = {
     "load_state": "do not support device_mesh yet",
     "name": "device_mesh must have the dimensions 'dp_replicate' .* got .*'dp'",
     "pipeline": "pipeline",
+    "context": "must have the dimensions .*'cp'.* context",
+    "workers only": "must have the dimensions 'dp_replicate' .*'tp'",
+    "sizes": "device_mesh has 2 processes, but 4 were launched",
+    "scattered": r"the ranks along 'tp' must follow each other; got \[0, 2\]. Put 'tp' last",
+    "not parallelized": "'tp' of size 2, but no parameter is sharded over it. Call parallelize_module",
+    "dispatched": "dispatch_batches=False",
+    "copies": "norm.bias has different gradients on rank [02] and rank [13], .*SequenceParallel",
+    "deepspeed": "deepspeed_plugin= is not supported.*device_mesh",
     "no mesh": "device_mesh must be a DeviceMesh; got list",
     "virtual": "workers_per_process=2 .*device_mesh",
     "continue": "on_worker_loss='continue' does not work with device_mesh",
     "hsdp": "weight is sharded over a mesh with several workers",
     "not sharded": "weight is trained but not sharded",
     "fsdp 1": "already wrapped in FullyShardedDataParallel.*device_mesh",
-    "fsdp plugin": "fsdp_plugin= is not supported",
-    "parallelism": "parallelism_config= is not supported.*device_mesh",
+    "fsdp plugin": "fsdp_plugin= is not supported beside device_mesh=",
+    "parallelism on CPUs": "parallelism_config= and fsdp_plugin= need GPUs.*device_mesh",
     "fp16": "mixed_precision='fp16' does not work with device_mesh",
     "bf16": "weight is torch.bfloat16 and sharded",
     "pytorch": "weight is a DTensor.*device_mesh",
     "trainer": "the Trainer's model is sharded.*device_mesh",
+    "trainer's config": "TrainingArguments.parallelism_config=.* is not supported with GossipCallback.*device_mesh",
+    "trainer's fsdp": "DeepSpeed and FSDP split the model.*device_mesh",
     "batch norm": "calibrate= is not supported for sharded models with BatchNorm",
 }
 
@@ -350,7 +477,7 @@ def test_two_workers_of_two_shards_follow_algorithm_1_and_save_their_average_onc
 # ---- other worlds and settings
 
 WORLDS = {
-    (2, 2): [
+    (2, 2, 1): [
         {"optimizer_name": "sgd", "power": 0.0},
         {"kind": "tied", "parts": 2},
         {"kind": "frozen", "order": "mix_first", "overlap": False},
@@ -359,30 +486,67 @@ WORLDS = {
         {"topology": "complete", "sketch": 512},
         {"mix_every": 3, "comm_dtype": "auto"},
     ],
-    (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
-    (2, 3): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
-    (1, 2): [{"parts": 2}],
-    (2, 1): [{"kind": "tied"}],
+    (3, 2, 1): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
+    (2, 3, 1): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
+    (1, 2, 1): [{"parts": 2}],
+    (2, 1, 1): [{"kind": "tied"}],
+    (2, 1, 2): [
+        {"kind": "block"},
+        {"kind": "sequence", "optimizer_name": "sgd", "parts": 2},
+        {"kind": "block", "topology": "complete", "sketch": 512, "bad": (3, 3)},
+        {"kind": "block", "order": "mix_first", "overlap": False},
+    ],
+    (2, 2, 2): [{"kind": "block", "sketch": 512}, {"kind": "sequence", "optimizer_name": "sgd", "peek": True}],
 }
 
 
-def train_cases(rank: int, workers: int, shards: int) -> list[dict[str, Any]]:
-    return [plain(train(rank, workers, shards, **case)) for case in WORLDS[workers, shards]]
+def train_cases(rank: int, *world: int) -> list[dict[str, Any]]:
+    return [plain(train(rank, *world, **case)) for case in WORLDS[world]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "shards"), WORLDS)
-def test_sharded_workers_follow_algorithm_1(workers, shards):
-    results = run_workers(train_cases, workers * shards, workers, shards, timeout=240)
-    for number, case in enumerate(WORLDS[workers, shards]):
-        expected = simulate(workers, shards, **case)
+@pytest.mark.parametrize("world", WORLDS)
+def test_sharded_workers_follow_algorithm_1(world):
+    workers, shards, tensor = world
+    results = run_workers(train_cases, workers * shards * tensor, *world, timeout=240)
+    for number, case in enumerate(WORLDS[world]):
+        expected = simulate(*world, **case)
         of_case = [result[number] for result in results]
-        require_equal(of_case, expected, shards)
+        require_equal(of_case, expected, shards, tensor)
         if "sketch" in case:
             assert of_case[0]["estimates"] == [pytest.approx(expected["radius"], abs=1e-9)]
         if "bad" in case:
-            bad = case["bad"][0] // shards
-            assert [result["skipped"] for result in of_case] == [int(r // shards == bad) for r in range(len(of_case))]
+            row = shards * tensor
+            bad = case["bad"][0] // row
+            assert [result["skipped"] for result in of_case] == [int(r // row == bad) for r in range(len(of_case))]
+
+
+BY_ACCELERATE = [
+    ((2, 2, 1), {"by": "arguments", "parts": 2}),
+    ((2, 2, 1), {"by": "environment", "optimizer_name": "sgd"}),
+    ((2, 1, 2), {"by": "arguments", "kind": "block"}),
+]
+
+
+def train_by_accelerate(rank: int) -> list[dict[str, Any]]:
+    results = []
+    for world, case in BY_ACCELERATE:
+        result = train(rank, *world, **case)
+        accelerator = result["accelerator"]
+        mesh, parallelism = accelerator.torch_device_mesh, accelerator.parallelism_config
+        of_mesh = mesh.mesh_dim_names, tuple(mesh.shape), parallelism.fsdp_dim_names, accelerator.num_workers
+        results.append(plain(result) | {"mesh": of_mesh})
+    return results
+
+
+@pytest.mark.slow
+def test_workers_that_accelerate_shards_follow_algorithm_1():
+    results = run_workers(train_by_accelerate, 4, timeout=240)
+    for number, (world, case) in enumerate(BY_ACCELERATE):
+        of_case = [result[number] for result in results]
+        require_equal(of_case, simulate(*world, **case), *world[1:])
+        inner = "dp_shard" if world[1] > 1 else "tp"
+        assert of_case[0]["mesh"] == (("dp_replicate", inner), (2, 2), ["dp_shard_cp"], 2)
 
 
 def train_in_bf16(rank: int, policy: bool, comm_dtype: str) -> dict[str, Any]:
@@ -429,16 +593,24 @@ def test_shards_stay_float32_in_mixed_precision_and_the_mean_follows_sgd(policy,
 # ---- data, signals, losses
 
 
-def read_and_stop(rank: int) -> dict[str, Any]:
-    mesh = mesh_of(2, 2)
+def read_and_stop(rank: int, tensor: int) -> dict[str, Any]:
+    mesh = mesh_of(2, 2 // tensor, tensor)
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30))
-    model = sharded(make_model().float(), mesh)
+    model = sharded(make_model("block").float(), mesh, "block")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.arange(21.0), batch_size=2, shuffle=True)
     torch.manual_seed(100 + rank)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen = [samples.tolist() for samples in loader]
+    gathered = {}
+    for objects in (False, True):
+        found: list[float] = []
+        for samples in loader:
+            part = samples.tolist() if objects else samples
+            found += map(float, accelerator.gather_for_metrics(part, use_gather_object=objects))
+        gathered[objects] = sorted(found)
     drawn = torch.rand(4).tolist()
+    torch.manual_seed(200 + rank)  # the first step notices it where ranks have to draw alike
     steps = 0
     with accelerator.stop_on_signals():
         while not accelerator.should_stop():
@@ -449,15 +621,29 @@ def read_and_stop(rank: int) -> dict[str, Any]:
             if rank == 3 and steps == 2:
                 signal.raise_signal(signal.SIGTERM)
     accelerator.deploy(model)
-    return {"seen": seen, "drawn": drawn, "steps": steps, "reason": accelerator.stop_reason, "deployed": whole(model)}
+    return {
+        "seen": seen,
+        "gathered": gathered,
+        "drawn": drawn,
+        "later": torch.rand(4).tolist(),
+        "steps": steps,
+        "reason": accelerator.stop_reason,
+        "deployed": whole(model),
+    }
 
 
 @pytest.mark.slow
-def test_all_processes_read_their_own_data_draw_their_own_numbers_and_stop_together():
-    results = run_workers(read_and_stop, 4)
-    assert [len(result["seen"]) for result in results] == [3] * 4
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_readers_read_their_own_data_draw_their_own_numbers_and_stop_together(tensor):
+    results = run_workers(read_and_stop, 4, tensor)
+    assert [len(result["seen"]) for result in results] == [3 * tensor] * 4
     assert {sample for result in results for samples in result["seen"] for sample in samples} == set(range(21))
-    assert len({tuple(result["drawn"]) for result in results}) == 4
+    readers = [results[first : first + tensor] for first in range(0, 4, tensor)]
+    every = [*map(float, range(21))]
+    assert all(result["gathered"] == {False: every, True: every} for result in results)
+    for name in ("seen", "drawn", "later"):
+        assert all(result[name] == reader[0][name] for reader in readers for result in reader)
+        assert len({str(reader[0][name]) for reader in readers}) == 4 // tensor
     assert len({result["steps"] for result in results}) == 1
     assert all(torch.equal(result["deployed"], results[0]["deployed"]) for result in results)
 
@@ -490,7 +676,7 @@ def test_a_killed_shard_ends_its_worker_and_the_run_by_name():
 @pytest.mark.slow
 def test_the_example_of_the_page_runs_and_saves_a_whole_model(tmp_path):
     page = (Path(__file__).resolve().parents[2] / "docs" / "sharded.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    script, *_ = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "sharded.py").write_text(script)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "sharded.py"]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -14,13 +14,14 @@ import torch
 
 from dsgdac_accel.core.update import Update
 from tasks.common.config import parse_config
-from tasks.gpu import catalog, command, one_process
+from tasks.gpu import catalog, command, one_process, sharded
 from tasks.gpu.bench import Bench
 from tasks.gpu.check import answer_of
 from tasks.gpu.config import GpuCheckConfig
 from tasks.gpu.launching import Machine
 from tests.launching import ROOT
 from tests.tasks import fake_gpu_checks
+from tests.workers import run_workers
 
 CPU = Machine(cuda=False, cards=0)
 
@@ -83,6 +84,16 @@ def test_a_core_that_mixes_twice_as_strongly_is_found(monkeypatch):
     answer = answer_of(one_process.virtual_workers_follow_algorithm_1, Bench(cuda=False))
     assert answer.status == "FAIL"
     assert answer.values["difference"] > 1e-3
+
+
+def check_a_sharded_worker(rank):
+    return answer_of(sharded.a_sharded_worker_trains_like_a_whole_one, Bench(cuda=False))
+
+
+@pytest.mark.slow
+def test_the_check_of_a_sharded_worker_passes_on_a_cpu():
+    (answer,) = run_workers(check_a_sharded_worker, 1)
+    assert (answer.status, answer.details) == ("PASS", "")
 
 
 def run(checks, tmp_path, capfd, seconds=250.0):
