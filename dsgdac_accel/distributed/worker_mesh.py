@@ -46,6 +46,8 @@ class WorkerMesh:
         self.column = Line.through(me, self.columns, "worker")
         self.row = Line.through(me, self.rows, "rank")
         self._shards = mesh[SHARDS]
+        self.inside = {name: mesh[name].size() for name in names if name != GOSSIP}
+        """Sizes of the dimensions of the mesh inside a worker, by name."""
 
     def limit(self, timeout: float) -> None:
         """Let FSDP's collectives give up after `timeout` seconds; by default they wait for half an hour."""

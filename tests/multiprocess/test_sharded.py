@@ -252,8 +252,6 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     metrics = accelerator.consensus_logger.log({}, None)
     mesh = mesh_of(2, 2)
     refused = {
-        "save_state": refusal(lambda: accelerator.save_state(folder + "/c")),
-        "load_state": refusal(lambda: accelerator.load_state(folder + "/c")),
         "name": refusal(lambda: new_accelerator(named_mesh("dp", "dp_shard"))),
         "pipeline": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "pp"))),
         "no mesh": refusal(lambda: new_accelerator([[0, 1], [2, 3]])),
@@ -311,8 +309,6 @@ def deploy_batch_norm(accelerator: GossipAccelerator, mesh: Any) -> None:
 
 
 REFUSALS = {
-    "save_state": "do not support device_mesh yet",
-    "load_state": "do not support device_mesh yet",
     "name": "device_mesh must have the dimensions 'dp_replicate' .* got .*'dp'",
     "pipeline": "pipeline",
     "no mesh": "device_mesh must be a DeviceMesh; got list",

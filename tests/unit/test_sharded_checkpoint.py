@@ -1,0 +1,360 @@
+"""A worker's sharded tensors are read by ranks that cut them in any other way, value by value.
+
+The ranks are threads: torch's fake process group gives each of them its part of a DTensor without communication.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dsgdac_accel.checkpoint import (
+    CheckpointError,
+    is_complete,
+    load_checkpoint,
+    load_worker,
+    read_manifest,
+    save_checkpoint,
+)
+from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.resharding import Targets, targets_of
+from dsgdac_accel.checkpoint.shards import placed
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.row import Row
+
+WORKERS = 2
+SHAPES = {"weight": (7, 5), "bias": (7,), "thin": (1, 3), "norm": (5,)}
+"""Uneven parts, and ranks that hold nothing."""
+MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any]]]] = {
+    "one process": ({}, {}),
+    "two": ({"dp_shard": 2}, {}),
+    "three": ({"dp_shard": 3}, {}),
+    "columns": ({"dp_shard": 2}, {"weight": [Shard(1)], "thin": [Shard(1)]}),
+    "with tp": (
+        {"dp_shard": 2, "tp": 2},
+        {
+            "weight": [_StridedShard(0, split_factor=2), Shard(0)],
+            "thin": [Shard(0), Shard(1)],
+            "norm": [Shard(0), Replicate()],
+        },
+    ),
+}
+
+
+class Together:
+    """One of several threads, in place of a group of processes."""
+
+    def __init__(self, rank: int, size: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.members = Members(rank, size)
+        self.row = Row()
+        self.rank, self.size = rank, size
+        self.values, self.barrier = values, barrier
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait(120)
+        gathered = list(self.values)
+        self.barrier.wait(120)
+        return gathered
+
+
+class Meeting:
+    """Where the threads of a group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def member(self, rank: int) -> Together:
+        return Together(rank, self.size, self.values, self.barrier)
+
+
+def in_threads(size: int, work: Callable[[Together], Any]) -> list[Any]:
+    meeting = Meeting(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(meeting.member(rank))
+        except CheckpointError as error:
+            return error
+        except threading.BrokenBarrierError:
+            return None  # another thread has raised
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@contextmanager
+def rank_of(mesh: Mapping[str, int], place: int) -> Iterator[Any]:
+    """The device mesh of a worker, as its rank at `place` sees it."""
+    sizes = tuple(mesh.values())
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=torch.Size(sizes).numel())
+    try:
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(mesh))
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(worker: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(worker)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def cut(mesh_name: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What each rank of a worker holds of these tensors."""
+    mesh, placements = MESHES[mesh_name]
+    return cut_by(mesh, placements, tensors) if mesh else [dict(tensors)]
+
+
+def cut_by(
+    mesh: Mapping[str, int], placements: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    found = []
+    for place in range(torch.Size(mesh.values()).numel()):
+        with rank_of(mesh, place) as device_mesh:
+            found.append(
+                {
+                    name: distribute_tensor(
+                        tensor,
+                        device_mesh,
+                        placements.get(name, [Shard(0)] + [Replicate()] * (len(mesh) - 1)),
+                        src_data_rank=None,
+                    )
+                    for name, tensor in tensors.items()
+                }
+            )
+    return found
+
+
+def state_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        "models": {0: {"parameters": dict(own), "buffers": {}, "caches": {}, "extra": {}}},
+        "optimizers": [
+            {
+                "state": {
+                    number: {"step": torch.tensor(3.0), "exp_avg": 2 * tensor}
+                    for number, tensor in enumerate(own.values())
+                }
+            }
+        ],
+        "registered": [{"ema": own["weight"] + 1}],
+    }
+
+
+def targets(own: Mapping[str, Tensor], place: int, ranks: int) -> Targets:
+    by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
+    by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
+    return targets_of(by_path, place, ranks)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, list[list[dict[str, Tensor]]]]:
+    """[mesh][worker][place]"""
+    return {name: [cut(name, whole(worker)) for worker in range(WORKERS)] for name in MESHES}
+
+
+def save(folder, name, parts) -> list[Any]:
+    mesh, _ = MESHES[name]
+    ranks = len(parts[name][0])
+
+    def work(group: Together) -> None:
+        state = state_of(parts[name][group.rank // ranks][group.rank % ranks])
+        save_checkpoint(folder, state, group, step=5, mesh=mesh)
+
+    return in_threads(WORKERS * ranks, work)
+
+
+def load(folder, name, parts) -> list[Any]:
+    ranks = len(parts[name][0])
+
+    def work(group: Together) -> Any:
+        own = parts[name][group.rank // ranks][group.rank % ranks]
+        return placed(load_checkpoint(folder, group, targets=targets(own, group.rank % ranks, ranks)))
+
+    return in_threads(WORKERS * ranks, work)
+
+
+def placements_of(tensor: Tensor) -> Any:
+    return getattr(tensor, "placements", None)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("saved", MESHES)
+def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
+    assert save(tmp_path / "c", saved, parts) == [None] * (WORKERS * len(parts[saved][0]))
+    for mesh in MESHES:
+        ranks = len(parts[mesh][0])
+        for rank, state in enumerate(load(tmp_path / "c", mesh, parts)):
+            assert not isinstance(state, Exception), state
+            own = parts[mesh][rank // ranks][rank % ranks]
+            expected = state_of(own)
+            for name, tensor in expected["models"][0]["parameters"].items():
+                found = state["models"][0]["parameters"][name]
+                assert (type(found), getattr(found, "placements", None)) == (type(tensor), placements_of(tensor))
+                assert torch.equal(local(found), local(tensor)), (saved, mesh, rank, name)
+            for number, values in expected["optimizers"][0]["state"].items():
+                found = state["optimizers"][0]["state"][number]
+                assert found["step"] == 3
+                assert torch.equal(local(found["exp_avg"]), local(values["exp_avg"]))
+            kept = state["registered"][0]["ema"]
+            if mesh == saved:
+                assert placements_of(kept) == placements_of(own["weight"])
+                assert torch.equal(local(kept), local(own["weight"]) + 1)
+    for worker in range(WORKERS):
+        state = load_worker(tmp_path / "c", worker)
+        for name, tensor in whole(worker).items():
+            assert torch.equal(state["models"][0]["parameters"][name], tensor)
+        assert torch.equal(state["registered"][0]["ema"], whole(worker)["weight"] + 1)
+
+
+def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
+    save(tmp_path / "c", "with tp", parts)
+    read: list[str] = []
+    whole_file = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or whole_file(path))
+    load(tmp_path / "c", "with tp", parts)
+    assert sorted(set(read)) == sorted(
+        ["gossip.json", *(f"{worker:05d}.{place:03d}.safetensors" for worker in range(WORKERS) for place in range(4))]
+    )
+    assert len([name for name in read if name != "gossip.json"]) == WORKERS * 4
+
+
+# ---- tensors that are equal on all workers
+
+
+def frozen(worker: int) -> dict[str, Tensor]:
+    """Equal on all workers but for the end of one tensor. Shards of two tensors have the same shape and bytes."""
+    ends = torch.arange(300.0)
+    ends[-1] += worker
+    return {
+        "base": torch.arange(320.0).view(40, 8),
+        "zeros": torch.zeros(300),
+        "more zeros": torch.zeros(299),
+        "ends": ends,
+    }
+
+
+@pytest.mark.parametrize("saved", ["two", "three"])
+def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
+    mesh, ranks = MESHES[saved][0], len(parts[saved][0])
+    own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
+    columns, rows = [Meeting(WORKERS) for _ in range(ranks)], [Meeting(ranks) for _ in range(WORKERS)]
+
+    def work(group: Together) -> None:
+        worker, place = divmod(group.rank, ranks)
+        trained = {name: t.detach().clone().requires_grad_() for name, t in parts[saved][worker][place].items()}
+        state = state_of({**trained, **own[worker][place]})
+        column = columns[place].member(worker)
+        column.row = Row(rows[worker].member(place))
+        common = take_common(state["models"], column, {})
+        save_checkpoint(tmp_path / "c", state, group, step=5, common=common, mesh=mesh)
+
+    assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
+    assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {"base", "zeros", "more zeros"}
+    stored = [file for file in (tmp_path / "c" / "workers").iterdir() if file.name.startswith("common")]
+    assert len(stored) == ranks
+    assert sum(tensor.numel() for file in stored for tensor in load_file(file).values()) == 320 + 300 + 299
+    for worker in range(WORKERS):
+        parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen(worker).items())
+    for loading in ("one process", "two", "with tp"):
+        others = [cut(loading, frozen(worker)) for worker in range(WORKERS)]
+        places = len(others[0])
+
+        def resume(group: Together, loading=loading, others=others, places=places) -> Any:
+            worker, place = divmod(group.rank, places)
+            mine = {**parts[loading][worker][place], **others[worker][place]}
+            by_place = tensors_by_place(state_of(mine)["models"])
+            return load_checkpoint(tmp_path / "c", group, by_place, targets(mine, place, places))
+
+        for rank, state in enumerate(in_threads(WORKERS * places, resume)):
+            assert not isinstance(state, Exception), state
+            for name, tensor in others[rank // places][rank % places].items():
+                found = state["models"][0]["parameters"][name]
+                assert (found is tensor) == (name != "ends" and loading == saved)  # it is not read then
+                assert found is tensor or torch.equal(local(placed(found)), local(tensor)), (loading, name)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "00001.001.safetensors cannot be read"),
+        ("altered", "was altered since it was written"),
+        ("another part", r"parts of state\['models'\]\[0\]\['parameters'\]\['weight'\] are in none of the files"),
+        ("another mesh", "its files are not those of its workers"),
+        ("swapped", "its files are not those of its workers"),
+    ],
+)
+def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, message):
+    folder = tmp_path / "c"
+    save(folder, "two", parts)
+    manifest = json.loads((folder / "gossip.json").read_text())
+    part = folder / "workers" / "00001.001.safetensors"
+    if damage == "missing":
+        part.unlink()
+    elif damage == "altered":
+        content = part.read_bytes()
+        part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "another part":
+        part.write_bytes((folder / "workers" / "00001.000.safetensors").read_bytes())
+        manifest["files"][3] = manifest["files"][2] | {"name": manifest["files"][3]["name"]}
+    elif damage == "another mesh":
+        manifest["mesh"] = {"dp_shard": 4}
+    else:
+        manifest["files"][2:] = reversed(manifest["files"][2:])
+    (folder / "gossip.json").write_text(json.dumps(manifest))
+    for loading in ("two", "one process"):
+        for error in load(folder, loading, parts):
+            assert isinstance(error, CheckpointError)
+            assert re.search(message, str(error))
+    assert is_complete(folder) is (damage in ("altered", "another part"))
+
+
+def test_parts_that_are_no_boxes_load_on_the_same_mesh_only(tmp_path, parts):
+    mesh, placements = {"dp_shard": 2, "tp": 2}, {"long": [Shard(0), _StridedShard(0, split_factor=2)]}
+    own = cut_by(mesh, placements, {"long": torch.arange(8.0)})  # rank 0 has 0 and 2, rank 1 has 1 and 3
+    places = torch.Size(mesh.values()).numel()
+
+    def work(group: Together) -> Any:
+        save_checkpoint(tmp_path / "c", {"long": own[group.rank]["long"]}, group, step=5, mesh=mesh)
+        goal = targets_of({("long",): own[group.rank]["long"]}, group.rank, places)
+        return placed(load_checkpoint(tmp_path / "c", group, targets=goal))
+
+    for rank, state in enumerate(in_threads(places, work)):
+        assert torch.equal(local(state["long"]), local(own[rank]["long"]))
+    with pytest.raises(CheckpointError, match=r"parts of state\['long'\] overlap"):
+        load_worker(tmp_path / "c", 0)
+
+
+def test_an_unsharded_checkpoint_is_one_that_older_versions_read(tmp_path, parts):
+    save(tmp_path / "c", "one process", parts)
+    content = json.loads((tmp_path / "c" / "gossip.json").read_text())
+    assert set(content) == {"workers", "step", "facts", "files", "common", "common_file", "library", "format"}
+    assert content["format"] == 2
+    assert read_manifest(tmp_path / "c").shards == 1
