@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.serialization import CheckpointError
-from dsgdac_accel.checkpoint.shards import box_of
+from dsgdac_accel.checkpoint.shards import Box, box_of
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.shards import local_of
 from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
 MIN_BYTES = 1024
@@ -197,10 +197,11 @@ def put_common(
 
 
 def _with_part(digested: str, tensor: Tensor) -> str:
-    """Return a digest together with the part of a DTensor that it is of: parts of two tensors may be equal."""
-    if not is_sharded(tensor):
+    """Return a digest together with the part of the tensor that it is of: parts of two tensors may be equal."""
+    box = box_of(tensor)
+    if box == Box.whole(tuple(tensor.shape)):
         return digested
-    return f"{digested} of {list(tensor.shape)} at {list(box_of(tensor).offsets)}"
+    return f"{digested} of {list(tensor.shape)} at {list(box.offsets)}"
 
 
 def _layout(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def load_checkpoint(
     for rank, (_, other) in enumerate(seen):
         if other != seen[0][1]:
             raise CheckpointError(
-                f"all workers must load the same checkpoint; worker {rank} finds another one in {folder} than worker "
-                f"0. Give all of them one folder, on a file system that they share."
+                f"all workers must load the same checkpoint; worker {rank // targets.ranks} finds another one in "
+                f"{folder} than worker 0. Give all of them one folder, on a file system that they share."
             )
     assert manifest is not None
     if manifest.workers != workers:
@@ -85,9 +86,10 @@ def load_private(folder: Path | str, rank: int, targets: Targets = _WHOLE) -> An
         )
     files = manifest.files_of(rank)
     order = targets.order(manifest.shards)
-    return put_together(
-        [partial(read_state, Path(folder), files[shard]) for shard in order], targets, bool(manifest.mesh)
-    )
+    with _damage_named(folder, "a worker's files are not as this library writes them"):
+        return put_together(
+            [partial(read_state, Path(folder), files[shard]) for shard in order], targets, bool(manifest.mesh)
+        )
 
 
 def add_common(
@@ -103,19 +105,24 @@ def add_common(
             f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
             f"in another way cannot be compared with them. Launch as many ranks per worker as the saved run had."
         )
-    try:
-        order = targets.order(manifest.shards)
-        mine = own if alike else None
+    order = targets.order(manifest.shards)
+    mine = own if alike else None
+    with _damage_named(folder, "its common tensors are not those of its models"):
         readers = [partial(_common_of, manifest, Path(folder), shard, state["models"], mine) for shard in order]
         for index, model in put_together(readers, targets, sharded=bool(manifest.mesh))["models"].items():
             for part in PARTS:
                 state["models"][index][part].update(model[part])
+
+
+@contextmanager
+def _damage_named(folder: Path | str, what: str) -> Iterator[None]:
+    """Turn every error into a CheckpointError: a forged file can lead to any, and the other workers wait."""
+    try:
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a forged manifest can lead to any error
-        raise CheckpointError(
-            f"{folder} is damaged: its common tensors are not those of its models ({error!r}). {LOAD_ANOTHER}"
-        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{folder} is damaged: {what} ({error!r}). {LOAD_ANOTHER}") from error
 
 
 def _common_of(

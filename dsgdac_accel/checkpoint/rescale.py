@@ -35,6 +35,15 @@ def readers_per_worker(mesh: Mapping[str, int]) -> int:
     return math.prod(size for name, size in mesh.items() if name not in _SAME_BATCHES)
 
 
+def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the dimensions of a mesh that split a worker, with their sizes: those of size 1 do not.
+
+    >>> split_of({"dp_shard": 4, "tp": 1})
+    [('dp_shard', 4)]
+    """
+    return [(name, size) for name, size in mesh.items() if size > 1]
+
+
 def average_of_workers(
     folder: Path,
     launched: int,

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
 from dsgdac_accel.checkpoint.shards import Box, Dims, LocalShard, box_of, template
 from dsgdac_accel.shards import is_sharded
 
 Path = tuple[Any, ...]
 """The keys that lead to a value in a tree of state."""
+
+Saved = Tensor | LocalShard | Flattened
+"""A tensor in a file: whole, the part that one rank held, or made of several."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Targets:
         first = self.place * saved // self.ranks
         return [*range(first, saved), *range(first)]
 
-    def like(self, path: Path, saved: Tensor | LocalShard) -> Tensor | None:
+    def like(self, path: Path, saved: Saved) -> Tensor | None:
         """Return the DTensor whose part of the saved tensor is needed; None if all of it is, as a plain tensor."""
         for length in range(len(path), 0, -1):
             mine = self.own.get(path[:length])
@@ -84,7 +87,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
             needed = {
                 path: _Needed(path, saved, targets.like(path, saved)) for path, saved in _parts(tree, targets, sharded)
             }
-        for path, saved in _leaves(tree):
+        for path, saved in leaves(tree):
             if path in needed:
                 needed[path].add(saved)
         if all(part.is_complete for part in needed.values()):
@@ -97,7 +100,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
 
 def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, Any]]:
     """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
-    for path, saved in _leaves(tree):
+    for path, saved in leaves(tree):
         if is_sharded(saved):
             continue  # a common tensor that the model has already
         # A count of steps may have the shape of its parameter by chance.
@@ -109,7 +112,7 @@ def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, A
 class _Needed:
     """The part of a tensor that this rank needs, filled from one file after another."""
 
-    def __init__(self, path: Path, saved: Tensor | LocalShard, like: Tensor | None) -> None:
+    def __init__(self, path: Path, saved: Saved, like: Tensor | None) -> None:
         self.name = "state" + "".join(f"[{key!r}]" for key in path)
         self.like = like
         self.saved = saved
@@ -122,8 +125,9 @@ class _Needed:
     def is_complete(self) -> bool:
         return self.values is not None and self.filled == self.box.volume
 
-    def add(self, saved: Tensor | LocalShard) -> None:
-        shard = saved if isinstance(saved, LocalShard) else LocalShard(saved, tuple(saved.shape), (0,) * saved.ndim)
+    def add(self, saved: Saved) -> None:
+        shape = tuple(saved.shape)
+        shard = saved if isinstance(saved, LocalShard) else LocalShard(saved, shape, (0,) * len(shape))
         if shard.shape != tuple(self.saved.shape):
             raise CheckpointError(f"{self.name} has several shapes in the files of one worker. {LOAD_ANOTHER}")
         if shard.box in self.seen or self.is_complete:  # ranks may hold the same part
@@ -153,14 +157,14 @@ class _Needed:
         return LocalShard(self.values, tuple(self.like.shape), self.box.offsets, like=self.like)
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
-    """Yield the tensors of a tree with their paths."""
-    if isinstance(tree, Tensor | LocalShard):
+def leaves(tree: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
+    """Yield the tensors of a tree of state with their paths."""
+    if isinstance(tree, Tensor | LocalShard | Flattened):
         yield path, tree
     elif isinstance(tree, Mapping):
-        yield from itertools.chain.from_iterable(_leaves(value, (*path, key)) for key, value in tree.items())
+        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in tree.items())
     elif isinstance(tree, list | tuple):
-        yield from itertools.chain.from_iterable(_leaves(value, (*path, key)) for key, value in enumerate(tree))
+        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in enumerate(tree))
 
 
 def _replaced(tree: Any, path: Path, values: Mapping[Path, Any]) -> Any:

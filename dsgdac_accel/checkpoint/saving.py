@@ -24,8 +24,8 @@ from dsgdac_accel.checkpoint.manifest import (
     read_manifest,
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
-from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, targets_of
+from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes, split_of
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.shards import placed
 from dsgdac_accel.checkpoint.worker_state import (
@@ -142,18 +142,23 @@ class AcceleratorCheckpoints:
         return finished
 
     def _require_shards(self) -> None:
-        """Let the models hold their shards alone, which are what is saved and loaded.
+        """Let sharded models hold their shards alone, which are what is saved and loaded. Collective.
 
         Raises:
-            CheckpointError: FSDP2 has gradients that are not summed over the shards yet.
+            CheckpointError: on all processes, if FSDP2 has gradients that are not summed over the shards yet.
         """
         modules = gathering_modules(self.accelerator._models)
         reshard(modules)
-        if has_unreduced_gradients(modules):
-            raise CheckpointError(
-                "a model has gradients that set_requires_gradient_sync(False) keeps whole on every process, and that "
-                "no checkpoint holds. Save and load after an optimizer step."
-            )
+
+        def require_reduced() -> None:
+            if has_unreduced_gradients(modules):
+                raise CheckpointError(
+                    "a model has gradients that set_requires_gradient_sync(False) keeps whole on every process, and "
+                    "that no checkpoint holds. Save and load after an optimizer step."
+                )
+
+        if self.mesh:
+            self._on_all(require_reduced, "cannot save or load a checkpoint")
 
     def _weights_to_save(self, folder: Path) -> dict[int, Any]:
         """Return the state of each model by its index, without the models that a user's hook saved by itself."""
@@ -250,6 +255,9 @@ class AcceleratorCheckpoints:
         for number, optimizer in enumerate(accelerator._optimizers):
             parameters = as_parameter_list(optimizer.param_groups)
             own.update({("optimizers", number, "state", place): tensor for place, tensor in enumerate(parameters)})
+        if self.mesh:
+            registered = [mine.state_dict() for mine in accelerator._custom_objects]
+            own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
         return targets_of(own, self.group.row.rank, self.group.row.size)
 
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
@@ -257,13 +265,13 @@ class AcceleratorCheckpoints:
 
         It then belongs to a worker that is sharded in another way, or is the average of all saved workers.
         """
-        own, targets = tensors_by_place(self._models_by_index()), self._targets()
+        own, targets = tensors_by_place(self._models_by_index()), self._on_all(self._targets)
         try:
             state = load_checkpoint(folder, self.everyone, own, targets)
             manifest = read_manifest(folder)
             lost = manifest.facts.get("lost", [])
             if lost == self.group.lost:
-                moved = manifest.mesh != self.mesh
+                moved = split_of(manifest.mesh) != split_of(self.mesh)
                 if moved:
                     fit_to_processes(state, manifest, self.group.size, self.mesh)
                 return self._on_all(lambda: revived(state)), moved
@@ -382,10 +390,10 @@ class AcceleratorCheckpoints:
             own = isinstance(error, CheckpointError)
             problem = str(error) if own else f"{type(error).__name__}: {error}"
         problems = self.everyone.all_gather_object(problem, "agreeing on a checkpoint")
-        ranks = len(problems) // self.group.size
-        for rank, found in enumerate(problems):
+        members = self.everyone.members
+        for number, found in zip(members.original_ranks, problems, strict=True):
             if found is not None:
-                raise CheckpointError(f"worker {rank // ranks} {what}: {found}")
+                raise CheckpointError(f"{members.named([number])} {what}: {found}")
         return result
 
     # ---- folders, with Accelerate's automatic names

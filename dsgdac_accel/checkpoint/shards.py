@@ -32,6 +32,11 @@ class Box:
         """
         return torch.Size(self.sizes).numel()
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The first index behind this part, by dimension."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
     def overlap(self, other: Box) -> Box:
         """Return the part that is in both; without elements if there is none.
 
@@ -39,16 +44,13 @@ class Box:
         Box(offsets=(3,), sizes=(1,))
         """
         starts = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        ends = map(min, self.ends, other.ends)
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this part in a tensor that holds `outer`."""
         starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
-
-    def __iter__(self) -> Any:
-        return iter((self.offsets, self.sizes))
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
@@ -74,9 +76,9 @@ class LocalShard:
     """The DTensor whose mesh and placements `tensor` takes."""
 
     def __post_init__(self) -> None:
-        if not len(self.shape) == len(self.offsets) == len(self.values.shape):
-            raise ValueError(f"a shard at {self.offsets} does not fit into a tensor of shape {self.shape}")
-        if any(o < 0 or o + n > whole for o, n, whole in zip(self.offsets, self.box.sizes, self.shape, strict=True)):
+        ranks = {len(self.shape), len(self.offsets), len(self.values.shape)}
+        starts, ends = self.box.offsets, self.box.ends
+        if len(ranks) > 1 or min(starts, default=0) < 0 or any(e > n for e, n in zip(ends, self.shape, strict=True)):
             raise ValueError(f"a shard at {self.offsets} does not fit into a tensor of shape {self.shape}")
 
     @property

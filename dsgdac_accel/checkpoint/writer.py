@@ -253,7 +253,7 @@ class PendingCheckpoint:
         return self.folder / WORKERS / f"{name}{shard}{self.suffix}{suffix}"
 
     def _who(self, rank: int) -> str:
-        return f"rank {rank % self.shards} of worker {rank // self.shards}" if self.mesh else f"worker {rank}"
+        return self.group.members.named([self.numbers[rank]])
 
     # ---- the part of every worker
 

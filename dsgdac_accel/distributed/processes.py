@@ -37,13 +37,29 @@ def by_worker(group: WorkerGroup) -> Processes:
     return group if group.row.mesh is None else _ByWorker(group)
 
 
+def members_by_worker(rank: int, workers: int, ranks: int) -> Members:
+    """Return all processes as members, which messages call by their worker and their place in it.
+
+    Args:
+        rank: number of this process.
+        workers: number of workers.
+        ranks: number of processes of each worker.
+
+    >>> members_by_worker(5, workers=3, ranks=2).me
+    'rank 1 of worker 2'
+    """
+    names = [f"{place} of worker {worker}" for worker in range(workers) for place in range(ranks)]
+    return Members(rank, len(names), "rank", names)
+
+
 class _ByWorker:
     def __init__(self, column: WorkerGroup) -> None:
-        assert column.row.mesh is not None
+        row = column.row
+        assert row.mesh is not None
         self.everyone = column.everyone
-        self.order = list(chain.from_iterable(column.row.mesh.rows))
+        self.order = list(chain.from_iterable(row.mesh.rows))
         """The launched rank of each process."""
-        self.members = Members(column.rank * column.row.size + column.row.rank, len(self.order))
+        self.members = members_by_worker(column.rank * row.size + row.rank, column.size, row.size)
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-ELSEWHERE = {"sgd": [(2, 3), (2, 0), (1, 2)], "adam": [(2, 1), (3, 2)]}
+ELSEWHERE = {"sgd": [(2, 3), (2, 0), (1, 4)], "adam": [(2, 1), (3, 2)]}
 """Workers, and shards of each, that load what two workers of two shards saved."""
 
 
@@ -74,7 +74,14 @@ class Training:
     """A user's script on a mesh of workers and shards; shards = 0 means without a mesh."""
 
     def __init__(
-        self, workers: int, shards: int, optimizer: str, width: int = 7, accumulation: int = 1, **gossip: Any
+        self,
+        workers: int,
+        shards: int,
+        optimizer: str,
+        width: int = 7,
+        accumulation: int = 1,
+        project: ProjectConfiguration | None = None,
+        **gossip: Any,
     ) -> None:
         set_seed(0)
         mesh = None
@@ -82,7 +89,12 @@ class Training:
             mesh = init_device_mesh("cpu", (workers, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
         config = GossipConfig(power=1, total_steps=40, log_every=2, timeout=120, **gossip)
         self.accelerator = GossipAccelerator(
-            cpu=True, device_mesh=mesh, gossip=config, scheduler_ticks="once", gradient_accumulation_steps=accumulation
+            cpu=True,
+            device_mesh=mesh,
+            gossip=config,
+            project_config=project,
+            scheduler_ticks="once",
+            gradient_accumulation_steps=accumulation,
         )
         model = Net(width)
         if mesh is not None:
@@ -213,13 +225,13 @@ def refuse(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def save_unsharded(rank: int, folder: Path) -> dict[str, Any]:
-    training = Training(2, 0, "adam")
+def save_whole(rank: int, folder: Path, shards: int) -> dict[str, Any]:
+    training = Training(2, shards, "adam")
     training.run({SAVED_AT: folder / "c"}, until=SAVED_AT)
     return training.saved
 
 
-def load_unsharded(rank: int, folder: Path, workers: int) -> tuple[int, dict[str, Tensor]]:
+def load_whole(rank: int, folder: Path, workers: int) -> tuple[int, dict[str, Tensor]]:
     training = Training(workers, 2, "adam")
     training.accelerator.load_state(folder / "c", on_other_worker_count="deployed")
     return training.worker, training.whole()
@@ -242,6 +254,22 @@ def resume_in_window(rank: int, folder: Path, comm_dtype: str) -> list[Any]:
         ends.append(training.local())
         training.accelerator.free_memory()
     return ends
+
+
+def rotate(rank: int, folder: Path) -> tuple[list[str], bool]:
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    training = Training(2, 2, "sgd", project=project)
+    for _ in range(3):
+        training.accelerator.save_state(wait=False)
+    training.accelerator.finish_saving()
+    training.accelerator.wait_for_everyone()
+    names = sorted(saved.name for saved in (folder / "checkpoints").iterdir() if is_complete(saved))
+    before = training.local()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            local_of(parameter).zero_()
+    training.accelerator.load_state()  # the newest
+    return names, all(torch.equal(value, before[name]) for name, value in training.local().items())
 
 
 # ---- tests
@@ -288,10 +316,11 @@ def test_sharded_workers_resume_and_load_elsewhere(tmp_path, optimizer):
         assert len(streams) == len(loaded)
 
 
-def test_sharded_workers_load_unsharded_ones(tmp_path):
-    saved = dict(enumerate(run_workers(save_unsharded, 2, tmp_path)))
+@pytest.mark.parametrize("shards", [0, 1])
+def test_sharded_workers_load_those_of_one_process(tmp_path, shards):
+    saved = dict(enumerate(run_workers(save_whole, 2, tmp_path, shards)))
     for workers in (2, 1):
-        for worker, loaded in run_workers(load_unsharded, 2 * workers, tmp_path, workers):
+        for worker, loaded in run_workers(load_whole, 2 * workers, tmp_path, workers):
             assert loaded.keys() == saved[0].keys()
             for name, value in loaded.items():
                 assert torch.equal(value, saved[worker][name] if workers == 2 else mean_of(saved, name)), name
@@ -302,6 +331,10 @@ def test_an_accumulation_window_and_the_references_of_messages_are_resumed(tmp_p
     for whole, resumed in run_workers(resume_in_window, 4, tmp_path, comm_dtype):
         for name, value in whole.items():
             assert torch.equal(resumed[name], value), name
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    assert run_workers(rotate, 4, tmp_path) == [(["checkpoint_1", "checkpoint_2"], True)] * 4
 
 
 def mean_of(saved: dict[int, dict[str, Tensor]], name: str) -> Tensor:

@@ -18,31 +18,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
+from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint import (
     CheckpointError,
+    CheckpointWriter,
     is_complete,
     load_checkpoint,
     load_worker,
+    prune_checkpoints,
     read_manifest,
     save_checkpoint,
+    shards,
+    writer,
 )
 from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.manifest import Manifest
+from dsgdac_accel.checkpoint.reader import load_private
+from dsgdac_accel.checkpoint.rescale import fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, targets_of
+from dsgdac_accel.checkpoint.serialization import SavedFile, revived
 from dsgdac_accel.checkpoint.shards import placed
-from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
+from dsgdac_accel.shards import is_sharded, local_of, whole_of
 
 WORKERS = 2
 SHAPES = {"weight": (7, 5), "bias": (7,), "thin": (1, 3), "norm": (5,)}
 """Uneven parts, and ranks that hold nothing."""
 MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any]]]] = {
     "one process": ({}, {}),
+    "one": ({"dp_shard": 1}, {}),
     "two": ({"dp_shard": 2}, {}),
     "three": ({"dp_shard": 3}, {}),
     "columns": ({"dp_shard": 2}, {"weight": [Shard(1)], "thin": [Shard(1)]}),
@@ -61,7 +74,7 @@ class Together:
     """One of several threads, in place of a group of processes."""
 
     def __init__(self, rank: int, size: int, values: list[Any], barrier: threading.Barrier) -> None:
-        self.members = Members(rank, size)
+        self.members = members_by_worker(rank, WORKERS, size // WORKERS)
         self.row = Row()
         self.rank, self.size = rank, size
         self.values, self.barrier = values, barrier
@@ -152,18 +165,23 @@ def state_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
         "optimizers": [
             {
                 "state": {
-                    number: {"step": torch.tensor(3.0), "exp_avg": 2 * tensor}
+                    number: {
+                        "step": torch.tensor(3.0),
+                        "exp_avg": 2 * tensor,
+                        "plain": torch.full(tuple(tensor.shape), 4.0),  # in a sharded run whole on every rank
+                    }
                     for number, tensor in enumerate(own.values())
                 }
             }
         ],
-        "registered": [{"ema": own["weight"] + 1}],
+        "registered": [{"ema": own["weight"] + 1, "best": own["thin"] - 1}],
     }
 
 
 def targets(own: Mapping[str, Tensor], place: int, ranks: int) -> Targets:
     by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
     by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
+    by_path[("registered", 0, "best")] = own["thin"]
     return targets_of(by_path, place, ranks)
 
 
@@ -219,6 +237,10 @@ def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
                 found = state["optimizers"][0]["state"][number]
                 assert found["step"] == 3
                 assert torch.equal(local(found["exp_avg"]), local(values["exp_avg"]))
+                assert is_sharded(found["plain"]) is (saved == "one process" != mesh)
+            best = state["registered"][0]["best"]
+            assert placements_of(best) == placements_of(own["thin"])
+            assert torch.equal(local(best), local(own["thin"]) - 1)
             kept = state["registered"][0]["ema"]
             if mesh == saved:
                 assert placements_of(kept) == placements_of(own["weight"])
@@ -228,6 +250,37 @@ def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
         for name, tensor in whole(worker).items():
             assert torch.equal(state["models"][0]["parameters"][name], tensor)
         assert torch.equal(state["registered"][0]["ema"], whole(worker)["weight"] + 1)
+
+
+def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
+    def quantized(values: Tensor) -> Tensor:
+        return TwoTensor(values.to(torch.int8), values.sum(0, keepdim=True).to(torch.int8).expand_as(values).clone())
+
+    with rank_of({"dp_shard": 2}, 0) as mesh:
+        parameter = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        blocks = quantized(torch.arange(6.0).view(2, 3))
+        sharded = DTensor.from_local(blocks, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+    for name, moment, mesh_of in (("whole", quantized(torch.ones(4, 3)), {}), ("c", sharded, {"dp_shard": 2})):
+        ranks = max(1, 2 * len(mesh_of))
+
+        def save(group: Together, name=name, moment=moment, mesh_of=mesh_of) -> None:
+            state = {"optimizers": [{"state": {0: {"exp_avg": moment}}}]}
+            save_checkpoint(tmp_path / name, state, group, step=5, mesh=mesh_of)
+
+        assert in_threads(WORKERS * ranks, save) == [None] * WORKERS * ranks
+
+    target = ("optimizers", 0, "state", 0)
+
+    def resume(group: Together) -> Any:
+        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, 2))
+
+    for state in in_threads(WORKERS * 2, resume):
+        found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
+        assert torch.equal(found.a, blocks.a)
+        assert torch.equal(found.b, blocks.b)
+    for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
+        with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
+            load_private(tmp_path / name, 0, targets_of({target: own}, 0, 1 + is_sharded(own)))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
@@ -336,6 +389,82 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
     assert is_complete(folder) is (damage in ("altered", "another part"))
 
 
+def test_a_forged_placement_is_a_clear_error(tmp_path, parts, monkeypatch):
+    monkeypatch.setattr(shards, "_described", lambda placement: "everywhere 0")
+    save(tmp_path / "c", "two", parts)
+    for error in load(tmp_path / "c", "two", parts):
+        assert re.search(r"is damaged: .* not as this library writes them .*everywhere", str(error))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_rank_that_cannot_write_is_the_same_error_on_all_ranks(tmp_path, parts, monkeypatch, wait):
+    folder, really = tmp_path / "c", writer.write_whole
+    save(folder, "two", parts)
+
+    def full_disk(path: Path, content: Any) -> Any:
+        if path.name.startswith("00001.001-1"):
+            raise OSError(28, "No space left on device")
+        return really(path, content)
+
+    def work(group: Together) -> None:
+        state = state_of(parts["two"][group.rank // 2][group.rank % 2])
+        for name in ("c", "new"):
+            if wait:
+                save_checkpoint(tmp_path / name, state, group, step=6, mesh={"dp_shard": 2})
+            else:
+                writing = CheckpointWriter(group, {"dp_shard": 2})
+                writing.save(tmp_path / name, state, step=6)
+                assert writing.finish() == tmp_path / name
+
+    monkeypatch.setattr(writer, "write_whole", full_disk)
+    errors = in_threads(4, work)
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert re.search(
+        r"Rank 1 of worker 1: .*00001\.001-1\.safetensors: No space left on device\. Free space", str(errors[0])
+    )
+    assert read_manifest(folder).step == 5
+    assert is_complete(folder)
+    assert len(list((folder / "workers").iterdir())) == 4
+    monkeypatch.undo()
+    assert in_threads(4, work) == [None] * 4
+    assert read_manifest(folder).step == read_manifest(tmp_path / "new").step == 6
+    assert len(list((folder / "workers").iterdir())) == 4, "the files of step 5 are deleted"
+
+
+def test_old_checkpoints_and_what_interrupted_saves_left_are_deleted(tmp_path, parts):
+    begun = tmp_path / "step-1" / "workers"
+    begun.mkdir(parents=True)
+    for name in ("00000.001.safetensors.partial", "00001.000-2.safetensors", "common.001.safetensors"):
+        (begun / name).touch()
+    for step in (2, 3, 4):
+        save(tmp_path / f"step-{step}", "two", parts)
+    manifest = json.loads((tmp_path / "step-2" / "gossip.json").read_text())
+    assert [file["name"] for file in manifest["files"]] == [
+        f"workers/{worker:05d}.{place:03d}.safetensors" for worker in range(2) for place in range(2)
+    ]
+    prune_checkpoints(tmp_path, keep=2)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "launched", "mesh", "taken"),
+    [
+        ({"dp_shard": 2}, 2, {}, 12),
+        ({}, 2, {"dp_shard": 3}, 2),
+        ({"dp_shard": 2, "tp": 4}, 2, {"dp_shard": 2}, 6),  # the ranks of tp read the same batches
+        ({"dp_shard": 4}, 1, {"dp_shard": 4}, 12),
+    ],
+)
+def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, mesh, taken):
+    ranks = torch.Size(saved.values()).numel()
+    manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * ranks, mesh=saved)
+    position = {"running": {"taken": 6, "fetched_at": 3}, "global_batches": False}
+    state = {"gossip": [{"mixer": {"step": 5, "references": [], "references_of": []}}], "loaders": [None, position]}
+    fit_to_processes(state, manifest, launched, mesh)
+    assert position["running"] == {"taken": taken, "fetched_at": None}
+    assert state["gossip"] == [{"mixer": {"step": 5}}]
+
+
 def test_parts_that_are_no_boxes_load_on_the_same_mesh_only(tmp_path, parts):
     mesh, placements = {"dp_shard": 2, "tp": 2}, {"long": [Shard(0), _StridedShard(0, split_factor=2)]}
     own = cut_by(mesh, placements, {"long": torch.arange(8.0)})  # rank 0 has 0 and 2, rank 1 has 1 and 3
@@ -358,3 +487,81 @@ def test_an_unsharded_checkpoint_is_one_that_older_versions_read(tmp_path, parts
     assert set(content) == {"workers", "step", "facts", "files", "common", "common_file", "library", "format"}
     assert content["format"] == 2
     assert read_manifest(tmp_path / "c").shards == 1
+
+
+# ---- through an accelerator
+
+
+class Average:
+    """A user's moving average of the parameters, registered for checkpoints."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for mine, parameter in zip(self.values, model.parameters(), strict=True):
+            mine.lerp_(parameter.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, saved in zip(self.values, state["values"], strict=True):
+            mine.copy_(saved)
+
+
+class Training:
+    """A worker of one process, sharded over itself or not."""
+
+    def __init__(self, sharded: bool) -> None:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard")) if sharded else None
+        self.accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+        if mesh is not None:
+            fully_shard(model, mesh=mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.average = Average(model)
+        self.accelerator.register_for_checkpointing(self.average)
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(3, 5, generator=torch.Generator().manual_seed(step))
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).square().mean())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.average.update(self.model)
+
+    def end(self) -> list[Tensor]:
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        values = [*self.model.parameters(), *momenta, *gradients, *self.average.values]
+        return [*(whole_of(value.detach()).clone() for value in values), torch.get_rng_state()]
+
+
+@pytest.mark.filterwarnings("ignore:.*barrier.*")
+def test_an_accelerator_resumes_a_sharded_run_and_one_of_another_kind(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for saving in (True, False):
+            training = Training(saving)
+            training.run(0, 3)  # the gradient of the second step is half there
+            training.accelerator.save_state(tmp_path / str(saving), wait=False)
+            saved = training.end()
+            training.run(3, 5)
+            training.accelerator.finish_saving()
+            expected = training.end()
+            training.accelerator.free_memory()
+            for loading in (True, False):
+                resumed = Training(loading)
+                resumed.accelerator.load_state(tmp_path / str(saving))
+                assert len(resumed.end()) == len(saved) == 4 * 4 + 1
+                assert all(map(torch.equal, resumed.end(), saved))
+                resumed.run(3, 5)
+                assert all(map(torch.equal, resumed.end(), expected))
+                resumed.accelerator.free_memory()
+    finally:
+        dist.destroy_process_group()
