@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.local_shards import Box, box_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError
-from dsgdac_accel.checkpoint.shards import Box, box_of
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.shards import local_of

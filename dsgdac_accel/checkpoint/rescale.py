@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.local_shards import LocalShard
 from dsgdac_accel.checkpoint.manifest import Manifest, read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.resharding import Targets
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
-from dsgdac_accel.checkpoint.shards import LocalShard
 
 logger = logging.getLogger(__name__)
 

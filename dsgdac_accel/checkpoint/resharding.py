@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, box_of, template
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
-from dsgdac_accel.checkpoint.shards import Box, Dims, LocalShard, box_of, template
 from dsgdac_accel.shards import is_sharded
 
 Path = tuple[Any, ...]

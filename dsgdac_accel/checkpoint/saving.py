@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.common import PARTS, Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
     MANIFEST,
     WorkerCountError,
@@ -27,7 +28,6 @@ from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes, split_of
 from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
-from dsgdac_accel.checkpoint.shards import placed
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
     load_gradients,

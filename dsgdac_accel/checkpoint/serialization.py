@@ -25,7 +25,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dsgdac_accel.checkpoint.shards import LocalShard, local_shard
+from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard
 from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
 

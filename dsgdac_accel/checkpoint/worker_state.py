@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsgdac_accel.checkpoint.local_shards import LocalShard
 from dsgdac_accel.checkpoint.serialization import CheckpointError
-from dsgdac_accel.checkpoint.shards import LocalShard
 from dsgdac_accel.core.parameter_guard import as_parameter_list
 from dsgdac_accel.shards import local_of
 from dsgdac_accel.tensor_bytes import as_bytes, is_plain, narrowed

@@ -33,19 +33,19 @@ from dsgdac_accel.checkpoint import (
     is_complete,
     load_checkpoint,
     load_worker,
+    local_shards,
     prune_checkpoints,
     read_manifest,
     save_checkpoint,
-    shards,
     writer,
 )
 from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, targets_of
 from dsgdac_accel.checkpoint.serialization import SavedFile, revived
-from dsgdac_accel.checkpoint.shards import placed
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.shards import is_sharded, local_of, whole_of
@@ -390,7 +390,7 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
 
 
 def test_a_forged_placement_is_a_clear_error(tmp_path, parts, monkeypatch):
-    monkeypatch.setattr(shards, "_described", lambda placement: "everywhere 0")
+    monkeypatch.setattr(local_shards, "_described", lambda placement: "everywhere 0")
     save(tmp_path / "c", "two", parts)
     for error in load(tmp_path / "c", "two", parts):
         assert re.search(r"is damaged: .* not as this library writes them .*everywhere", str(error))
