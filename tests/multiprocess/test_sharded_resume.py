@@ -42,7 +42,7 @@ class Rows(Dataset):
 
 
 class Net(nn.Module):
-    """Uneven shards, a shard without elements, a tied and a frozen weight, dropout, and a buffer that changes."""
+    """Uneven shards, a shard without elements, a frozen weight, dropout, and a buffer that changes."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
