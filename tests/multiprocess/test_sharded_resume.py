@@ -194,8 +194,8 @@ def load_elsewhere(rank: int, folder: Path, optimizer: str, workers: int, shards
     found["worker"], found["loaded"] = training.worker, training.whole()
     found["position"] = training.accelerator.data_position(training.loader)
     found["step"], found["lr"] = training.accelerator.gossip_steps[0].mixer.step, training.scheduler.get_last_lr()
-    training.run(until=SAVED_AT + 2)
     found["random"] = torch.get_rng_state()
+    training.run(until=SAVED_AT + 2)
     found["finite"] = all(value.isfinite().all() for value in training.whole().values())
     return found
 

@@ -45,7 +45,7 @@ from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, targets_of
-from dsgdac_accel.checkpoint.serialization import SavedFile, revived
+from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.shards import is_sharded, local_of, whole_of
@@ -293,6 +293,15 @@ def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkey
         ["gossip.json", *(f"{worker:05d}.{place:03d}.safetensors" for worker in range(WORKERS) for place in range(4))]
     )
     assert len([name for name in read if name != "gossip.json"]) == WORKERS * 4
+
+
+def test_what_the_background_writes_is_a_copy_of_the_shards():
+    own = cut("two", whole(0))[1]
+    saved = {name: local_of(tensor).clone() for name, tensor in own.items()}
+    encoded = encode(own, copy=True)
+    for tensor in own.values():
+        local_of(tensor).zero_()
+    assert all(torch.equal(part.values, saved[name]) for name, part in decode(encoded).items())
 
 
 # ---- tensors that are equal on all workers
