@@ -14,16 +14,15 @@ from torch import Tensor
 
 from dsgdac_accel.devices import accelerator_streams
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.processes import Processes
 
 
-def shared_seed(group: Processes) -> int:
+def shared_seed(group: WorkerGroup) -> int:
     """Return worker 0's torch seed, the same on all workers. Collective."""
     return group.all_gather_object(torch.initial_seed(), "agreeing on a seed")[0]
 
 
-def seed_workers_differently(group: Processes, *salt: int) -> None:
-    """Seed torch, NumPy and Python differently in every process, from that of worker 0 and `salt`. Collective.
+def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:
+    """Seed torch, NumPy and Python differently on every worker, from worker 0's seed and `salt`. Collective.
 
     A run that is repeated with the same seed gets the same streams. Samplers are not affected: they keep the order that
     all workers share (see `data.loaders`).

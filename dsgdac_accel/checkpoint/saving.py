@@ -239,7 +239,7 @@ class AcceleratorCheckpoints:
         self._on_all(lambda: self._require_same_setup(state, models))
         self._on_all(lambda: self._load_training_state(state, models, moved))
         if moved:
-            seed_workers_differently(self.everyone, read_manifest(folder).step)
+            seed_workers_differently(self.group.everyone, read_manifest(folder).step)
         self._continue_numbering()
 
     def _targets(self) -> Targets:
