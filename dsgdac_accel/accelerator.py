@@ -31,7 +31,6 @@ from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.checks import check_choice, check_flag
 from dsgdac_accel.compatibility import (
     known_loss,
-    refuse_sharded_checkpoints,
     refuse_sharding_arguments,
     refuse_unsupported_launch,
     refuse_unsupported_model,
@@ -660,7 +659,6 @@ class GossipAccelerator(Accelerator):
             CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
             RuntimeError: called inside `deployed_model`.
         """
-        refuse_sharded_checkpoints(self.group)
         with self.pass_average.hidden():
             return self.checkpoints.save(output_dir, wait=wait, facts=facts)
 
@@ -686,7 +684,8 @@ class GossipAccelerator(Accelerator):
         """Load each worker's own state from `save_state` into the same prepared objects. Collective.
 
         Training then continues bit by bit as if it had not stopped. Take the rest of the interrupted pass from
-        `resumed_batches`.
+        `resumed_batches`. If the workers have another number of shards than the saved ones, each gets its own values,
+        and random streams are seeded anew.
 
         Args:
             input_dir: the checkpoint. Leave it out with automatic naming to load the newest complete one.
@@ -701,7 +700,6 @@ class GossipAccelerator(Accelerator):
             CheckpointError: no complete checkpoint, a damaged file, or a checkpoint of another model or setup.
             RuntimeError: called inside `deployed_model`.
         """
-        refuse_sharded_checkpoints(self.group)
         self.pass_average.drop()
         self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         for step in self.training.steps:

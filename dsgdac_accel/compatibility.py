@@ -107,14 +107,6 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
     return config
 
 
-def refuse_sharded_checkpoints(group: WorkerGroup) -> None:
-    """Raise NotImplementedError if the workers' models are sharded."""
-    if group.row.mesh is not None:
-        raise NotImplementedError(
-            "save_state and load_state do not support device_mesh yet. Save the average with save_model(model, folder)."
-        )
-
-
 def warn_of_single_worker() -> None:
     """Log a warning that nothing gossips, since Accelerate starts one process unless it is told otherwise."""
     logger.warning(

@@ -58,6 +58,29 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
+    """Return whether FSDP2 holds gradients that are not summed over the shards yet.
+
+    They are on no parameter of the model; `set_requires_gradient_sync(False)` keeps them until a later backward pass.
+    """
+    states = [module._get_fsdp_state() for module in modules]
+    groups = [group for state in states for group in _parameter_groups(state)]
+    return any(
+        gradient is not None
+        for group in groups
+        for parameter in group.fsdp_params
+        for gradient in (
+            getattr(parameter, "unsharded_accumulated_grad", None),
+            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+        )
+    )
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
+    return [group for group in (several or [state._fsdp_param_group]) if group is not None]
+
+
 def whole_of(tensor: Tensor) -> Tensor:
     """Return a tensor with all its shards. Collective over the mesh of a DTensor."""
     whole: Any = tensor

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.local_shards import Box, box_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.shards import local_of
 from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
 MIN_BYTES = 1024
@@ -39,9 +41,11 @@ class CommonTensor:
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    """As of `tensor_bytes.digest`."""
+    """As of `tensor_bytes.digest`; of a DTensor, with the part of it that was digested."""
     stored: bool
     """Whether the checkpoint holds it, under its digest. Otherwise the model to load into must have it already."""
+    shard: int = 0
+    """The rank of each worker that has it: every rank has its own part of a DTensor."""
 
     @property
     def place(self) -> Place:
@@ -74,18 +78,22 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
     are updated.
     """
     begun = {}
-    for place, tensor in tensors_by_place(models).items():
+    tensors = tensors_by_place(models)
+    for place, tensor in tensors.items():
         large = tensor.numel() * tensor.element_size() >= MIN_BYTES
-        if not tensor.requires_grad and (large or not is_plain(tensor)):
+        if not tensor.requires_grad and (large or not is_plain(local_of(tensor))):
             try:
-                begun[place] = begin_digest(tensor)
+                begun[place] = begin_digest(local_of(tensor))
             except ValueError as error:
                 raise ValueError(f"{place.name}: {error}") from error
-    return dict(zip(begun, finish_digests(list(begun.values())), strict=True))
+    found = dict(zip(begun, finish_digests(list(begun.values())), strict=True))
+    return {place: _with_part(digested, tensors[place]) for place, digested in found.items()}
 
 
 def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[Place, str]) -> Common:
     """Take the tensors that are equal on all workers out of the states of models. Collective.
+
+    Of workers that are several processes, every column compares its own shards, and a tensor is taken if all are equal.
 
     Args:
         models: the states by the models' index. Changed in place.
@@ -99,14 +107,31 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
     mine, problem = {}, None
     tensors = tensors_by_place(models)
     try:
-        mine = {place: (found, is_plain(tensors[place])) for place, found in untrained_digests(models).items()}
+        mine = {
+            place: (found, is_plain(local_of(tensors[place]))) for place, found in untrained_digests(models).items()
+        }
     except Exception as error:  # the other workers wait below
         problem = str(error)
-    everyone = group.all_gather_object((mine, problem), "comparing the frozen tensors for a checkpoint")
+    what = "comparing the frozen tensors for a checkpoint"
+    everyone = group.all_gather_object((mine, problem), what)
+    first, equal, problem = everyone[0][0], set(), None
     for worker, (_, found) in zip(group.members.original_ranks, everyone, strict=True):
-        if found is not None:
-            raise CheckpointError(f"worker {worker} cannot be saved: {found}")
-    first = everyone[0][0]
+        if found is not None and problem is None:
+            problem = f"worker {worker} cannot be saved: {found}"
+    for place, (found, plain) in first.items():
+        if all(others.get(place) == (found, plain) for others, _ in everyone):
+            equal.add(place)
+        elif not plain and problem is None:
+            problem = (
+                f"{place.name} is quantized and differs between the workers, and its quantization state cannot be "
+                f"saved. Load the same base with the same quantization on all workers."
+            )
+    if group.row.ranks is not None:
+        columns = group.row.ranks.all_gather_object((equal, problem), what)
+        equal = set.intersection(*(others for others, _ in columns))
+        problem = next((found for _, found in columns if found is not None), None)
+    if problem is not None:
+        raise CheckpointError(problem)
 
     def unchanged(place: Place) -> bool:
         return place in first and elsewhere.get(place) == first[place][0]
@@ -114,13 +139,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
     listed = []
     stored: dict[str, Tensor] = {}
     for place, (found, plain) in first.items():
-        equal = all(others.get(place) == (found, plain) for others, _ in everyone)
-        if not (equal or plain):
-            raise CheckpointError(
-                f"{place.name} is quantized and differs between the workers, and its quantization state cannot be "
-                f"saved. Load the same base with the same quantization on all workers."
-            )
-        if not equal:
+        if place not in equal:
             continue
         tensor = models[place.model][place.part].pop(place.name)
         # Whoever loads a model loads its first replica, of which the others become copies.
@@ -155,7 +174,7 @@ def put_common(
     for common in listed:
         mine = None if own is None else own.get(common.place)
         alike = mine is not None and _layout(mine) == (common.dtype, common.shape)
-        if mine is not None and alike and digest(mine) == common.digest:
+        if mine is not None and alike and _with_part(digest(local_of(mine)), mine) == common.digest:
             value = mine
         elif common.stored:
             stored = read() if stored is None else stored
@@ -175,6 +194,14 @@ def put_common(
             f"them: it leaves frozen weights to the base model and the Trainer's own file. Build the model from the "
             f"same base (files, revision, dtype, quantization)."
         )
+
+
+def _with_part(digested: str, tensor: Tensor) -> str:
+    """Return a digest together with the part of the tensor that it is of: parts of two tensors may be equal."""
+    box = box_of(tensor)
+    if box == Box.whole(tuple(tensor.shape)):
+        return digested
+    return f"{digested} of {list(tensor.shape)} at {list(box.offsets)}"
 
 
 def _layout(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

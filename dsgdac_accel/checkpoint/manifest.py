@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,19 @@ from dsgdac_accel.version import __version__
 
 logger = logging.getLogger(__name__)
 
+SHARDED_FORMAT = 3
+"""Version of the manifest of workers that consist of several ranks, with a file for each of them."""
+
 MANIFEST = "gossip.json"
 WORKERS = "workers"
 RECEIPT = ".receipt"
 """Suffix of the file that reports a worker's file as written; it exists only while a checkpoint is being saved."""
 
 # Names are matched as a whole, so that a manifest from elsewhere cannot point outside its folder.
-WORKER_FILE = re.compile(r"workers/(\d{5,})(?:-(?P<generation>\d+))?\.safetensors")
-COMMON_FILE = re.compile(r"workers/common(?:-(?P<generation>\d+))?\.safetensors")
-OURS = re.compile(rf"(\d{{5,}}|common)(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
+_SHARD = r"(?:\.(?P<shard>\d{3,}))?"
+WORKER_FILE = re.compile(rf"workers/(?P<worker>\d{{5,}}){_SHARD}(?:-(?P<generation>\d+))?\.safetensors")
+COMMON_FILE = re.compile(rf"workers/common{_SHARD}(?:-(?P<generation>\d+))?\.safetensors")
+OURS = re.compile(rf"(\d{{5,}}|common)(\.\d{{3,}})?(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
 """Names of the files that saving writes into the folder of the workers."""
 
 
@@ -62,13 +67,38 @@ class Manifest:
     facts: dict[str, Any]
     """Plain values from the caller: topology, configuration, ..."""
     files: tuple[SavedFile, ...]
-    """State of worker 0, 1, ..."""
+    """State of worker 0, 1, ...; of a worker that is sharded, that of its ranks one after another."""
     common: tuple[CommonTensor, ...] = ()
     """Tensors that were equal on all workers, which are not in `files`."""
-    common_file: SavedFile | None = None
-    """The common tensors that are stored, by digest."""
+    common_files: tuple[SavedFile, ...] = ()
+    """The common tensors that are stored, by digest: one file, or one for each rank of a worker that has some."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Sizes of the dimensions of the device mesh inside a worker, by name. Empty if a worker is one process."""
     library: str = __version__
-    format: int = FORMAT
+
+    @property
+    def shards(self) -> int:
+        """Ranks of each worker."""
+        return math.prod(self.mesh.values())
+
+    def files_of(self, worker: int) -> tuple[SavedFile, ...]:
+        """Return the files of a worker, one for each of its ranks."""
+        return self.files[worker * self.shards : (worker + 1) * self.shards]
+
+    def common_file_of(self, shard: int) -> SavedFile | None:
+        """Return the file of the common tensors that the ranks at one place of all workers share."""
+        return next((file for file in self.common_files if _shard_of(COMMON_FILE, file) == shard), None)
+
+    def content(self) -> dict[str, Any]:
+        """Return what the manifest's file holds. Without shards it is what older versions read, too."""
+        content = asdict(self)
+        if self.mesh:
+            return content | {"format": SHARDED_FORMAT}
+        del content["mesh"]
+        for tensor in content["common"]:
+            del tensor["shard"]
+        files = content.pop("common_files")
+        return content | {"common_file": files[0] if files else None, "format": FORMAT}
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -89,36 +119,50 @@ def read_manifest(folder: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found not in READABLE_FORMATS:
+    if found not in (*READABLE_FORMATS, SHARDED_FORMAT):
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
         raise CheckpointError(
-            f"{path} has format {found}{wrote}; this is {__version__}, which reads format {FORMAT}. Load it with the "
-            f"version that wrote it."
+            f"{path} has format {found}{wrote}; this is {__version__}, which reads formats up to "
+            f"{SHARDED_FORMAT}. Load it with the version that wrote it."
         )
     try:
         manifest = _parsed(content)
-        names = [WORKER_FILE.fullmatch(file.name) for file in manifest.files]
-        ranks = [int(name[1]) for name in names if name]
-        if type(manifest.workers) is not int or manifest.workers != len(names) or ranks != list(range(len(names))):
-            raise ValueError("its files are not those of its workers")
-        if not names or type(manifest.step) is not int or not isinstance(manifest.facts, dict):
-            raise ValueError("workers, step and facts are not as this library writes them")
-        shared = manifest.common_file
-        if (shared is None) == any(tensor.stored for tensor in manifest.common) or (
-            shared is not None and not COMMON_FILE.fullmatch(shared.name)
-        ):
-            raise ValueError("its common file is not that of its common tensors")
+        _check(manifest)
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     return manifest
 
 
+def _check(manifest: Manifest) -> None:
+    mesh = manifest.mesh
+    if not isinstance(mesh, dict) or any(type(size) is not int or size < 1 for size in mesh.values()):
+        raise ValueError("its mesh has no sizes")
+    if type(manifest.workers) is not int or not 0 < manifest.workers * manifest.shards == len(manifest.files):
+        raise ValueError("its files are not those of its workers")
+    names = [WORKER_FILE.fullmatch(file.name) for file in manifest.files]
+    places = itertools.product(range(manifest.workers), range(manifest.shards))
+    found = [(int(name["worker"]), int(name["shard"] or 0)) for name in names if name]
+    if found != list(places):
+        raise ValueError("its files are not those of its workers")
+    if type(manifest.step) is not int or not isinstance(manifest.facts, dict):
+        raise ValueError("workers, step and facts are not as this library writes them")
+    stored = {tensor.shard for tensor in manifest.common if tensor.stored}
+    if sorted(stored) != [_shard_of(COMMON_FILE, file) for file in manifest.common_files]:
+        raise ValueError("its common files are not those of its common tensors")
+
+
+def _shard_of(pattern: re.Pattern[str], file: SavedFile) -> int | None:
+    match = pattern.fullmatch(file.name)
+    return None if match is None else int(match["shard"] or 0)
+
+
 def _parsed(content: dict[str, Any]) -> Manifest:
     files = tuple(SavedFile(**file) for file in content["files"])
     common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content.get("common", ()))
-    common_file = content.get("common_file")
-    common_file = None if common_file is None else SavedFile(**common_file)
-    return Manifest(**{**content, "files": files, "common": common, "common_file": common_file})
+    single = content.get("common_file")
+    common_files = tuple(SavedFile(**file) for file in content.get("common_files", () if single is None else (single,)))
+    rest = {key: value for key, value in content.items() if key not in ("common_file", "format")}
+    return Manifest(**{**rest, "files": files, "common": common, "common_files": common_files})
 
 
 def complete_manifest(folder: Path | str) -> Manifest:
@@ -128,7 +172,7 @@ def complete_manifest(folder: Path | str) -> Manifest:
         CheckpointError: the checkpoint is incomplete, with the reason.
     """
     manifest = read_manifest(folder)
-    for file in (*manifest.files, *filter(None, [manifest.common_file])):
+    for file in (*manifest.files, *manifest.common_files):
         path = Path(folder) / file.name
         try:
             size = path.stat().st_size

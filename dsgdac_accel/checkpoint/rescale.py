@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.manifest import read_manifest
+from dsgdac_accel.checkpoint.local_shards import LocalShard
+from dsgdac_accel.checkpoint.manifest import Manifest, read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
+from dsgdac_accel.checkpoint.resharding import Targets
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 
 logger = logging.getLogger(__name__)
 
 
-def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[str, Any]:
+_SAME_BATCHES = ("tp", "cp", "sp")
+"""Dimensions of a mesh whose ranks read the same batches."""
+
+
+def readers_per_worker(mesh: Mapping[str, int]) -> int:
+    """Return how many ranks of a worker read a share of the data each.
+
+    Args:
+        mesh: sizes of the dimensions of the device mesh inside a worker.
+
+    >>> readers_per_worker({"dp_shard": 4, "tp": 2})
+    4
+    """
+    return math.prod(size for name, size in mesh.items() if name not in _SAME_BATCHES)
+
+
+def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the dimensions of a mesh that split a worker, with their sizes: those of size 1 do not.
+
+    >>> split_of({"dp_shard": 4, "tp": 1})
+    [('dp_shard', 4)]
+    """
+    return [(name, size) for name, size in mesh.items() if size > 1]
+
+
+def average_of_workers(
+    folder: Path,
+    launched: int,
+    warn: bool = True,
+    targets: Targets | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Return the state of the deployed model of a checkpoint, for each of `launched` workers.
 
     Parameters and floating-point optimizer states are averaged in float64; quantized states of torchao by their values.
@@ -28,12 +62,14 @@ def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[s
         folder: a checkpoint of `save_state`, of any number of workers.
         launched: number of workers that resume.
         warn: whether to log that optimizer states start anew; on one worker is enough.
+        targets: the parts of the tensors that this rank of a worker needs. Default: all.
+        mesh: sizes of the dimensions of the device mesh inside a worker that resumes. Default: one process.
 
     Raises:
         CheckpointError: the checkpoint was saved inside an accumulation window.
     """
-    manifest = read_manifest(folder)
-    state = _state_of_worker(folder, 0, warn)
+    manifest, targets = read_manifest(folder), targets or Targets()
+    state = _state_of_worker(folder, 0, warn, targets)
     if state["window"] is not None:
         raise CheckpointError(
             "it was saved between two micro-batches, and gradients of each worker cannot be shared among others. "
@@ -42,7 +78,7 @@ def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[s
     means = _Means()
     means.add(state)
     for rank in range(1, manifest.workers):
-        other = _state_of_worker(folder, rank, warn=False)
+        other = _state_of_worker(folder, rank, False, targets)
         means.add(other)
         for optimizer, others in zip(state["optimizers"], other["optimizers"], strict=True):
             for parameter, values in others["state"].items():
@@ -50,20 +86,35 @@ def average_of_workers(folder: Path, launched: int, warn: bool = True) -> dict[s
     means.write_into(state)
     for gossip in state["gossip"]:
         gossip["mixer"]["workers"] = launched
-        for key in ("references", "references_of"):  # they belong to pairs of the saved workers
-            gossip["mixer"].pop(key, None)
         gossip["nonfinite_steps"], gossip["consecutive_nonfinite"] = 0, [0]
+    fit_to_processes(state, manifest, launched, mesh or {})
+    return state
+
+
+def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, mesh: Mapping[str, int]) -> None:
+    """Change a saved state for other processes than the saved ones, in place.
+
+    Args:
+        state: of a process that resumes.
+        manifest: of the checkpoint.
+        launched: number of workers that resume.
+        mesh: sizes of the dimensions of the device mesh inside each of them.
+    """
+    for gossip in state["gossip"]:
+        for key in ("references", "references_of"):  # they belong to pairs of the saved processes
+            gossip["mixer"].pop(key, None)
     # Lost workers had a share of the data, too.
     sharing = manifest.workers + len(manifest.facts.get("lost", ()))
     for position in state["loaders"]:
         if position and position["running"]:
-            _rescale_position(position, sharing, launched)
-    return state
+            _rescale_position(
+                position, sharing * readers_per_worker(manifest.mesh), launched * readers_per_worker(mesh)
+            )
 
 
-def _state_of_worker(folder: Path, rank: int, warn: bool) -> Any:
+def _state_of_worker(folder: Path, rank: int, warn: bool, targets: Targets) -> Any:
     """Return the state of a worker, without the optimizer states that cannot be averaged."""
-    state = revived(load_private(folder, rank))
+    state = revived(load_private(folder, rank, targets))
     for number, optimizer in enumerate(state["optimizers"]):
         coded = [parameter for parameter, values in optimizer["state"].items() if _holds_codes(values)]
         for parameter in coded:
@@ -79,7 +130,7 @@ def _state_of_worker(folder: Path, rank: int, warn: bool) -> Any:
 
 def _holds_codes(values: dict[str, Any]) -> bool:
     """Return whether the state of a parameter has elements that are not values; a single integer is a count."""
-    tensors = [holder[name] for holder, name in _leaves(values) if isinstance(holder[name], Tensor)]
+    tensors = [tensor for holder, name in _leaves(values) if isinstance(tensor := _own(holder[name]), Tensor)]
     if any(not tensor.is_floating_point() and tensor.numel() > 1 for tensor in tensors):
         return True
     subclasses = {type(tensor) for tensor in tensors if hasattr(tensor, "__tensor_flatten__")}
@@ -131,10 +182,13 @@ class _Means:
                 if of_means in self.squares:  # total variance = mean of the variances + variance of the means
                     mean_of_squares = self.squares[of_means] / self.counts[of_means]
                     mean += (mean_of_squares - self._mean(of_means).square()).clamp_(min=0)
-            if hasattr(holder[name], "__tensor_flatten__"):
-                holder[name].copy_(mean.to(holder[name].dtype))  # quantizes
+            values = _own(holder[name])
+            if hasattr(values, "__tensor_flatten__"):
+                values.copy_(mean.to(values.dtype))  # quantizes
+            elif isinstance(holder[name], LocalShard):
+                holder[name].values = mean.to(values.dtype)
             else:
-                holder[name] = mean.to(holder[name].dtype)
+                holder[name] = mean.to(values.dtype)
 
     def _mean(self, path: tuple) -> Tensor:
         return self.sums[path] / self.counts[path]
@@ -155,11 +209,17 @@ def _averaged(state: dict[str, Any]) -> dict[tuple, Any]:
             holders |= {("optimizers", number, parameter, name): holder for holder, name in moments}
 
     def is_averaged(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.is_floating_point()
+        return isinstance(_own(value), Tensor) and _own(value).is_floating_point()
 
     return {path: holder for path, holder in holders.items() if is_averaged(holder[path[-1]])}
 
 
-def _values(tensor: Tensor) -> Tensor:
+def _own(value: Any) -> Any:
+    """Return this rank's part of a tensor."""
+    return value.values if isinstance(value, LocalShard) else value
+
+
+def _values(value: Tensor | LocalShard) -> Tensor:
     """Return the values of a tensor that may be quantized, like the optimizer states of torchao."""
+    tensor = _own(value)
     return tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.common import PARTS, Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
     MANIFEST,
     WorkerCountError,
@@ -24,7 +25,8 @@ from dsgdac_accel.checkpoint.manifest import (
     read_manifest,
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
-from dsgdac_accel.checkpoint.rescale import average_of_workers
+from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes, split_of
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
@@ -37,10 +39,13 @@ from dsgdac_accel.checkpoint.worker_state import (
 )
 from dsgdac_accel.checkpoint.writer import CheckpointWriter, save_checkpoint
 from dsgdac_accel.config import GossipConfig, config_to_dict
+from dsgdac_accel.core.parameter_guard import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.processes import by_worker
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
+from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,7 @@ class AcceleratorCheckpoints:
 
     Args:
         accelerator: any `accelerate.Accelerator`.
-        group: its workers.
+        group: its workers; if they are several processes each, the column of this one.
         gossip_steps: the accelerator's list of them, read at each save and load. Empty for synchronous training.
         gossip: the configuration that goes into the manifest; None for synchronous training.
         workers_per_process: workers in each process.
@@ -74,7 +79,10 @@ class AcceleratorCheckpoints:
         self.gossip_steps = gossip_steps
         self.gossip = gossip
         self.workers_per_process = workers_per_process
-        self._writer = CheckpointWriter(group)
+        self.mesh = {} if group.row.mesh is None else group.row.mesh.inside
+        """Sizes of the dimensions of the device mesh inside a worker, by name."""
+        self.everyone = by_worker(group)
+        self._writer = CheckpointWriter(self.everyone, self.mesh)
 
     @property
     def accelerator(self) -> Any:
@@ -106,12 +114,13 @@ class AcceleratorCheckpoints:
         return folder
 
     def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None, elsewhere: Mapping[Place, str]) -> None:
+        self._require_shards()
         state = self._training_state(self._weights_to_save(folder))
         common = take_common(state["models"], self.group, elsewhere)
         step = max((gossip.mixer.step for gossip in self.gossip_steps), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:
-            save_checkpoint(folder, state, self.group, step=step, facts=noted, common=common)
+            save_checkpoint(folder, state, self.everyone, step=step, facts=noted, common=common, mesh=self.mesh)
             self._delete_old(folder)
         else:
             self._writer.save(folder, state, step=step, facts=noted, common=common)
@@ -131,6 +140,25 @@ class AcceleratorCheckpoints:
         if finished is not None:
             self._delete_old(finished)
         return finished
+
+    def _require_shards(self) -> None:
+        """Let sharded models hold their shards alone, which are what is saved and loaded. Collective.
+
+        Raises:
+            CheckpointError: on all processes, if FSDP2 has gradients that are not summed over the shards yet.
+        """
+        modules = gathering_modules(self.accelerator._models)
+        reshard(modules)
+
+        def require_reduced() -> None:
+            if has_unreduced_gradients(modules):
+                raise CheckpointError(
+                    "a model has gradients that set_requires_gradient_sync(False) keeps whole on every process, and "
+                    "that no checkpoint holds. Save and load after an optimizer step."
+                )
+
+        if self.mesh:
+            self._on_all(require_reduced, "cannot save or load a checkpoint")
 
     def _weights_to_save(self, folder: Path) -> dict[int, Any]:
         """Return the state of each model by its index, without the models that a user's hook saved by itself."""
@@ -200,27 +228,53 @@ class AcceleratorCheckpoints:
             raise ValueError(f"on_other_worker_count must be 'refuse' or 'deployed'; got {on_other_worker_count!r}.")
         self._refuse_while_deployed("load_state")
         self.finish()
+        self._require_shards()
         folder = self._folder_to_load(input_dir)
         self._on_all(lambda: self._require_same_split(folder))
-        state, averaged = self._state_to_load(folder, on_other_worker_count)
+        state, moved = self._state_to_load(folder, on_other_worker_count)
         self._warn_of_other_gossip(folder)
         models = list(self.accelerator._models)
         for hook in self.accelerator._load_model_state_pre_hook.values():
             hook(models, str(folder))
         self._on_all(lambda: self._require_same_setup(state, models))
-        self._on_all(lambda: self._load_training_state(state, models, averaged))
-        if averaged:
-            seed_workers_differently(self.group, read_manifest(folder).step)
+        self._on_all(lambda: self._load_training_state(state, models, moved))
+        if moved:
+            seed_workers_differently(self.group.everyone, read_manifest(folder).step)
         self._continue_numbering()
 
+    def _targets(self) -> Targets:
+        """Return this rank's place in its worker, and the tensors to load into by their paths in a state."""
+        accelerator = self.accelerator
+        own: dict[tuple[Any, ...], Tensor] = {}
+        for index, model in self._models_by_index().items():
+            for part in PARTS:
+                own.update({("models", index, part, name): tensor for name, tensor in model[part].items()})
+            own.update({("window", index, name): tensor for name, tensor in model["parameters"].items()})
+        for number, loose in enumerate(loose_parameters(accelerator._models, accelerator._optimizers)):
+            own.update({("loose", number, place): tensor for place, tensor in enumerate(loose)})
+        for number, optimizer in enumerate(accelerator._optimizers):
+            parameters = as_parameter_list(optimizer.param_groups)
+            own.update({("optimizers", number, "state", place): tensor for place, tensor in enumerate(parameters)})
+        if self.mesh:
+            registered = [mine.state_dict() for mine in accelerator._custom_objects]
+            own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
+        return targets_of(own, self.group.row.rank, self.group.row.size)
+
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
-        """Return the state for this worker, and whether it is the average of all saved workers."""
-        own = tensors_by_place(self._models_by_index())
+        """Return the state for this process, and whether it was saved by other processes than these.
+
+        It then belongs to a worker that is sharded in another way, or is the average of all saved workers.
+        """
+        own, targets = tensors_by_place(self._models_by_index()), self._on_all(self._targets)
         try:
-            state = load_checkpoint(folder, self.group, own)
-            lost = read_manifest(folder).facts.get("lost", [])
+            state = load_checkpoint(folder, self.everyone, own, targets)
+            manifest = read_manifest(folder)
+            lost = manifest.facts.get("lost", [])
             if lost == self.group.lost:
-                return self._on_all(lambda: revived(state)), False
+                moved = split_of(manifest.mesh) != split_of(self.mesh)
+                if moved:
+                    fit_to_processes(state, manifest, self.group.size, self.mesh)
+                return self._on_all(lambda: revived(state)), moved
             if on_other_worker_count == "refuse":
                 raise CheckpointError(
                     f"{folder} was saved by a run that continued without worker {', '.join(map(str, lost))}, whose "
@@ -232,8 +286,8 @@ class AcceleratorCheckpoints:
                 raise
 
         def average() -> dict[str, Any]:
-            state = average_of_workers(folder, self.group.size, self.group.rank == 0)
-            add_common(state, folder, own)
+            state = average_of_workers(folder, self.group.size, self.everyone.rank == 0, targets, self.mesh)
+            add_common(state, folder, own, targets)
             return revived(state)
 
         return self._on_all(average), True
@@ -288,7 +342,7 @@ class AcceleratorCheckpoints:
                     f"Train on with {saved_kind}."
                 )
 
-    def _load_training_state(self, state: Mapping[str, Any], models: list[nn.Module], averaged: bool) -> None:
+    def _load_training_state(self, state: Mapping[str, Any], models: list[nn.Module], moved: bool) -> None:
         accelerator = self.accelerator
         for step, saved in zip(self.gossip_steps, state["gossip"], strict=True):
             step.load_state_dict(saved)  # before the parameters change: this waits for the exchange in flight
@@ -297,16 +351,16 @@ class AcceleratorCheckpoints:
                 load_model_state(model, state["models"][index])
         load_loose_parameters(accelerator._models, accelerator._optimizers, state["loose"])
         for optimizer, saved in zip(accelerator._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(placed(saved))
         for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+            scheduler.load_state_dict(placed(saved))
         if state["scaler"] is not None:
             accelerator.scaler.load_state_dict(state["scaler"])
         for loader, saved in zip(accelerator._dataloaders, state["loaders"], strict=True):
             recorder = recorder_of(loader)
             if recorder is not None and saved is not None:
                 try:
-                    recorder.load_state_dict(saved, None if averaged else state["random"])
+                    recorder.load_state_dict(saved, None if moved else state["random"])
                 except ValueError as error:
                     raise CheckpointError(str(error)) from error
         for index, model in enumerate(accelerator._models):
@@ -315,12 +369,12 @@ class AcceleratorCheckpoints:
         self.group.steps_taken = state["steps_taken"]
         accelerator.gradient_state._set_sync_gradients(state["window"] is None)
         for registered, saved in zip(accelerator._custom_objects, state["registered"], strict=True):
-            registered.load_state_dict(saved)
+            registered.load_state_dict(placed(saved))
         set_random_state(state["random"])
 
     def _warn_of_other_gossip(self, folder: Path) -> None:
         saved, mine = read_manifest(folder).facts.get("gossip"), self._own_facts()["gossip"]
-        if not isinstance(saved, dict) or not mine or self.group.rank != 0:
+        if not isinstance(saved, dict) or not mine or self.everyone.rank != 0:
             return
         names = [name for name in mine if name not in _FREE_TO_CHANGE and saved.get(name) != mine[name]]
         if names:
@@ -335,10 +389,11 @@ class AcceleratorCheckpoints:
         except Exception as error:  # the other workers wait below
             own = isinstance(error, CheckpointError)
             problem = str(error) if own else f"{type(error).__name__}: {error}"
-        problems = self.group.all_gather_object(problem, "agreeing on a checkpoint")
-        for rank, found in enumerate(problems):
+        problems = self.everyone.all_gather_object(problem, "agreeing on a checkpoint")
+        members = self.everyone.members
+        for number, found in zip(members.original_ranks, problems, strict=True):
             if found is not None:
-                raise CheckpointError(f"worker {rank} {what}: {found}")
+                raise CheckpointError(f"{members.named([number])} {what}: {found}")
         return result
 
     # ---- folders, with Accelerate's automatic names
@@ -360,7 +415,7 @@ class AcceleratorCheckpoints:
                 )
             return Path(output_dir).expanduser()
         folder = self._project_folder / f"checkpoint_{self.accelerator.project_configuration.iteration}"
-        if self.group.all_gather_object(folder.exists() and not is_leftover(folder), "naming a checkpoint")[0]:
+        if self.everyone.all_gather_object(folder.exists() and not is_leftover(folder), "naming a checkpoint")[0]:
             raise ValueError(
                 f"{folder} exists already. Set accelerator.project_configuration.iteration to the next free number."
             )
@@ -371,8 +426,8 @@ class AcceleratorCheckpoints:
             return Path(input_dir).expanduser()
         if not self._names_itself:
             raise ValueError("load_state needs input_dir, or automatic_checkpoint_naming in the ProjectConfiguration.")
-        newest = newest_complete(_by_number(self._project_folder)) if self.group.rank == 0 else None
-        newest = self.group.all_gather_object(newest, "finding the newest checkpoint")[0]
+        newest = newest_complete(_by_number(self._project_folder)) if self.everyone.rank == 0 else None
+        newest = self.everyone.all_gather_object(newest, "finding the newest checkpoint")[0]
         if newest is None:
             raise CheckpointError(
                 f"{self._project_folder} holds no complete checkpoint. Give input_dir, or start a new run."
@@ -382,13 +437,13 @@ class AcceleratorCheckpoints:
     def _continue_numbering(self) -> None:
         if self._names_itself:
             numbers = [_number(folder) for folder in _by_number(self._project_folder)]
-            following = self.group.all_gather_object(1 + max(numbers, default=-1), "naming a checkpoint")[0]
+            following = self.everyone.all_gather_object(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             configuration = self.accelerator.project_configuration
             configuration.iteration = max(following, configuration.iteration)
 
     def _delete_old(self, saved: Path) -> None:
         limit = self.accelerator.project_configuration.total_limit
-        if not self._names_itself or limit is None or self.group.rank != 0:
+        if not self._names_itself or limit is None or self.everyone.rank != 0:
             return
         folders = _by_number(saved.parent)
         complete = [folder for folder in folders if is_complete(folder)]

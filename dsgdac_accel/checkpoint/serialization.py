@@ -25,7 +25,9 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard
 from dsgdac_accel.checkpoint.staging import staged
+from dsgdac_accel.shards import is_sharded
 
 FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
@@ -81,8 +83,8 @@ def encode(state: Any, copy: bool = False) -> Encoded:
 
     A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
     None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them bit by
-    bit, parameters as plain CPU tensors, and tensors of a subclass that consists of plain ones (quantized optimizer
-    states) as `Flattened`, which `revived` turns into tensors.
+    bit, parameters as plain CPU tensors, tensors of a subclass that consists of plain ones (quantized optimizer states)
+    as `Flattened`, which `revived` turns into tensors, and DTensors as this rank's `LocalShard`.
 
     Args:
         state: the tree.
@@ -172,6 +174,8 @@ class _Encoder:
         return {_DICTS[type(value)]: [[self.encoded(key, (*path, "key")), item] for key, item in items]}
 
     def _encoded_tensor(self, value: Tensor, path: tuple) -> Any:
+        if is_sharded(value):
+            return self._encoded_shard(value, path)
         if is_traceable_wrapper_subclass(value):
             return self._encoded_subclass(value, path)
         if value.is_meta or value.layout != torch.strided or value.is_quantized or _is_subclass(value):
@@ -187,12 +191,20 @@ class _Encoder:
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
         return self._encoded_values(own.contiguous(), value, path)
 
+    def _encoded_shard(self, value: Tensor, path: tuple) -> Any:
+        try:
+            shard = local_shard(value)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{_named(path)} is a DTensor that a checkpoint cannot keep: {error}.") from error
+        where = [list(shard.shape), list(shard.offsets), list(shard.dims), list(shard.placements)]
+        return {"$shard": [self._encoded_tensor(shard.values, path), *where]}
+
     def _encoded_subclass(self, value: Any, path: tuple) -> Any:
         kind, (inner, context) = type(value), value.__tensor_flatten__()
         try:
             _tensor_class(kind.__module__, kind.__qualname__)
             shared = self.encoded(context, (*path, "context"))
-        except CheckpointError as error:  # such as the placement of a DTensor
+        except CheckpointError as error:
             raise CheckpointError(
                 f"a checkpoint keeps whole tensors, or tensors made of whole ones; {_named(path)} is a "
                 f"{kind.__name__}: {error}"
@@ -283,6 +295,7 @@ _LEAVES: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
     "$dtype": lambda content, tensors: _torch_dtype(content),
     "$device": lambda content, tensors: torch.device(content),
     "$size": lambda content, tensors: torch.Size(content),
+    "$shard": lambda content, tensors: LocalShard(_decoded(content[0], tensors), *map(tuple, content[1:])),
     "$subclass": lambda content, tensors: Flattened(*content[:2], *(_decoded(part, tensors) for part in content[2:])),
 }
 
@@ -321,6 +334,9 @@ def revived(state: Any) -> Any:
     """
     if isinstance(state, Flattened):
         return state.tensor()
+    if isinstance(state, LocalShard):
+        state.values = revived(state.values)
+        return state
     if isinstance(state, dict):
         for key in state:
             state[key] = revived(state[key])

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsgdac_accel.checkpoint.local_shards import LocalShard
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.core.parameter_guard import as_parameter_list
+from dsgdac_accel.shards import local_of
 from dsgdac_accel.tensor_bytes import as_bytes, is_plain, narrowed
 from dsgdac_accel.wrappers import eager_name, unwrapped
 
@@ -51,14 +53,14 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     for part in ("parameters", "buffers"):
         for name, tensor in own[part].items():
             if state[part][name] is not tensor:  # a common tensor that the model has already
-                narrowed(tensor, tensor).copy_(narrowed(state[part][name], tensor))
+                _copy_values(tensor, state[part][name])
     modules = {eager_name(name): module for name, module in inner.named_modules()}
     for name, saved in state["caches"].items():
         buffer = own["caches"].get(name)
         if buffer is None or buffer is saved:
             continue
         if _layout(buffer) == _layout(saved):
-            narrowed(buffer, buffer).copy_(narrowed(saved, buffer))
+            _copy_values(buffer, saved)
         else:
             owner, _, short = name.rpartition(".")
             modules[owner]._buffers[short] = saved.to(buffer.device)
@@ -83,7 +85,7 @@ def require_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
             differences += [
                 f"{kind} {name!r} is quantized in the model, and has other values in the checkpoint"
                 for name, tensor in mine.items()
-                if name in saved and not (is_plain(tensor) or _is_same(saved[name], tensor))
+                if name in saved and not (is_plain(local_of(tensor)) or _is_same(saved[name], tensor))
             ]
     if differences:
         more = len(differences) - _SHOWN
@@ -138,6 +140,14 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def _copy_values(own: Tensor, saved: Tensor | LocalShard) -> None:
+    """Copy saved values into a tensor; of a DTensor into this rank's part of it."""
+    if isinstance(saved, LocalShard):
+        local_of(own).copy_(saved.values)
+    else:
+        narrowed(own, own).copy_(narrowed(saved, own))
+
+
 def _is_same(saved: Tensor, quantized: Tensor) -> bool:
     """Return whether a quantized weight need not be loaded: its quantization state could not be."""
     if saved is quantized:
@@ -146,7 +156,7 @@ def _is_same(saved: Tensor, quantized: Tensor) -> bool:
     return whole and torch.equal(as_bytes(saved).cpu(), as_bytes(quantized).cpu())
 
 
-def _layout(tensor: Tensor) -> str:
+def _layout(tensor: Tensor | LocalShard) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -178,7 +188,7 @@ def load_loose_parameters(
                 "bf16 and fp16 parameters, have other shapes. Build it, and freeze parameters, as when it was saved."
             )
         for parameter, value in zip(mine, theirs, strict=True):
-            parameter.copy_(value)
+            _copy_values(parameter, value)
 
 
 # ---- gradients, inside an accumulation window
@@ -196,4 +206,5 @@ def load_gradients(model: nn.Module, state: Mapping[str, Tensor] | None) -> None
         if gradient is None:
             parameter.grad = None
         else:
-            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
+            _copy_values(parameter.grad, gradient)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dsgdac_accel.checkpoint.serialization import (
     write_whole,
 )
 from dsgdac_accel.distributed.failure_detection import WorkersChangedError
-from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,12 @@ _POLL_SECONDS = 0.05
 def save_checkpoint(
     folder: Path | str,
     state: Any,
-    group: WorkerGroup,
+    group: Processes,
     *,
     step: int,
     facts: Mapping[str, Any] | None = None,
     common: Common | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> None:
     """Write this worker's `state`, and the manifest once all workers have written theirs. Collective.
 
@@ -50,16 +52,17 @@ def save_checkpoint(
     Args:
         folder: the same on all workers.
         state: a tree of tensors, arrays and plain values; see `serialization.encode`.
-        group: the workers.
+        group: all processes: the workers, or the ranks of worker 0, 1, ... one after another.
         step: optimizer steps done.
         facts: plain values for the manifest, taken from worker 0.
         common: tensors taken out of `state` because they are equal on all workers; see `common.take_common`. Worker 0
             writes those to store.
+        mesh: sizes of the dimensions of the device mesh inside a worker, by name. None if a worker is one process.
 
     Raises:
         CheckpointError: on all workers, if any of them could not write. The failed checkpoint is removed.
     """
-    pending = PendingCheckpoint(folder, group, step, facts, common)
+    pending = PendingCheckpoint(folder, group, step, facts, common, mesh)
     outcome = pending.write(pending.encoded(state))
     pending.conclude(pending.gather(outcome))
 
@@ -75,11 +78,12 @@ class CheckpointWriter:
     would interleave with those of training. The next `save` or `finish` raises errors on all workers.
 
     Args:
-        group: the workers.
+        group, mesh: as in `save_checkpoint`.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: Processes, mesh: Mapping[str, int] | None = None) -> None:
         self.group = group
+        self.mesh = mesh
         self._pending: PendingCheckpoint | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
@@ -104,7 +108,7 @@ class CheckpointWriter:
             The folder of the previous checkpoint, which is complete now; None if there was none.
         """
         finished = self.finish()
-        pending = PendingCheckpoint(folder, self.group, step, facts, common)
+        pending = PendingCheckpoint(folder, self.group, step, facts, common, self.mesh)
         encoded = pending.encoded(state, copy=True)
         self._pending, self._outcome = pending, None
 
@@ -158,9 +162,11 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of writing one worker's part: the file, or the error."""
+    """Result of writing one process's part: its files, or the error."""
 
     file: SavedFile | None = None
+    common: SavedFile | None = None
+    """The file of the common tensors, if this process wrote one."""
     error: str | None = None
 
 
@@ -171,7 +177,7 @@ class PendingCheckpoint:
     because the other workers would wait forever: errors travel in `Outcome`.
 
     Args:
-        folder, group, step, facts, common: as in `save_checkpoint`.
+        folder, group, step, facts, common, mesh: as in `save_checkpoint`.
 
     Raises:
         CheckpointError: on all workers, if they save different steps or folders, or worker 0 cannot use the folder.
@@ -180,20 +186,21 @@ class PendingCheckpoint:
     def __init__(
         self,
         folder: Path | str,
-        group: WorkerGroup,
+        group: Processes,
         step: int,
         facts: Mapping[str, Any] | None,
         common: Common | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.group = group
         # As they are now: workers may be lost before the checkpoint is complete.
-        self.rank, self.workers, self.numbers = group.rank, group.size, list(group.members.original_ranks)
+        self.rank, self.processes, self.numbers = group.rank, group.size, list(group.members.original_ranks)
+        self.mesh = dict(mesh or {})
+        self.shards = math.prod(self.mesh.values())
         self.step = step
         self.facts = dict(facts or {})
         self.common = common or Common()
-        self.common_file: SavedFile | None = None
-        """The file of the common tensors, once worker 0 has written it."""
         self.written = threading.Event()
         self.abandon = threading.Event()
         self.commit_error: str | None = None
@@ -204,16 +211,19 @@ class PendingCheckpoint:
             generation = self._clear() if self.rank == 0 else 0
         except OSError as error:
             problem = _described(error, Path(error.filename or folder))
-        plans = group.all_gather_object((str(folder), step, generation, problem), "beginning a checkpoint")
+        listed = self.common.listed if self.rank < self.shards else ()
+        plans = group.all_gather_object((str(folder), step, generation, problem, listed), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[3] is not None:
-                raise CheckpointError(f"worker {rank} cannot save the checkpoint of step {step}: {plan[3]}")
+                raise CheckpointError(f"{self._who(rank)} cannot save the checkpoint of step {step}: {plan[3]}")
             if plan[:2] != plans[0][:2]:
                 raise CheckpointError(
-                    f"all workers must save the same step into the same folder; worker 0 saves step {plans[0][1]} into "
-                    f"{plans[0][0]} and worker {rank} step {plan[1]} into {plan[0]}. Give all of them one folder on "
-                    f"shared storage, and save after the same step."
+                    f"all workers must save the same step into the same folder; {self._who(0)} saves step "
+                    f"{plans[0][1]} into {plans[0][0]} and {self._who(rank)} step {plan[1]} into {plan[0]}. Give all "
+                    f"of them one folder on shared storage, and save after the same step."
                 )
+        self.listed = tuple(replace(tensor, shard=rank) for rank, plan in enumerate(plans) for tensor in plan[4])
+        """The common tensors of all ranks of a worker."""
         # New file names, so that a checkpoint that is replaced stays complete until the new manifest is written.
         self.suffix = f"-{plans[0][2]}" if plans[0][2] else ""
 
@@ -230,31 +240,35 @@ class PendingCheckpoint:
         return 1 + max((int(match["generation"] or 0) for match in matches if match), default=0)
 
     def path(self, rank: int, suffix: str = ".safetensors") -> Path:
-        """Return the path of a worker's file."""
-        return self.folder / WORKERS / f"{rank:05d}{self.suffix}{suffix}"
+        """Return the path of a process's file."""
+        return self._path(f"{rank // self.shards:05d}", rank, suffix)
 
     @property
     def common_path(self) -> Path:
-        """The path of the file of the common tensors."""
-        return self.folder / WORKERS / f"common{self.suffix}.safetensors"
+        """The path of the file of the common tensors that this process would write."""
+        return self._path("common", self.rank, ".safetensors")
+
+    def _path(self, name: str, rank: int, suffix: str) -> Path:
+        shard = f".{rank % self.shards:03d}" if self.mesh else ""
+        return self.folder / WORKERS / f"{name}{shard}{self.suffix}{suffix}"
+
+    def _who(self, rank: int) -> str:
+        return self.group.members.named([self.numbers[rank]])
 
     # ---- the part of every worker
 
     def encoded(self, state: Any, copy: bool = False) -> dict[Path, Encoded] | str:
-        """Return what this worker writes by path, encoded: its state, and on worker 0 the common tensors. Or the error.
-
-        The state comes last: its file is the one that `write` returns.
-        """
+        """Return what this process writes by path, encoded: its state, in worker 0 the common tensors. Or the error."""
         try:
             files = {self.path(self.rank): encode(state, copy)}
-            if self.rank == 0 and self.common.tensors:
-                files = {self.common_path: encode(dict(self.common.tensors), copy), **files}
+            if self.rank < self.shards and self.common.tensors:
+                files[self.common_path] = encode(dict(self.common.tensors), copy)
             return files
         except Exception as error:
             return str(error)
 
     def write(self, encoded: dict[Path, Encoded] | str) -> Outcome:
-        """Write this worker's files, unless there is an error already."""
+        """Write this process's files, unless there is an error already."""
         if isinstance(encoded, str):
             return Outcome(error=encoded)
         written = {}
@@ -265,42 +279,44 @@ class PendingCheckpoint:
             except Exception as error:
                 return Outcome(error=_described(error, path))
             written[path] = SavedFile(path.relative_to(self.folder).as_posix(), size, digest)
-        self.common_file = written.get(self.common_path)
-        return Outcome(written[self.path(self.rank)])
+        return Outcome(written[self.path(self.rank)], written.get(self.common_path))
 
     def leave_receipt(self, outcome: Outcome) -> None:
-        """Report this worker's file to worker 0's thread."""
+        """Report this process's files to worker 0's thread."""
         if outcome.file is None or self.rank == 0:
             return
         with contextlib.suppress(OSError):  # a receipt only saves time: `finish` gathers the outcome, too
-            write_whole(self.path(self.rank, RECEIPT), [json.dumps(asdict(outcome.file)).encode()])
+            write_whole(self.path(self.rank, RECEIPT), [json.dumps(asdict(outcome)).encode()])
 
     # ---- the part of worker 0
 
     def commit_when_received(self, mine: Outcome) -> None:
         """Write the manifest once all receipts exist, unless `abandon` is set before."""
-        files = {} if mine.file is None else {0: mine.file}
-        while not self.abandon.is_set() and files:
-            for rank in range(self.workers):
-                if rank not in files:
+        outcomes = {} if mine.file is None else {0: mine}
+        while not self.abandon.is_set() and outcomes:
+            for rank in range(self.processes):
+                if rank not in outcomes:
                     receipt = self.path(rank, RECEIPT)
                     if receipt.exists():
-                        files[rank] = SavedFile(**json.loads(receipt.read_bytes()))
-            if len(files) == self.workers:
-                self.commit([files[rank] for rank in range(self.workers)])
+                        outcomes[rank] = _received(json.loads(receipt.read_bytes()))
+            if len(outcomes) == self.processes:
+                self.commit([outcomes[rank] for rank in range(self.processes)])
                 return
             self.abandon.wait(_POLL_SECONDS)
 
-    def commit(self, files: Sequence[SavedFile]) -> None:
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Write the manifest, unless it was written before. Then delete older files of this folder."""
         if self.commit_error is not None:
             return
-        assert len(files) == self.workers, "a checkpoint holds all its workers"
-        manifest = Manifest(self.workers, self.step, self.facts, tuple(files), self.common.listed, self.common_file)
+        files = tuple(outcome.file for outcome in outcomes if outcome.file is not None)
+        common_files = tuple(outcome.common for outcome in outcomes if outcome.common is not None)
+        assert len(files) == self.processes, "a checkpoint holds all its workers"
+        workers = self.processes // self.shards
+        manifest = Manifest(workers, self.step, self.facts, files, self.listed, common_files, self.mesh)
         path = self.folder / MANIFEST
         try:
-            self._require_shared(files)
-            text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
+            self._require_shared([*files, *common_files])
+            text = json.dumps(manifest.content(), indent=2, allow_nan=False)
             with contextlib.suppress(OSError):  # the parent folder need not be readable
                 sync_folder(self.folder.parent)
             write_whole(path, [text.encode() + b"\n"])
@@ -308,7 +324,7 @@ class PendingCheckpoint:
             self.commit_error = _described(error, path)
             return
         self.commit_error = ""
-        named = {self.folder / file.name for file in (*files, *filter(None, [self.common_file]))}
+        named = {self.folder / file.name for file in (*files, *common_files)}
         for file in (self.folder / WORKERS).glob("*"):
             if file not in named and OURS.fullmatch(file.name):
                 with contextlib.suppress(OSError):  # the checkpoint is complete without it
@@ -316,12 +332,12 @@ class PendingCheckpoint:
 
     def _require_shared(self, files: Sequence[SavedFile]) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS
-        for rank, file in enumerate(files):
+        for file in files:
             while not (self.folder / file.name).exists():
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        f"worker {rank} wrote {file.name}, and worker 0 does not see it. Save to a folder on a file "
-                        f"system that all workers share."
+                        f"{file.name} was written, and worker 0 does not see it. Save to a folder on a file system "
+                        f"that all workers share."
                     )
                 time.sleep(_POLL_SECONDS)
 
@@ -350,7 +366,7 @@ class PendingCheckpoint:
         """
         failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
         if not failed and self.rank == 0:
-            self.commit([outcome.file for outcome in outcomes if outcome.file is not None])
+            self.commit(outcomes)
         what = f"completing the checkpoint of step {self.step}"
         commit_error = self.group.all_gather_object(self.commit_error, what)[0]
         if not failed and commit_error:
@@ -360,12 +376,12 @@ class PendingCheckpoint:
         self._discard()
         raise CheckpointError(
             f"the checkpoint of step {self.step} could not be saved to {self.folder}; earlier checkpoints are "
-            f"untouched. {' '.join(f'Worker {rank}: {error}' for rank, error in failed)}"
+            f"untouched. {' '.join(f'{self._who(rank).capitalize()}: {error}' for rank, error in failed)}"
         )
 
     def _discard(self) -> None:
         mine = [self.path(self.rank), self.path(self.rank, RECEIPT)]
-        for file in (*mine, self.common_path) if self.rank == 0 else mine:
+        for file in (*mine, self.common_path) if self.rank < self.shards else mine:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
         self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")
@@ -373,6 +389,11 @@ class PendingCheckpoint:
             for folder in (self.folder / WORKERS, self.folder):
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
+
+
+def _received(receipt: Mapping[str, Any]) -> Outcome:
+    common = receipt["common"]
+    return Outcome(SavedFile(**receipt["file"]), None if common is None else SavedFile(**common))
 
 
 def _described(error: Exception, path: Path) -> str:

@@ -15,7 +15,7 @@ class Members:
         original_rank: of this worker.
         launched: number of workers that were launched.
         noun: what messages call a member.
-        numbers: the number of each member in messages, by original rank; by default that rank itself.
+        numbers: what messages call each member after the noun, by original rank; by default that rank itself.
 
     >>> members = Members(2, launched=4)
     >>> members.original_ranks = [0, 2, 3]
@@ -24,7 +24,7 @@ class Members:
     """
 
     def __init__(
-        self, original_rank: int, launched: int, noun: str = "worker", numbers: Sequence[int] | None = None
+        self, original_rank: int, launched: int, noun: str = "worker", numbers: Sequence[object] | None = None
     ) -> None:
         self.noun = noun
         self.numbers = range(launched) if numbers is None else numbers

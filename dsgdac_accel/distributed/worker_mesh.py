@@ -55,6 +55,8 @@ class WorkerMesh:
         self._inner = [mesh[name] for name in present[1:]]
         self._holders: dict[tuple, set[int]] = {}
         _refuse_scattered(self.tensor.parallel)
+        self.inside = {name: mesh[name].size() for name in names if name != GOSSIP}
+        """Sizes of the dimensions of the mesh inside a worker, by name."""
 
     def limit(self, timeout: float) -> None:
         """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour."""

@@ -343,8 +343,6 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     mesh = mesh_of(2, 2)
     parallel = new_accelerator(mesh_of(2, 1, 2))
     refused = {
-        "save_state": refusal(lambda: accelerator.save_state(folder + "/c")),
-        "load_state": refusal(lambda: accelerator.load_state(folder + "/c")),
         "name": refusal(lambda: new_accelerator(named_mesh("dp", "dp_shard"))),
         "pipeline": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "pp"))),
         "context": refusal(lambda: new_accelerator(named_mesh("dp_replicate", "dp_shard", "cp"))),
@@ -428,8 +426,6 @@ def deploy_batch_norm(accelerator: GossipAccelerator, mesh: Any) -> None:
 
 
 REFUSALS = {
-    "save_state": "do not support device_mesh yet",
-    "load_state": "do not support device_mesh yet",
     "name": "device_mesh must have the dimensions 'dp_replicate' .* got .*'dp'",
     "pipeline": "pipeline",
     "context": "must have the dimensions .*'cp'.* context",

@@ -895,7 +895,7 @@ def state_of(rank):
 def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
     rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank: decode(encode(states[rank])))
+    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank, targets: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
     monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
     average = average_of_workers(tmp_path, launched=2)

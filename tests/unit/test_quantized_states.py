@@ -133,7 +133,7 @@ def test_the_average_dequantizes_and_codes_start_anew(tmp_path, monkeypatch, cap
         }  # fmt: skip
 
     rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank: decode(encode(state_of(rank))))
+    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank, targets: decode(encode(state_of(rank))))
     manifest = Manifest(2, step=1, facts={}, files=())
     monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
     with caplog.at_level(logging.WARNING):

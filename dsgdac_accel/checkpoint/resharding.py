@@ -1,0 +1,181 @@
+"""One worker's state, put together from the files of its ranks: every rank reads the parts that it needs.
+
+A rank that finds all its parts in the file of its own place reads no other one. So a run on the same mesh resumes from
+one file per rank, and every other number of ranks, or none beside the first, reads the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, box_of, template
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
+from dsgdac_accel.shards import is_sharded
+
+Path = tuple[Any, ...]
+"""The keys that lead to a value in a tree of state."""
+
+Saved = Tensor | LocalShard | Flattened
+"""A tensor in a file: whole, the part that one rank held, or made of several."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where the tensors of a state go to in this rank, which decides the parts that it needs of them."""
+
+    own: Mapping[Path, Tensor] = field(default_factory=dict)
+    """The tensors to load into. One at ("optimizers", 0, "state", 3) places all states of that parameter."""
+    meshes: Mapping[Dims, Any] = field(default_factory=dict)
+    """Device meshes for everything else, by the names of their dimensions."""
+    place: int = 0
+    """Number of this rank within its worker."""
+    ranks: int = 1
+    """Ranks of each worker."""
+
+    def order(self, saved: int) -> list[int]:
+        """Return the ranks of a saved worker in the order in which to read their files: the likeliest first.
+
+        >>> Targets(place=2, ranks=4).order(2), Targets(place=1, ranks=2).order(4)
+        ([1, 0], [2, 3, 0, 1])
+        """
+        first = self.place * saved // self.ranks
+        return [*range(first, saved), *range(first)]
+
+    def like(self, path: Path, saved: Saved) -> Tensor | None:
+        """Return the DTensor whose part of the saved tensor is needed; None if all of it is, as a plain tensor."""
+        for length in range(len(path), 0, -1):
+            mine = self.own.get(path[:length])
+            if mine is not None and tuple(mine.shape) == tuple(saved.shape):
+                return mine if is_sharded(mine) else None
+        return template(saved, self.meshes) if isinstance(saved, LocalShard) else None
+
+
+def targets_of(own: Mapping[Path, Tensor], place: int, ranks: int) -> Targets:
+    """Return the targets for these tensors, and their meshes for everything else. Other arguments as `Targets` has."""
+    sharded = [tensor for tensor in own.values() if is_sharded(tensor)]
+    meshes = {tuple(tensor.device_mesh.mesh_dim_names or ()): tensor.device_mesh for tensor in sharded}  # type: ignore[attr-defined]
+    return Targets(own, meshes, place, ranks)
+
+
+def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: bool) -> Any:
+    """Return a worker's state for this rank. Reads no more files than it needs. No communication.
+
+    Args:
+        files: each returns what one of the worker's ranks saved. Everything that is no part of a larger tensor is taken
+            from the first one.
+        targets: the tensors to load into.
+        sharded: whether the saved worker was. Ordinary tensors of its optimizers then stay as they are.
+
+    Returns:
+        The state. A tensor for a DTensor is a `LocalShard`, and every other one an ordinary tensor.
+
+    Raises:
+        CheckpointError: parts are missing or overlap, or quantized values would have to be cut.
+    """
+    state: Any = None
+    needed: dict[Path, _Needed] = {}
+    for number, read in enumerate(files):
+        tree = read()
+        if number == 0:
+            state = tree
+            needed = {
+                path: _Needed(path, saved, targets.like(path, saved)) for path, saved in _parts(tree, targets, sharded)
+            }
+        for path, saved in leaves(tree):
+            if path in needed:
+                needed[path].add(saved)
+        if all(part.is_complete for part in needed.values()):
+            break
+    missing = [part for part in needed.values() if not part.is_complete]
+    if missing:
+        raise CheckpointError(f"parts of {missing[0].name} are in none of the files of its worker. {LOAD_ANOTHER}")
+    return _replaced(state, (), {path: part.result() for path, part in needed.items()})
+
+
+def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, Any]]:
+    """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
+    for path, saved in leaves(tree):
+        if is_sharded(saved):
+            continue  # a common tensor that the model has already
+        # A count of steps may have the shape of its parameter by chance.
+        stays = path[:1] == ("optimizers",) and (sharded or path[-1] == "step")
+        if isinstance(saved, LocalShard) or not (stays or targets.like(path, saved) is None):
+            yield path, saved
+
+
+class _Needed:
+    """The part of a tensor that this rank needs, filled from one file after another."""
+
+    def __init__(self, path: Path, saved: Saved, like: Tensor | None) -> None:
+        self.name = "state" + "".join(f"[{key!r}]" for key in path)
+        self.like = like
+        self.saved = saved
+        self.box = Box.whole(tuple(saved.shape)) if like is None else box_of(like)
+        self.values: Any = None
+        self.filled = 0
+        self.seen: list[Box] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.values is not None and self.filled == self.box.volume
+
+    def add(self, saved: Saved) -> None:
+        shape = tuple(saved.shape)
+        shard = saved if isinstance(saved, LocalShard) else LocalShard(saved, shape, (0,) * len(shape))
+        if shard.shape != tuple(self.saved.shape):
+            raise CheckpointError(f"{self.name} has several shapes in the files of one worker. {LOAD_ANOTHER}")
+        if shard.box in self.seen or self.is_complete:  # ranks may hold the same part
+            return
+        if shard.box == self.box and not self.filled:
+            self.values, self.filled = shard.values, self.box.volume
+            return
+        if any(shard.box.overlap(other).volume for other in self.seen):
+            raise CheckpointError(f"parts of {self.name} overlap in the files of one worker. {LOAD_ANOTHER}")
+        if not isinstance(shard.values, Tensor):
+            raise CheckpointError(
+                f"{self.name} is quantized in blocks, and this run cuts it in another way than the saved one. Launch "
+                f"the mesh of the saved run."
+            )
+        if self.values is None:
+            self.values = torch.empty(self.box.sizes, dtype=shard.dtype, device="cpu")
+        if self.values.dtype != shard.dtype:
+            raise CheckpointError(f"{self.name} has several dtypes in the files of one worker. {LOAD_ANOTHER}")
+        common = self.box.overlap(shard.box)
+        self.values[common.within(self.box)] = shard.values[common.within(shard.box)]
+        self.filled += common.volume
+        self.seen.append(shard.box)
+
+    def result(self) -> Any:
+        if self.like is None:
+            return self.values
+        return LocalShard(self.values, tuple(self.like.shape), self.box.offsets, like=self.like)
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
+    """Yield the tensors of a tree of state with their paths."""
+    if isinstance(tree, Tensor | LocalShard | Flattened):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in enumerate(tree))
+
+
+def _replaced(tree: Any, path: Path, values: Mapping[Path, Any]) -> Any:
+    """Return a tree with other values at some paths; dictionaries and lists are changed in place."""
+    if path in values:
+        return values[path]
+    if isinstance(tree, dict):
+        for key in tree:
+            tree[key] = _replaced(tree[key], (*path, key), values)
+    elif isinstance(tree, list):
+        tree[:] = [_replaced(value, (*path, key), values) for key, value in enumerate(tree)]
+    elif type(tree) is tuple:
+        return tuple(_replaced(value, (*path, key), values) for key, value in enumerate(tree))
+    return tree
