@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, WorkerGroup, build_topology
-from dsgdac_accel.compatibility import refuse_asynchronous_launch, supported_with_shards
+from dsgdac_accel.compatibility import refuse_asynchronous_launch, refuse_unsupported_trainer, supported_with_shards
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.scheduler_ticks import GossipScheduler
 from tasks.benchmarks import speeds
@@ -64,6 +64,10 @@ def test_what_needs_lockstep_is_refused_when_it_is_prepared():
         accelerator.prepare(low, optimizers[0])
     with pytest.raises(ValueError, match="single optimizer"):
         accelerator.prepare(model, optimizer, optimizers[1])
+    with pytest.raises(ValueError, match="the Trainer"):
+        refuse_unsupported_trainer(SimpleNamespace(args=None), config)
+    with pytest.raises(ValueError, match="framework"):
+        GossipAccelerator.adopt(accelerator, gossip=config)
     with pytest.raises(ValueError, match="device_mesh"):
         supported_with_shards(config, accelerator)
     prepared = accelerator.prepare(model, optimizer)  # nothing has changed so far
