@@ -130,7 +130,7 @@ class AsynchronousMixer:
         """
         if self._writes:  # the local step failed
             self._end_writing()
-        if self._side is None or self.group.closed or self.buckets.use is Use.RELEASED:
+        if self._side is None or self.buckets.use is Use.RELEASED:
             return
         self._side.drain()
         with self.shared.lock:
