@@ -13,7 +13,12 @@ from accelerate.state import GradientState
 from torch import nn
 
 from dsgdac_accel.calibration import Forward
-from dsgdac_accel.compatibility import known_loss, refuse_unsupported_model, refuse_unsupported_optimizer
+from dsgdac_accel.compatibility import (
+    known_loss,
+    refuse_asynchronous,
+    refuse_unsupported_model,
+    refuse_unsupported_optimizer,
+)
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.sharding import TrainingPhase
@@ -198,6 +203,7 @@ class Gossip:
 def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -> None:
     if not isinstance(config, GossipConfig):
         raise TypeError(f"config must be a GossipConfig; got {type(config).__name__}. Write GossipConfig(...).")
+    refuse_asynchronous(config, "Gossip, whose schedulers count the steps of one worker")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizers must be torch optimizers; got {type(optimizer).__name__}.")

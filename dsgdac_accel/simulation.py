@@ -6,8 +6,9 @@ Clarity comes before speed: each parameter is mixed separately, and the local st
 Suffix N: one entry per worker. Suffix D: the parameters of a worker, flattened.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,158 @@ class Simulation:
     def _deviation_ND(self) -> Tensor:
         flat_ND = torch.stack([torch.cat([x.detach().double().flatten() for x in xs]) for xs in self.parameters_N])
         return flat_ND - flat_ND.mean(0)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a worker sends in an exchange."""
+
+    values: list[Tensor]
+    """v = x + pending, one tensor per parameter."""
+    gamma: float
+    progress: float
+
+
+class AsynchronousSimulation:
+    """Asynchronous pairwise averaging of n workers in one process, event by event.
+
+    Worker i takes local steps at times of its own. In an exchange, workers i and j each take a snapshot s of
+    v = x + pending, and each adds its part to `pending` some time later; x follows at its next own step:
+
+        pending_i <- pending_i + c (s_j - s_i)        pending_j <- pending_j + c (s_i - s_j)
+        c = (gamma_i + gamma_j) / 4
+
+    Progress counts the own steps and is averaged in the same exchanges with c = 1/2; it changes at own steps only.
+
+    Args:
+        models: one model per worker, or its parameters; tied parameters count once.
+        optimizers: one optimizer per worker.
+        schedules: gamma schedule of each worker, asked at its own progress, rounded down.
+        lr_at: learning rate at a progress, rounded down. Default: that of the optimizers.
+
+    >>> x = [torch.tensor([1.0]), torch.tensor([3.0])]
+    >>> optimizers = [torch.optim.SGD([x_i], lr=0.1) for x_i in x]
+    >>> workers = AsynchronousSimulation([[x_i] for x_i in x], optimizers, [AdaptiveConsensus() for _ in x])
+    >>> workers.step(0)  # without gradients
+    >>> snapshots = [workers.take(worker) for worker in (0, 1)]
+    >>> workers.apply(0, *snapshots)
+    >>> workers.step(0)
+    >>> workers.apply(1, *reversed(snapshots))
+    >>> workers.settle(1)
+    >>> x, workers.progress_N
+    ([tensor([2.]), tensor([2.])], [1.5, 0.0])
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module | Iterable[Tensor]],
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[AdaptiveConsensus],
+        lr_at: Callable[[int], float] | None = None,
+    ) -> None:
+        self.parameters_N = [unique_parameters(model) for model in models]
+        self.optimizers = list(optimizers)
+        self.schedules = list(schedules)
+        self.lr_at = lr_at
+        self.pending_N = [[torch.zeros_like(x, requires_grad=False) for x in x_N] for x_N in self.parameters_N]
+        self.progress_N = [0.0] * len(models)
+        self.furthest_N = [0.0] * len(models)
+        """Largest progress that each worker had at an own step, which its schedule follows."""
+        self.pending_progress_N = [0.0] * len(models)
+        self.gamma_N = [1.0] * len(models)
+        self.steps_N = [0] * len(models)
+        """Own steps of each worker."""
+
+    def step(self, worker: int) -> None:
+        """Take one local step of a worker from the gradients in `.grad`, and add what is pending."""
+        optimizer, position = self.optimizers[worker], int(self.furthest_N[worker])
+        if self.lr_at is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr_at(position)
+        self.gamma_N[worker] = self.schedules[worker].gamma(step=position, lr=current_lr(optimizer))
+        optimizer.step()
+        self.settle(worker)
+        self.progress_N[worker] += 1 + self.pending_progress_N[worker]
+        self.furthest_N[worker] = max(self.furthest_N[worker], self.progress_N[worker])
+        self.pending_progress_N[worker] = 0.0
+        self.steps_N[worker] += 1
+
+    @torch.no_grad()
+    def settle(self, worker: int) -> None:
+        """x <- x + pending, as at a step or before an evaluation."""
+        for x, pending in zip(self.parameters_N[worker], self.pending_N[worker], strict=True):
+            x += pending
+            pending.zero_()
+
+    @torch.no_grad()
+    def take(self, worker: int) -> Snapshot:
+        """Return what a worker sends now."""
+        pairs = zip(self.parameters_N[worker], self.pending_N[worker], strict=True)
+        progress = self.progress_N[worker] + self.pending_progress_N[worker]
+        return Snapshot([x + pending for x, pending in pairs], self.gamma_N[worker], progress)
+
+    def apply(self, worker: int, own: Snapshot, other: Snapshot) -> None:
+        """Add a worker's part of an exchange to what is pending.
+
+        Args:
+            worker: the worker.
+            own: what it has sent.
+            other: what it has received.
+        """
+        c = 0.25 * (own.gamma + other.gamma)
+        for pending, mine, theirs in zip(self.pending_N[worker], own.values, other.values, strict=True):
+            pending += c * (theirs - mine)
+        self.pending_progress_N[worker] += 0.5 * (other.progress - own.progress)
+
+    def replay(self, history_N: Sequence[Sequence[tuple[Any, ...]]], fill_gradients: Callable[[int], None]) -> None:
+        """Replay the recorded events of all workers.
+
+        Only the order of the events of each worker is used, and that both workers of an exchange have taken their
+        snapshots before any of them applies it.
+
+        Args:
+            history_N: events of each worker in order, as `core.asynchronous.SharedValues.history` records them.
+            fill_gradients: called with a worker before each of its steps.
+
+        Raises:
+            ValueError: an exchange was applied by one worker, and the other took no part in it.
+        """
+        snapshots: dict[tuple[int, int], dict[int, Snapshot]] = {}
+        positions = [0] * len(history_N)
+        while any(position < len(events) for position, events in zip(positions, history_N, strict=True)):
+            before = list(positions)
+            for worker, events in enumerate(history_N):
+                while positions[worker] < len(events):
+                    if not self._replayed(worker, events[positions[worker]], snapshots, fill_gradients):
+                        break
+                    positions[worker] += 1
+            if positions == before:
+                stuck = [events[k] for k, events in zip(positions, history_N, strict=True) if k < len(events)]
+                raise ValueError(f"both workers of an exchange must record it; these lack their other half: {stuck}.")
+
+    def _replayed(
+        self,
+        worker: int,
+        event: tuple[Any, ...],
+        snapshots: dict[tuple[int, int], dict[int, Snapshot]],
+        fill_gradients: Callable[[int], None],
+    ) -> bool:
+        """Replay an event, unless it needs one of another worker first. Returns whether it was replayed."""
+        kind, *exchange = event
+        if kind == "step":
+            fill_gradients(worker)
+            self.step(worker)
+        elif kind == "settle":
+            self.settle(worker)
+        elif kind == "take":
+            snapshots.setdefault(tuple(exchange), {})[worker] = self.take(worker)
+        else:
+            taken = snapshots.get(tuple(exchange), {})
+            if len(taken) < 2:
+                return False
+            (other,) = [snapshot for sender, snapshot in taken.items() if sender != worker]
+            self.apply(worker, taken[worker], other)
+        return True
 
 
 def unique_parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:

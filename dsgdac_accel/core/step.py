@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
+from dsgdac_accel.core.asynchronous.mixer import AsynchronousMixer
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.format_choice import FormatChoice
@@ -36,7 +37,7 @@ class GossipStep:
     """Puts the parts of one step in order: gamma, gradient guard, mixer and optimizer.
 
     The step count alone decides when and with whom a worker mixes. A worker that skips its local update still mixes, so
-    that no worker waits for it.
+    that no worker waits for it. With `config.asynchronous`, `AsynchronousMixer` takes the place of `Mixer`.
 
     Args:
         optimizer: any torch optimizer; its state stays local and is never mixed.
@@ -67,17 +68,7 @@ class GossipStep:
         self.masters = masters or MasterParameters(optimizer, self.watch.names)
         self.masters.name_by(self.watch.names)
         try:
-            self.mixer = Mixer(
-                lambda: optimizer.param_groups,
-                topology,
-                group,
-                order=config.order,
-                names=self.watch.names,
-                local_workers=config.workers_per_process,
-                worker_of=worker_of and self.masters.of_masters(worker_of),
-                comm_dtype=config.comm_dtype,
-                mix_every=config.mix_every,
-            )
+            self.mixer = self._new_mixer(topology, worker_of)
         except BaseException:
             self.masters.release()
             raise
@@ -91,6 +82,23 @@ class GossipStep:
         self.worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
+
+    def _new_mixer(self, topology: Topology, worker_of: Callable[[Parameter], int] | None) -> Mixer:
+        optimizer, config = self.optimizer, self.config
+        if config.asynchronous:
+            mixer = AsynchronousMixer(lambda: optimizer.param_groups, topology, self.group, names=self.watch.names)
+            return cast(Mixer, mixer)  # it has all that a step, the average and checkpoints use
+        return Mixer(
+            lambda: optimizer.param_groups,
+            topology,
+            self.group,
+            order=config.order,
+            names=self.watch.names,
+            local_workers=config.workers_per_process,
+            worker_of=worker_of and self.masters.of_masters(worker_of),
+            comm_dtype=config.comm_dtype,
+            mix_every=config.mix_every,
+        )
 
     # A copy joins the copies of the other workers when all of them first use it.
     __getstate__, __getattr__ = state_for_copy, join_and_get
@@ -121,11 +129,12 @@ class GossipStep:
         first = not self._workers_compared
         if first:
             self._workers_compared = True
-            self.schedule.require_equal_lr("at the first step")
+            if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
+                self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         self.watch.check(self.optimizer, self.masters.parameter_of)
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
-        gamma = self.schedule.next_gamma(self.mixer.step, epoch)
+        gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.look(self.mixer.step, scaler)
         if first or (self.config.log_every and self.mixer.step % self.config.log_every == 0):
             self._compare_copies()
@@ -145,7 +154,8 @@ class GossipStep:
         if self.choice is not None:
             self.choice.look(mixed=bool(self._updates))
         self._updates = []
-        if self.config.log_every and self.mixer.step % self.config.log_every == 0:
+        every = 0 if self.config.asynchronous else self.config.log_every
+        if every and self.mixer.step % every == 0:
             self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
             self.schedule.require_equal_lr(f"at step {self.mixer.step}")
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
@@ -170,6 +180,12 @@ class GossipStep:
         """Optimizer steps so far."""
         unjoined = vars(self).get("unjoined")
         return self.mixer.step if unjoined is None else unjoined.steps_taken
+
+    @property
+    def progress(self) -> float:
+        """Steps of the run so far: of this worker, or with `asynchronous` the gossiped mean over the workers."""
+        mixer: Any = self.mixer
+        return mixer.progress if self.config.asynchronous else float(mixer.step)
 
     # ---- for logs and checkpoints
 

@@ -85,10 +85,16 @@ class BenchmarkConfig:
     local (no communication), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
     decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
     gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2|+topk][+every_K][+unguarded] (without looking for
-    edits)."""
+    edits), and gossip+async (asynchronous averaging)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
     """Implementation of torch's SGD, the same for all variants."""
+
+    slow_workers: int = 0
+    """Number of workers, the first ones, whose computation takes `slow_factor` times as long; for a sleeping model."""
+
+    slow_factor: float = 2.0
+    """How much longer the computation of a slow worker takes (>= 1)."""
 
     rounds: int = 9
     """Turns of each variant."""
@@ -107,7 +113,8 @@ class BenchmarkConfig:
 
     targets: tuple[str, ...] = ()
     """Expected medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp',
-    'memory gossip <= 1.0' (parameter copies beyond model, gradients and optimizer)."""
+    'fast gossip <= 1.05 of local' (without the slow workers), 'memory gossip <= 1.0' (parameter copies beyond model,
+    gradients and optimizer)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
     """Settings of the gossip variants that their names do not give, such as topology and timeout."""
@@ -120,8 +127,14 @@ class BenchmarkConfig:
             check_integer(name, getattr(self, name), minimum=1)
         check_integer("image_size", self.image_size, minimum=1, maximum=4096)
         check_number("compute_ms", self.compute_ms, minimum=0)
+        check_integer("slow_workers", self.slow_workers, minimum=0)
+        check_number("slow_factor", self.slow_factor, minimum=1)
         object.__setattr__(self, "model", self.model.strip().lower())  # other modules compare the name
         check_model_name(self.model, self.image_size)
+        if self.slow_workers and not self.model.startswith("sleeping"):
+            raise ValueError(
+                f"slow_workers need a model that sleeps, such as sleeping-1000000; got {self.model}. Or use stalls."
+            )
         if self.output is not None and self.output.suffix != ".json":
             raise ValueError(f"output must be a file that ends in .json; got {self.output}. The plot is put beside it.")
         self._check_workers()

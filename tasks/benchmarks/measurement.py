@@ -25,6 +25,8 @@ class Turns:
     """Seconds per step, mean over the workers."""
     slowest: list[float] = field(default_factory=list)
     """Seconds per step on the slowest worker."""
+    fast: list[float] = field(default_factory=list)
+    """Seconds per step, mean over the workers that are not slow; empty if that is `seconds`."""
     cpu_seconds: list[float] = field(default_factory=list)
     """Processor seconds per step, sum over all threads of all workers."""
     waited: list[float] = field(default_factory=list)
@@ -78,7 +80,7 @@ def measure(
         workload.model.zero_grad()
         turns[name].extra_copies = max(group.all_gather_object(copies, "comparing memory"))
     for _, name in in_turns(list(variants), config.rounds):
-        turn = partial(_take_turn, variants[name], turns[name], config.steps, group, carried)
+        turn = partial(_take_turn, variants[name], turns[name], config, group, carried)
         group.guarded(turn, f"a turn of {name}", strict=True)
     first = next(iter(variants.values()), None)
     parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
@@ -93,8 +95,13 @@ def _warm_up(variant: Variant) -> None:
 
 
 def _take_turn(
-    variant: Variant, turns: Turns, steps: int, group: WorkerGroup, carried: Callable[[], Mapping[int, int]] | None
+    variant: Variant,
+    turns: Turns,
+    config: BenchmarkConfig,
+    group: WorkerGroup,
+    carried: Callable[[], Mapping[int, int]] | None,
 ) -> None:
+    steps = config.steps
     group.barrier("starting a turn")
     before = carried() if carried is not None else {}
     group.barrier("counting bytes")
@@ -118,6 +125,8 @@ def _take_turn(
     after = carried() if carried is not None else {}
     turns.seconds.append(statistics.mean(durations))
     turns.slowest.append(max(durations))
+    if config.slow_workers:
+        turns.fast.append(statistics.mean(durations[config.slow_workers :] or durations))
     turns.cpu_seconds.append(sum(cpus))
     if known:
         turns.waited.append(statistics.mean(waited))
@@ -155,6 +164,10 @@ def summarize(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
             "bytes_carried": mine.bytes_carried,
             "extra_copies": mine.extra_copies,
             "ratios": {other: quartiles(mine.seconds, theirs.seconds) for other, theirs in turns.items()},
+            "fast_ratios": {
+                other: quartiles(mine.fast or mine.seconds, theirs.fast or theirs.seconds)
+                for other, theirs in turns.items()
+            },
             "cpu_ratios": {other: quartiles(mine.cpu_seconds, theirs.cpu_seconds) for other, theirs in turns.items()},
             "rounds": asdict(mine),
         }

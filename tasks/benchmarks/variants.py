@@ -61,7 +61,7 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
         config.model,
         batch_size=config.batch_size,
         image_size=config.image_size,
-        compute_seconds=config.compute_ms / 1e3,
+        compute_seconds=config.compute_ms / 1e3 * (config.slow_factor if group.rank < config.slow_workers else 1.0),
         device=group.device,
         seed=group.rank,
     )
@@ -142,7 +142,10 @@ def _gossip(
     name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
 ) -> Variant:
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
-    gossip = GossipStep(optimizer, group, name.settings(config.gossip))
+    settings = name.settings(config.gossip)
+    if settings.asynchronous and group.size > 1 and (group.size % 2 or group.device.type != "cpu"):
+        raise LeftOut(f"it needs an even number of workers on the CPU, not {group.size} on {group.device}")
+    gossip = GossipStep(optimizer, group, settings)
     if "unguarded" in name.options:
         gossip.mixer.edits = gossip.mixer.arrivals.edits = NoEditGuard(gossip.mixer)
 

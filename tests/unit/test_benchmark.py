@@ -68,6 +68,9 @@ def trained(model):
         ({"rounds": 0}, "rounds"),
         ({"workers": 0}, "workers"),
         ({"compute_ms": -1}, "compute_ms"),
+        ({"slow_workers": 1}, "need a model that sleeps"),
+        ({"variants": ("gossip+async+unguarded",)}, "contradict"),
+        ({"variants": ("gossip+async+int8",)}, "comm_dtype='full'"),
         ({"gossip": GossipConfig(workers_per_process=2)}, "workers_per_process"),
         ({"variants": ("gossip+every_2+every_3",)}, "contradict"),
         ({"targets": ("gossip <= 1.2.3 of ddp",)}, "of the form"),
@@ -259,6 +262,7 @@ def test_a_lost_worker_is_named_whatever_the_variant_communicates_by(when, monke
         ("gossip <= 0.5 of ddp", 0.5, True),
         ("gossip <= 0.49 of ddp", 0.5, False),
         ("cpu gossip <= 2 of ddp", 3.0, False),
+        ("fast gossip <= 0.2 of ddp", 0.25, False),
         ("memory gossip <= 1.0", 1.0004, True),
         ("memory gossip <= 1.0", 1.001, False),
         ("gossip <= 1 of decent_dp", None, None),
@@ -267,8 +271,8 @@ def test_a_lost_worker_is_named_whatever_the_variant_communicates_by(when, monke
 def test_targets_are_judged_by_medians(text, measured, met):
     copies = measured if text.startswith("memory") else 0.0
     turns = {
-        "ddp": Turns([2.0, 4.0], cpu_seconds=[1.0, 2.0]),
-        "gossip": Turns([1.0, 2.0], cpu_seconds=[3.0, 6.0], extra_copies=copies),
+        "ddp": Turns([2.0, 4.0], fast=[2.0, 2.0], cpu_seconds=[1.0, 2.0]),
+        "gossip": Turns([1.0, 2.0], fast=[0.5, 0.5], cpu_seconds=[3.0, 6.0], extra_copies=copies),
     }
     verdict = Target.parse(text).judge(summarize(turns))
     assert (verdict.measured, verdict.met) == (measured, met)

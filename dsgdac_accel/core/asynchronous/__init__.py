@@ -1,0 +1,1 @@
+"""Asynchronous pairwise averaging: no worker waits for one that is slower."""
