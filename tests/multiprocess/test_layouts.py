@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.topology import Topology
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -265,6 +267,31 @@ def test_a_parameter_replaced_behind_the_optimizer_is_refused_by_name():
     for message in run_workers(replace_behind_the_optimizer, 2):
         assert message.startswith("0.weight was replaced in the model")
         assert "assign=False" in message
+
+
+# ---- averaging groups of some of the workers
+
+
+def average_triples(rank: int) -> float:
+    parameter = Parameter(torch.full((4,), float(rank)))
+    mixer = Mixer(parameter, Topology.from_matrices(TRIPLES), WorkerGroup(CPU, timeout=20))
+    mix(mixer)
+    mix(mixer)
+    return float(parameter.detach()[0])
+
+
+def triple(alone: int) -> np.ndarray:
+    matrix = np.full((4, 4), 1 / 3)
+    matrix[alone], matrix[:, alone], matrix[alone, alone] = 0, 0, 1
+    return matrix
+
+
+TRIPLES = [triple(3), triple(0)]
+
+
+def test_three_of_four_workers_average_while_one_sits_out():
+    expected = TRIPLES[1] @ TRIPLES[0] @ np.arange(4.0)
+    assert run_workers(average_triples, 4, timeout=30) == pytest.approx(list(expected), abs=1e-6)
 
 
 # ---- size, order, memory

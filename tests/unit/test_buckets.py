@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.edits import OF_PARAMETERS, block_sums, parameters_between
-from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters
+from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters, changing_alike
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
 from dsgdac_accel.core.spare_buffers import SpareBuffers
 
@@ -156,6 +156,19 @@ def test_parameters_that_join_leave_or_thaw_are_noticed():
 
 
 # ---- the receive buffers have one use at a time
+
+
+def test_a_converted_parameter_changes_as_much_as_the_view_that_it_left():
+    x = Parameter(torch.ones(3))
+    flat = FlatParameters([x])
+    x.data = x.data.double()
+    with changing_alike(flat.bring_back(), lambda parameter: "x"):
+        flat.buckets[0].data.add_(0.5)
+    assert (x.tolist(), x.dtype) == ([1.5] * 3, torch.float64)
+    x.data = torch.ones(2)
+    resized = changing_alike(flat.bring_back(), lambda parameter: "x")
+    with pytest.raises(RuntimeError, match=r"x became \(2,\) after \(3,\)"), resized:
+        pass
 
 
 def reserved(*sizes: int) -> tuple[Buckets, list[Parameter]]:
