@@ -23,7 +23,7 @@ class Use(Enum):
     FREE = "unused"
     """Nothing; the next use may begin."""
     RECEIVING = "being filled by an exchange"
-    """The transport writes; nobody else reads or writes. The parameters must not change either."""
+    """The exchange writes them: the transport, and the copy that an all-reduce sums. The parameters must not change."""
     RECEIVED = "holding the neighbors' parameters"
     """Nobody writes until the consensus update is formed in their place."""
     UPDATE = "holding a consensus update that was not added yet"

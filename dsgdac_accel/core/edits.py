@@ -5,8 +5,8 @@ Four looks, each for what the others cannot see:
 
 - A parameter whose version counter moved was written in place. Writes through `.data` leave no such trace.
 - The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
-  receiver notices even an edit that was undone before the end. An all-reduce sends a copy, which is summed instead of
-  the parameters: what counts is that those at the end are what was sent.
+  receiver notices even an edit that was undone before the end. An all-reduce sends a copy, so the copy is summed when
+  it is made, and compared with the parameters at the end.
 - Two workers that are a pair must form the same difference, bit for bit. They sum it while it is in the cache, and
   compare when they next meet, or all workers are averaged or saved. So they sum parameters of more than 1 MiB in no
   other way: three passes over 40 MB would cost 6 % of a step.
@@ -107,7 +107,7 @@ class EditGuard:
         self._posted: dict[int, Tensor] = {}
         """[local worker] the sums of its parameters when they were posted, (blocks,); only of those that send."""
         self._read: dict[int, Tensor] = {}
-        """The sums of a copy for an all-reduce, or of parameters right after they were rounded or added to one."""
+        """[local worker] the sums of the copy for an all-reduce, or of parameters right after rounding read them."""
         self._versions: dict[int, list[int]] = {}
         """[local worker] the version of each of its parameters then."""
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}

@@ -72,7 +72,7 @@ class Exchange:
         copied: Callable[[int], None] | None = None,
         confirm: Callable[[], None] | None = None,
     ) -> None:
-        """Start sending and receiving; returns at once. No tensor may be touched until `wait` returns.
+        """Start sending and receiving; returns at once. No tensor may be written until `wait` returns.
 
         Args:
             round_: decides who exchanges with whom.
@@ -81,7 +81,7 @@ class Exchange:
             incoming: the tensors to fill; those of an averaging group that spans processes by `Sums`.
             encode: fills the outgoing tensors first, in the background.
             copied: called in the background with a local worker whose parameters were copied for an all-reduce.
-            confirm: called in the background once the parameters need not be read any more, if that is before `wait`.
+            confirm: called in the background when the parameters are copied or encoded; they may change then.
         """
         assert self._posted is None, "one exchange at a time"
         transport = self._transport

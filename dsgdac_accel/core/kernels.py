@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
 _MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
-SUMMED_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece
+SUMMED_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece but the last
 
 
 def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = None) -> None:

@@ -40,7 +40,7 @@ class Messages:
     def of_round(
         self, round_: int, outgoing: Outgoing, incoming: Incoming
     ) -> tuple[list[Message], list[Message], Callable[[], int]]:
-        """Return what to receive, what to send, and the most messages that any process has in a round.
+        """Return what to receive, what to send, and a function: the most messages that any process has in a round.
 
         Both ends of a message derive its tag alike.
         """
@@ -58,7 +58,7 @@ class Messages:
             else:
                 local = receiver - rounds.workers.start
                 tensors = incoming[local][rounds.elsewhere(rounds.plan(round_, local).weights).index(sender)]
-            per_pair = len(tensors)
+            per_pair = len(tensors)  # the same for every pair
             for chunk in itertools.chain.from_iterable(map(self._transport.pieces, tensors)):
                 tag = base + count[source, target]
                 count[source, target] += 1

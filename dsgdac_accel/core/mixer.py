@@ -132,7 +132,7 @@ class Mixer:
             arrived = self.group.policy.complete_exchange(self.exchange.wait)
         finally:
             self.group.let_go(self)
-            if self.buckets.use is Use.RECEIVING:  # after a lost worker, there are new receive buffers
+            if self.buckets.use is Use.RECEIVING:  # survivors that continue without a lost worker have new buffers
                 self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
 
     @torch.no_grad()
@@ -173,8 +173,8 @@ class Mixer:
             self._follow_changes()  # with several processes, `start_exchange` has done it
         self.edits.check(self._round, late=self.arrivals.checks_late)
         self.buckets.claim(Use.UPDATE)
-        # If a parameter was re-pointed meanwhile, its bucket still holds what the neighbors received; the difference to
-        # that keeps the mean of the workers exact.
+        # A parameter that a script re-pointed meanwhile is not in its bucket any more, but the bucket still holds what
+        # the neighbors received. The difference to that keeps the mean of the workers exact.
         if self.compressor is None:
             updates = form_updates(gamma, self._round, self.rounds, self.buckets, with_sums=self.edits.watched)
         else:
@@ -191,7 +191,7 @@ class Mixer:
         if self.order == "local_first":
             self._add(updates)
         if self.order == "mix_first" or not any(update.scale for update in updates):
-            self.buckets.read_in()  # what the local step made of the parameters; otherwise `_add` has done it
+            self.buckets.read_in()  # what the local step made of the shards; `_add` reads them where it adds something
         self.step += 1
         self.group.steps_taken = self.step
 

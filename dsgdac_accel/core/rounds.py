@@ -64,7 +64,9 @@ class Rounds:
 
     def _slots_of(self, plans: Sequence[RoundPlan]) -> int:
         counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
-        return max([1, *counts]) if any(plan.weights for plan in plans) else 0  # updates are formed there, too
+        return (
+            max([1, *counts]) if any(plan.weights for plan in plans) else 0
+        )  # one at least, in which the update is formed
 
     # ---- one round
 

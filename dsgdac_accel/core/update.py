@@ -6,6 +6,8 @@ An update is kept as scale * difference, so that neither gamma nor the largest w
 
     scale_i      = gamma * max_j W_ij
     difference_i = sum_j (W_ij / max_k W_ik) (x_j - x_i)        over the neighbors j, k != i
+
+Two workers that only have each other share one difference; the second has the negative scale.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Update:
         return self.difference[number]
 
 
-def consensus_update(
+def neighbors_update(
     gamma: float,
     weights: Sequence[float],
     x: Sequence[Tensor],
@@ -77,7 +79,7 @@ def consensus_update(
         shares: how much of each bucket's square counts, see `Bucket.share`; by default all of it.
 
     >>> x, theirs = torch.tensor([1.0]), torch.tensor([3.0])
-    >>> update = consensus_update(0.5, weights=[0.5], x=[x], neighbors=[[theirs]], out=[theirs])
+    >>> update = neighbors_update(0.5, weights=[0.5], x=[x], neighbors=[[theirs]], out=[theirs])
     >>> update.add_to(0, x)
     >>> x
     tensor([1.5000])
@@ -104,10 +106,11 @@ def pair_update(
 ) -> Update:
     """Form the same update for one of two workers i < j that only have each other as neighbors.
 
-    Both form x_j - x_i, with equal bits, if each received what the other still has. Sums of these bits tell.
+    Both form x_j - x_i. Its bits are equal on both if each received what the other still has, so the workers compare
+    sums of the bits.
 
     Args:
-        gamma, x, out, shares: as for `consensus_update`; `out` may be `theirs`.
+        gamma, x, out, shares: as for `neighbors_update`; `out` may be `theirs`.
         weight: W_ij.
         theirs: the parameters of the other worker, a tensor (D,) for each bucket.
         comes_first: whether this worker is i.
@@ -136,11 +139,11 @@ def group_update(
 ) -> Update:
     """Form the same update for one of m workers that average, from the sum of x over the group.
 
-    With W_j = 1 / m, the difference to the mean of the others is (total - m x) / (m - 1). Its denominator goes into the
-    scale, where it costs no pass.
+    With W_j = 1 / m, the difference to the mean of the others is (total - m x) / (m - 1). The scale is divided by m - 1
+    in place of the difference, which saves a pass over memory.
 
     Args:
-        gamma, weights, x, out, shares: as for `consensus_update`; `out` may be `total`.
+        gamma, weights, x, out, shares: as for `neighbors_update`; `out` may be `total`.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
     others, squares = len(weights), []
@@ -158,7 +161,14 @@ def _counted(pieces: list[Tensor], number: int, shares: Sequence[float]) -> list
 def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_sums: bool = False) -> list[Update]:
     """Form the updates of the local workers that take part in the round, in place of what they received.
 
-    With sums of the bits of the differences of pairs, if they are asked for.
+    Workers of this process read each other's parameters in place: no update may be added before all are formed.
+
+    Args:
+        gamma: the same on all workers.
+        round_: decides who mixes with whom.
+        rounds: who mixes with whom.
+        buckets: the parameters and what was received; an update takes the first receive buffer of its worker.
+        with_sums: whether to sum the bits of the differences of pairs.
     """
     first = rounds.workers.start
     updates: dict[int, Update] = {}
@@ -195,7 +205,7 @@ def _update_of(gamma: float, local: int, plan: RoundPlan, rounds: Rounds, bucket
     neighbors += [buckets.values(worker - rounds.workers.start) for worker in here]
     weights = [plan.weights[worker] for worker in elsewhere + here]
     x, out = buckets.values(local), buckets.received[local][0]
-    return consensus_update(gamma, weights, x, neighbors, out, buckets.shares)
+    return neighbors_update(gamma, weights, x, neighbors, out, buckets.shares)
 
 
 def _updates_of_group(

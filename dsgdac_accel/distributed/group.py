@@ -206,16 +206,16 @@ class WorkerGroup:
             return itertools.count().__next__
         return lambda: self.guarded(lambda: store.add(key, 1) - 1, what)
 
-    def register(self, mixer: Any) -> None:
+    def register(self, communicator: Any) -> None:
         """Register something that communicates in the background. The group holds it weakly.
 
         `drain()` runs before every reduction and broadcast, since NCCL may hang beside point-to-point in flight;
         `abandon()` and `regroup(step)` run after a failure, and `step` is then read.
         """
-        self._registered.append(weakref.ref(mixer))
+        self._registered.append(weakref.ref(communicator))
 
     def registered(self) -> dict[int, Any]:
-        """Return the registered mixers that still exist, by order of registration, which all workers share."""
+        """Return what is registered and still exists, by order of registration, which all workers share."""
         references = enumerate(self._registered)
         return {number: mixer for number, reference in references if (mixer := reference()) is not None}
 

@@ -11,7 +11,7 @@ from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.kernels import SUMMED_BYTES, add_scaled
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.core.update import consensus_update, group_update, pair_update
+from dsgdac_accel.core.update import group_update, neighbors_update, pair_update
 from dsgdac_accel.simulation import gossip_step
 from dsgdac_accel.topology import Topology
 
@@ -28,7 +28,7 @@ def test_the_update_is_gamma_times_the_weighted_differences(weights):
     x, *neighbors = tensors(1 + len(weights))
     expected = GAMMA * sum(w * (x_j - x) for w, x_j in zip(weights, neighbors, strict=True))
     out = neighbors[0]  # as in the receive buffers
-    update = consensus_update(GAMMA, weights, [x], [[x_j] for x_j in neighbors], [out])
+    update = neighbors_update(GAMMA, weights, [x], [[x_j] for x_j in neighbors], [out])
     assert float(update.norm()) == pytest.approx(float(expected.norm()) / (GAMMA * sum(weights)))
     moved = x.clone()
     update.add_to(0, moved)
