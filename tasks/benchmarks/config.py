@@ -10,13 +10,16 @@ from typing import Literal
 from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import check_integer, check_number
 from tasks.benchmarks.models import check_model_name
-from tasks.benchmarks.names import VariantName
+from tasks.benchmarks.names import SHARDED_KINDS, VariantName
 from tasks.benchmarks.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """A slower network between the workers than this machine's own: each has one full-duplex link to a switch."""
+    """A slower network between the workers than this machine's own: each has one full-duplex link to a switch.
+
+    The processes of a worker (`shards`) share its link, and reach each other without it.
+    """
 
     rate_mbit: float = 100.0
     """Megabits (10^6 bits) per second that a worker can send, and can receive at the same time."""
@@ -75,7 +78,7 @@ class BenchmarkConfig:
     """Height and width of the random images, in pixels."""
 
     batch_size: int = 32
-    """Samples per worker and step."""
+    """Samples per process and step."""
 
     compute_ms: float = 90.0
     """Milliseconds that a sleeping model takes for forward (a third) and backward (the rest)."""
@@ -85,7 +88,8 @@ class BenchmarkConfig:
     local (no communication), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
     decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
     gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2|+topk][+every_K][+unguarded] (without looking for
-    edits), and gossip+async (asynchronous averaging)."""
+    edits), and gossip+async (asynchronous averaging). With `shards`, whose workers shard the model as one FSDP2 module:
+    gossip, fsdp (workers without communication), hsdp (FSDP2 averages the gradients of all workers)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
     """Implementation of torch's SGD, the same for all variants."""
@@ -103,7 +107,10 @@ class BenchmarkConfig:
     """Steps per turn."""
 
     workers: int | None = None
-    """Processes to start. null takes those of the launcher (torchrun), or one."""
+    """Workers to start. null takes those of the launcher (torchrun), or one."""
+
+    shards: int = 1
+    """Processes per worker, which share its model by FSDP2."""
 
     network: NetworkConfig | None = None
     """A slower network between the workers. null is this machine's own."""
@@ -123,7 +130,7 @@ class BenchmarkConfig:
     """JSON file for the result (.json), with a plot beside it (.png). null only prints."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "rounds", "steps"):
+        for name in ("batch_size", "rounds", "steps", "shards"):
             check_integer(name, getattr(self, name), minimum=1)
         check_integer("image_size", self.image_size, minimum=1, maximum=4096)
         check_number("compute_ms", self.compute_ms, minimum=0)
@@ -140,15 +147,25 @@ class BenchmarkConfig:
         self._check_workers()
         self._check_variants()
 
+    @property
+    def processes(self) -> int:
+        """Processes of all workers that the script starts."""
+        return (self.workers or 1) * self.shards
+
     def _check_workers(self) -> None:
         if self.workers is not None:
             check_integer("workers", self.workers, minimum=1)
-            launched = os.environ.get("WORLD_SIZE")
-            if launched is not None and int(launched) != self.workers:
-                raise ValueError(
-                    f"workers must be the number that was launched, {launched}; got {self.workers}. Start the script "
-                    f"with python alone, which launches them, or leave workers out."
-                )
+        launched = os.environ.get("WORLD_SIZE")
+        if launched is not None and self.workers is not None and int(launched) != self.processes:
+            shares = f" of {self.shards} processes" if self.shards > 1 else ""
+            raise ValueError(
+                f"workers must be the number that was launched, {launched}; got {self.workers}{shares}. Start the "
+                f"script with python alone, which launches them, or leave workers out."
+            )
+        if launched is not None and int(launched) % self.shards:
+            raise ValueError(
+                f"shards must divide the number of processes, {launched}; got {self.shards}. Launch a multiple of it."
+            )
         if self.gossip.workers_per_process != 1:
             raise ValueError(
                 f"workers_per_process must be 1 in this benchmark; got {self.gossip.workers_per_process}. Launch more "
@@ -159,6 +176,14 @@ class BenchmarkConfig:
         if not self.variants:
             raise ValueError("variants must name at least one; got none. Use 'local', 'gossip' and 'ddp', say.")
         names = [VariantName.parse(variant) for variant in self.variants]
+        for name, text in zip(names, self.variants, strict=True):
+            if self.shards > 1 and name.kind not in SHARDED_KINDS:
+                raise ValueError(
+                    f"variants must be of kind {', '.join(SHARDED_KINDS)} where workers have several shards; got "
+                    f"{text!r}. Leave it or shards out."
+                )
+            if self.shards == 1 and name.kind in ("fsdp", "hsdp"):
+                raise ValueError(f"variants of kind {name.kind} need shards >= 2; got {text!r}. Set shards.")
         for text in self.variants:
             if self.variants.count(text) > 1:
                 raise ValueError(f"variants must differ; got {text!r} twice. Keep one.")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from dsgdac_accel import WorkerGroup, WorkerLostError
+from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.elastic.launch import launch
 from dsgdac_accel.topology import Topology, build_topology
 from tasks.benchmarks import LAUNCHED
@@ -21,6 +22,7 @@ from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig
 from tasks.benchmarks.names import VariantName
 from tasks.benchmarks.relay_process import RelayClient, running_relay
 from tasks.benchmarks.relayed_store import RelayedStore
+from tasks.benchmarks.sharding import mesh_of
 
 _RELAY = "BENCHMARK_RELAY"
 """Environment variable with the port of the relay, from the launcher to its workers."""
@@ -30,9 +32,10 @@ _LATE_SECONDS = 0.002
 
 @dataclass
 class Joined:
-    """A worker of the benchmark that has joined its group."""
+    """A process of the benchmark that has joined its group."""
 
     group: WorkerGroup
+    """The workers; where they have several processes, those in the same place of each."""
     relay: RelayClient | None = None
     notes: list[str] = field(default_factory=list)
     """Lines about the network for the report."""
@@ -66,22 +69,21 @@ class Joined:
 
 def must_launch(config: BenchmarkConfig) -> bool:
     """Whether this process has to start the workers, because no launcher did."""
-    return "RANK" not in os.environ and (config.workers or 1) > 1
+    return "RANK" not in os.environ and config.processes > 1
 
 
 def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
-    """Start `command` for each worker, and the relay if there is a network to emulate. Returns the exit status.
+    """Start `command` in each process, and the relay if there is a network to emulate. Returns the exit status.
 
     Raises KeyboardInterrupt after an interrupt, when no worker is left.
     """
-    assert config.workers is not None
     os.environ[LAUNCHED] = "true"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     with contextlib.ExitStack() as ended:
         if config.network is not None:
             os.environ["ACCELERATE_USE_CPU"] = "true"
             os.environ[_RELAY] = str(ended.enter_context(_relay_for(config.network)))
-        status = launch(command, config.workers, stop_on_failure=True)
+        status = launch(command, config.processes, stop_on_failure=True)
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     return status
@@ -106,40 +108,47 @@ def launch_again(workers: int, variables: Mapping[str, str]) -> int:
 def check_workers(config: BenchmarkConfig) -> None:
     """Raise ValueError if the variants or the network are impossible with the number of workers."""
     if must_launch(config):
-        size = here = config.workers or 1
+        size = here = config.processes
     else:
         size, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if config.network is not None and (size < 2 or here != size):
+    workers = size // config.shards
+    if config.network is not None and (workers < 2 or here != size):
         raise ValueError(
-            f"an emulated network needs several workers on one machine; got {size}, {here} of them on this one. Set "
-            f"workers and start the script with python alone."
+            f"an emulated network needs several workers on one machine; got {workers}, {here // config.shards} of them "
+            f"on this one. Set workers and start the script with python alone."
         )
     for text in config.variants:
         name = VariantName.parse(text)
         topology = name.settings(config.gossip).topology
         if name.kind == "gossip" and not isinstance(topology, Topology):
-            build_topology(topology, size)
+            build_topology(topology, workers)
 
 
 @contextlib.contextmanager
 def joined(config: BenchmarkConfig) -> Iterator[Joined]:
     """Join the group of workers, whichever launcher started this one. Collective."""
-    network, timeout = config.network, config.gossip.timeout
+    network = config.network
     if network is None:
         accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-        yield Joined(WorkerGroup(accelerator.device, timeout))
+        yield Joined(_group(config, accelerator.device))
         accelerator.end_training()
         return
     with contextlib.ExitStack() as ended:
-        store, relay = _rendezvous(network, ended)
+        store, relay = _rendezvous(network, config.shards, ended)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         ended.callback(dist.destroy_process_group)
         notes = [f"network: {network.described()}, by a relay of connections"]
-        yield Joined(WorkerGroup(torch.device("cpu"), timeout), relay, notes)
+        yield Joined(_group(config, torch.device("cpu")), relay, notes)
 
 
-def _rendezvous(network: NetworkConfig, ended: contextlib.ExitStack) -> tuple[dist.Store, RelayClient]:
+def _group(config: BenchmarkConfig, device: torch.device) -> WorkerGroup:
+    if config.shards == 1:
+        return WorkerGroup(device, config.gossip.timeout)
+    return WorkerGroup.of_mesh(WorkerMesh(mesh_of(device.type, config.shards)), device, config.gossip.timeout)
+
+
+def _rendezvous(network: NetworkConfig, shards: int, ended: contextlib.ExitStack) -> tuple[dist.Store, RelayClient]:
     rank = int(os.environ["RANK"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = next(iter(dist.rendezvous("env://")))[0]
@@ -150,7 +159,7 @@ def _rendezvous(network: NetworkConfig, ended: contextlib.ExitStack) -> tuple[di
         port = store.get("benchmark/relay").decode()
     relay = RelayClient(int(port))
     ended.callback(relay.close)
-    return RelayedStore(store, rank, relay), relay
+    return RelayedStore(store, rank, relay, shards), relay
 
 
 def _relay_for(network: NetworkConfig) -> contextlib.AbstractContextManager[int]:

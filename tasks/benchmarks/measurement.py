@@ -32,9 +32,9 @@ class Turns:
     waited: list[float] = field(default_factory=list)
     """Seconds per step spent waiting for other workers, mean over the workers; empty if unknown."""
     bytes_sent: float = 0.0
-    """Bytes that a worker sends per step, computed."""
+    """Bytes that a process sends to other workers per step, computed."""
     bytes_carried: float | None = None
-    """Bytes that a worker sends per step, as counted by the relay; None without one."""
+    """Bytes that a process sends to other workers per step, as counted by the relay; None without one."""
     extra_copies: float = 0.0
     """Memory beyond model, gradients and optimizer, in copies of the parameters."""
 
@@ -58,30 +58,31 @@ def measure(
 
     Args:
         config: settings of the benchmark.
-        group: the workers.
+        group: the workers, as `Joined.group`.
         carried: asks the relay for the bytes that each worker has sent so far.
 
     Raises WorkerLostError for a lost worker, for variants of other libraries, too.
     """
+    everyone = group.everyone
     variants: dict[str, Variant] = {}
     turns: dict[str, Turns] = {}
     left_out: dict[str, str] = {}
     for name in config.variants:
         before = all_storages()
         try:
-            variant = group.guarded(partial(build_variant, name, config, group), f"building {name}", strict=True)
+            variant = everyone.guarded(partial(build_variant, name, config, group), f"building {name}", strict=True)
         except LeftOut as reason:
             left_out[name] = str(reason)
             continue
         variants[name], turns[name] = variant, Turns()
-        group.guarded(partial(_warm_up, variant), f"the first steps of {name}", strict=True)
+        everyone.guarded(partial(_warm_up, variant), f"the first steps of {name}", strict=True)
         workload = variant.workload
         copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
         workload.model.zero_grad()
-        turns[name].extra_copies = max(group.all_gather_object(copies, "comparing memory"))
+        turns[name].extra_copies = max(everyone.all_gather_object(copies, "comparing memory"))
     for _, name in in_turns(list(variants), config.rounds):
-        turn = partial(_take_turn, variants[name], turns[name], config, group, carried)
-        group.guarded(turn, f"a turn of {name}", strict=True)
+        turn = partial(_take_turn, variants[name], turns[name], config, everyone, carried)
+        everyone.guarded(turn, f"a turn of {name}", strict=True)
     first = next(iter(variants.values()), None)
     parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
     return Measured(turns, left_out, parameters)

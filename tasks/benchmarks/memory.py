@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dsgdac_accel.shards import local_of
+
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Size in bytes of each memory block that the tensors use, by its address."""
+    """Size in bytes of each memory block that the tensors, or their shards here, use, by its address."""
     found = {}
-    for tensor in tensors:
+    for tensor in map(local_of, tensors):
         if tensor.layout != torch.strided:
             continue  # sparse tensors have no block of their own
         storage = tensor.untyped_storage()
@@ -30,6 +32,8 @@ def all_storages() -> dict[int, int]:
 def extra_copies(before: dict[int, int], model: torch.nn.Module, others: Iterable[Tensor]) -> float:
     """Memory allocated since `before`, without the model, its gradients and the `others`, in copies of the parameters.
 
+    Of a sharded model, all of this is about the shards of this process.
+
     Workspaces of a fixed size count, too. That of bf16 and int8 is 2 MiB: negligible for a large model, and 4 copies
     of a model of 0.5 MiB.
 
@@ -38,8 +42,8 @@ def extra_copies(before: dict[int, int], model: torch.nn.Module, others: Iterabl
         model: the model.
         others: tensors that are not counted, such as the batch and the optimizer's state.
     """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parameters = list(map(local_of, model.parameters()))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     known = storages([*parameters, *model.buffers(), *gradients, *others])
     extra = {address: size for address, size in all_storages().items() if address not in before | known}
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)

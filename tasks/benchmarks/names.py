@@ -10,7 +10,9 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import check_choice
 from dsgdac_accel.core.formats import FORMATS
 
-KINDS = ("local", "ddp", "decent_dp", "gossip")
+KINDS = ("local", "ddp", "decent_dp", "fsdp", "hsdp", "gossip")
+SHARDED_KINDS = ("fsdp", "hsdp", "gossip")
+"""What workers of several processes can run; fsdp and hsdp are for nothing else."""
 DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 """Topologies of the package decent-dp, by its own names."""
 _COMM_DTYPES = tuple(FORMATS)
@@ -19,6 +21,8 @@ _OPTIONS = {
     "local": ("undisturbed",),
     "ddp": ("bf16",),
     "decent_dp": (),
+    "fsdp": (),
+    "hsdp": (),
     "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded", "async"),
 }
 
@@ -31,7 +35,7 @@ class VariantName:
     VariantName(kind='gossip', topology='complete', options=('bf16',))
     >>> VariantName.parse("gosip")
     Traceback (most recent call last):
-    ValueError: variants must be one of local, ddp, decent_dp, gossip; got 'gosip'. Did you mean 'gossip'?
+    ValueError: variants must be one of local, ddp, decent_dp, fsdp, hsdp, gossip; got 'gosip'. Did you mean 'gossip'?
     """
 
     kind: str

@@ -22,9 +22,9 @@ def predicted_seconds(
 ) -> dict[str, float]:
     """Predict seconds per step by `dsgdac_accel.scaling`, for the variants that it has a formula for.
 
-    The measured local step is taken as computation, so only communication is predicted. Nothing is predicted without an
-    emulated network, a local step and a sleeping model (whose share of forward is known), nor with stalls, which the
-    formulas do not cover.
+    The measured step without communication between workers, local or fsdp, is taken as computation, so only
+    communication is predicted. Nothing is predicted without an emulated network, such a step and a sleeping model
+    (whose share of forward is known), nor with stalls, which the formulas do not cover.
 
     Args:
         config: settings of the benchmark.
@@ -33,7 +33,8 @@ def predicted_seconds(
         workers: number of workers.
     """
     stalls = config.stalls.probability and config.stalls.milliseconds
-    if config.network is None or stalls or "local" not in table or not config.model.startswith("sleeping"):
+    alone = "local" if config.shards == 1 else "fsdp"
+    if config.network is None or stalls or alone not in table or not config.model.startswith("sleeping"):
         return {}
     found = {}
     for text in table:
@@ -45,11 +46,12 @@ def predicted_seconds(
         bits = 32.0 if settings.comm_dtype == "full" else FORMATS[settings.comm_dtype].bits
         cluster = Cluster(
             parameters=parameters,
-            compute_seconds=table["local"]["seconds"],
+            compute_seconds=table[alone]["seconds"],
             bandwidth=config.network.bytes_per_second,
             latency=config.network.delay_ms / 1e3,
             bits=bits,
             gradient_bits=16.0 if "bf16" in name.options else 32.0,
+            buckets=1 if name.kind == "hsdp" else None,  # the whole model is one FSDP module
             overlap=settings.overlap,
         )
         found[text] = scheme(cluster, workers).seconds
@@ -57,7 +59,7 @@ def predicted_seconds(
 
 
 def _scheme(name: VariantName, config: BenchmarkConfig) -> Callable[[Cluster, int], Step] | None:
-    if name.kind == "ddp":
+    if name.kind in ("ddp", "hsdp"):
         return ring_ddp
     settings = name.settings(config.gossip)
     if name.kind != "gossip" or settings.mix_every != 1:

@@ -2,8 +2,8 @@
 
 gloo's workers publish in the store where they listen, and between two workers the one with the higher address connects.
 This store therefore shows each worker a lower address for lower ranks, 0.0.0.0 (this machine) with a port of the relay,
-and a higher address for higher ranks, which is never used since those connect themselves. This needs neither privileges
-nor changes to torch.
+and a higher address for higher ranks, which is never used since those connect themselves. Processes of the same worker
+get their own ports in place of the relay's. This needs neither privileges nor changes to torch.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ _LOWER, _HIGHER = bytes((0, 0, 0, 0)), bytes((127, 0, 0, 2))
 
 
 class RelayedStore(dist.Store):
-    """Wraps `store` for worker `rank`, and replaces the addresses of other workers by those of the relay.
+    """Wraps `store` for process `rank`, and replaces the addresses of other workers by those of the relay.
+
+    Each `shards` processes in a row are a worker, and the relay counts workers.
 
     >>> announced = b"vm" + b"\\x02\\x00" + struct.pack(">H", 40000) + bytes((127, 0, 0, 1)) + bytes(8)
     >>> port_in(announced)
     40000
     """
 
-    def __init__(self, store: dist.Store, rank: int, relay: RelayClient) -> None:
+    def __init__(self, store: dist.Store, rank: int, relay: RelayClient, shards: int = 1) -> None:
         super().__init__()
         self._store: Any = store
-        self._rank, self._relay = rank, relay
+        self._rank, self._relay, self._shards = rank, relay, shards
         self.routes = 0
-        """Number of connections that this worker makes through the relay."""
+        """Number of connections that this process makes through the relay."""
 
     def set(self, key: str, value: Any) -> None:
         """Set a value; an address is also reported to the relay."""
         port = port_in(value if isinstance(value, bytes) else b"")
         if port is not None:
-            self._relay.ask(f"owner {self._rank} {port}")
+            self._relay.ask(f"owner {self._rank // self._shards} {port}")
             self._store.set(_owner_key(port), str(self._rank))
         self._store.set(key, value)
 
@@ -53,8 +55,11 @@ class RelayedStore(dist.Store):
             return value
         owner = int(self._store.get(_owner_key(port)))
         if owner < self._rank:
+            worker = self._rank // self._shards
+            if owner // self._shards == worker:
+                return replaced(value, _LOWER, port)
             self.routes += 1
-            return replaced(value, _LOWER, int(self._relay.ask(f"route {self._rank} {port}")))
+            return replaced(value, _LOWER, int(self._relay.ask(f"route {worker} {port}")))
         return replaced(value, _HIGHER, port) if owner > self._rank else value
 
     def has_extended_api(self) -> bool:

@@ -17,7 +17,7 @@ from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
 from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
 
-REFERENCES = ("local", "ddp", "decent_dp")
+REFERENCES = ("local", "ddp", "decent_dp", "fsdp", "hsdp")
 """Variants that the others are compared with, if they are measured."""
 
 
@@ -87,7 +87,7 @@ def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
     if config.model.startswith("sleeping"):
         what += f", {config.compute_ms:g} ms of sleep for computation"
     else:
-        what += f", {config.batch_size} samples per worker"
+        what += f", {config.batch_size} samples per process"
     stalls = config.stalls
     if stalls.probability and stalls.milliseconds:
         who = "all workers" if stalls.workers is None else f"{stalls.workers} worker(s)"
@@ -95,7 +95,8 @@ def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
     if config.slow_workers:
         what += f", {config.slow_workers} worker(s) take {config.slow_factor:g} times as long"
     threads = torch.get_num_threads()
-    return f"{what}; {workers} workers, {threads} thread(s) each, {config.kernel} SGD, torch {torch.__version__}"
+    each = f" of {config.shards} processes" if config.shards > 1 else ""
+    return f"{what}; {workers} workers{each}, {threads} thread(s) each, {config.kernel} SGD, torch {torch.__version__}"
 
 
 def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.ExitStack() as ended:
         with starting_up():
             here = ended.enter_context(joined(config))
-        with training(here.group.report), here.relay_is_blamed():
+        with training(here.group.everyone.report), here.relay_is_blamed():
             measured = measure(config, here.group, here.bytes_carried)
-            if here.group.rank == 0:
+            if here.group.everyone.rank == 0:
                 report(config, measured, here.group.size, here.lines())
-            here.group.barrier("ending the benchmark")
+            here.group.everyone.barrier("ending the benchmark")

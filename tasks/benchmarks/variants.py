@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.scaling import ring_all_reduce
 from tasks.benchmarks.config import BenchmarkConfig, StallConfig
 from tasks.benchmarks.models import Workload, build_workload
 from tasks.benchmarks.names import VariantName
+from tasks.benchmarks.sharding import mesh_of, shard_model
 
 DECENT_DP = "0.2.3"
 """Version of decent-dp to compare with."""
@@ -44,7 +46,7 @@ class Variant:
     waited: Callable[[], float | None] = lambda: None
     """Seconds that the last step waited for other workers; None if unknown."""
     bytes_sent: Callable[[], float] = lambda: 0.0
-    """Bytes that this worker sent for its last step, without headers of the network."""
+    """Bytes that this process sent to other workers for its last step, without headers of the network."""
 
 
 class LeftOut(Exception):
@@ -63,10 +65,12 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
         image_size=config.image_size,
         compute_seconds=config.compute_ms / 1e3 * (config.slow_factor if group.rank < config.slow_workers else 1.0),
         device=group.device,
-        seed=group.rank,
+        seed=group.everyone.rank,
     )
     for parameter in workload.model.parameters():
-        group.broadcast_(parameter, "starting the benchmark")
+        group.everyone.broadcast_(parameter, "starting the benchmark")
+    if config.shards > 1:
+        shard_model(workload.model, mesh_of(group.device.type, config.shards), replicated=name.kind == "hsdp")
     stall = stalls(config.stalls, group.rank, undisturbed="undisturbed" in name.options)
     if name.kind == "decent_dp":
         return _decent_dp(name, workload, config, group, stall)
@@ -113,6 +117,9 @@ def _synchronous(
             size /= 2
         bytes_sent = ring_all_reduce(group.size, size).bytes_sent
         model = wrapped
+    if name.kind == "hsdp":
+        size = 4.0 * sum(parameter.numel() for parameter in model.parameters()) / config.shards
+        bytes_sent = ring_all_reduce(group.size, size).bytes_sent
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
 
     def step() -> None:
@@ -143,9 +150,12 @@ def _gossip(
 ) -> Variant:
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
     settings = name.settings(config.gossip)
+    if settings.asynchronous and config.shards > 1:
+        raise LeftOut("asynchronous averaging needs workers of one process")
     if settings.asynchronous and group.size > 1 and (group.size % 2 or group.device.type != "cpu"):
         raise LeftOut(f"it needs an even number of workers on the CPU, not {group.size} on {group.device}")
-    gossip = GossipStep(optimizer, group, settings)
+    watch = ModelWatch([workload.model]) if config.shards > 1 else None  # drops the parameters that FSDP2 gathered
+    gossip = GossipStep(optimizer, group, settings, watch)
     if "unguarded" in name.options:
         gossip.mixer.edits = gossip.mixer.arrivals.edits = NoEditGuard(gossip.mixer)
 

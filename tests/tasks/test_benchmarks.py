@@ -142,6 +142,25 @@ def test_growth_starts_its_processes_itself_and_ends_with_them(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.task
+def test_sharded_workers_send_what_the_formulas_say_and_have_one_staging_buffer_more(tmp_path):
+    parameters, file = 400_000, tmp_path / "result.json"
+    words = ["--model", f"sleeping-{parameters}", "--workers", "2", "--shards", "2", "--network.rate_mbit", "1000"]
+    words += ["--network.delay_ms", "1", "--variants", "[fsdp, hsdp, gossip, gossip+bf16]", "--output", str(file)]
+    status, out, err = finish(start([*forked(), SCRIPT, *words, "--gossip.log_every", "0", *SMALL], tmp_path))
+    assert (status, error_lines(err)) == (0, []), err
+    assert "2 workers of 2 processes" in out
+    measured, shard = json.loads(file.read_text())["variants"], 4 * parameters / 2
+    expected = {"fsdp": 0, "hsdp": ring_all_reduce(2, shard).bytes_sent, "gossip": shard, "gossip+bf16": shard / 2}
+    assert sorted(measured) == sorted(expected)
+    for name, row in measured.items():
+        assert row["bytes_sent"] == pytest.approx(expected[name], rel=0.01), name
+        assert 0 <= row["bytes_carried"] - row["bytes_sent"] < 4096, name
+    assert [measured[name]["extra_copies"] for name in ("fsdp", "hsdp")] == [0, 0]
+    assert measured["gossip"]["extra_copies"] == pytest.approx(2, abs=0.01)  # and one to receive, as without shards
+
+
+@pytest.mark.slow
+@pytest.mark.task
 def test_the_script_starts_its_workers_itself(tmp_path):
     words = ["--model", "tiny-3", "--workers", "2", "--variants", "[local, gossip]", "--stalls.probability", "0.5"]
     words += ["--stalls.milliseconds", "1", *SMALL]

@@ -75,6 +75,9 @@ def trained(model):
         ({"variants": ("gossip+every_2+every_3",)}, "contradict"),
         ({"targets": ("gossip <= 1.2.3 of ddp",)}, "of the form"),
         ({"output": Path("x.png")}, "ends in .json; got x.png"),
+        ({"shards": 0}, "shards"),
+        ({"shards": 2, "variants": ("gossip", "ddp")}, "fsdp, hsdp, gossip where workers have several .* got 'ddp'"),
+        ({"variants": ("gossip", "hsdp")}, "kind hsdp need shards >= 2"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_way_out(settings, message):
@@ -94,6 +97,11 @@ def test_another_number_of_workers_than_was_launched_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="the number that was launched, 3; got 4"):
         BenchmarkConfig(workers=4)
+    sharded = {"shards": 2, "variants": ("gossip",)}
+    with pytest.raises(ValueError, match="the number that was launched, 3; got 3 of 2 processes"):
+        BenchmarkConfig(workers=3, **sharded)
+    with pytest.raises(ValueError, match="shards must divide the number of processes, 3; got 2"):
+        BenchmarkConfig(**sharded)
 
 
 def test_sections_and_lists_come_from_the_command_line():
@@ -351,6 +359,12 @@ def test_what_the_scaling_model_says_is_held_against_what_was_measured():
             "gossip+int8": one_peer_gossip(replace(exposed, bits=8.125), 4).seconds,
         }
     )
+    sharded = replace(config, variants=("fsdp", "hsdp", "gossip"), shards=2)
+    table = {"fsdp": {"seconds": 0.2}, "hsdp": {"seconds": 9.0}, "gossip": {"seconds": 9.0}}
+    assert predicted_seconds(sharded, table, 1_000_000, workers=4) == {
+        "hsdp": pytest.approx(0.2 + 6 * (0.01 + 4e6 / 4 / 12.5e6)),  # nothing of the ring is hidden
+        "gossip": pytest.approx(0.01 + 4e6 / 12.5e6),
+    }
     assert predicted_seconds(replace(config, network=None), table, 1_000_000, 4) == {}
     assert predicted_seconds(replace(config, stalls=StallConfig(probability=0.1)), table, 1_000_000, 4) == {}
 
@@ -519,6 +533,20 @@ def test_a_worker_connects_to_lower_ranks_by_the_relay_and_waits_for_higher_ones
     assert stores[1].get("worker/2") == announcement(40_002, host=(127, 0, 0, 2))
     stores[0].set("word", "text")
     assert stores[2].get("word") == b"text"
+
+
+def test_processes_of_a_worker_connect_without_the_relay_and_share_its_line():
+    asked: list = []
+    shared, relay = dist.HashStore(), SimpleNamespace(ask=lambda line: asked.append(line) or "1234")
+    stores = [RelayedStore(shared, rank, relay, shards=2) for rank in range(4)]
+    for rank, store in enumerate(stores):
+        store.set(f"process/{rank}", announcement(40_000 + rank))
+    assert asked == [f"owner {rank // 2} {40_000 + rank}" for rank in range(4)]
+    assert stores[3].get("process/2") == announcement(40_002, host=(0, 0, 0, 0))
+    assert stores[2].get("process/3") == announcement(40_003, host=(127, 0, 0, 2))
+    assert stores[2].get("process/1") == announcement(1234, host=(0, 0, 0, 0))
+    assert asked[4:] == ["route 1 40001"]
+    assert [store.routes for store in stores] == [0, 0, 1, 0]
 
 
 def test_the_launcher_keeps_the_relay_while_its_workers_run(monkeypatch):
