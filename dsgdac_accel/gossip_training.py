@@ -15,6 +15,7 @@ from dsgdac_accel.core.master_parameters import AverageInModel
 from dsgdac_accel.core.parameter_guard import ModelWatch, as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.equal_values import make_equal_
+from dsgdac_accel.distributed.fsdp_collectives import name_losses
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
@@ -54,6 +55,7 @@ class GossipTraining:
 
         Virtual workers get a random stream each.
         """
+        name_losses(gathering_modules(models), self.group.row)
         for optimizer in optimizers:
             for virtual in self.owners.virtual_models:
                 virtual.complete(optimizer)

@@ -45,6 +45,12 @@ class WorkerMesh:
         self.rows: list[list[int]] = cube.reshape(workers, -1).tolist()
         """The launched ranks of each worker."""
         self.columns: list[list[int]] = cube.reshape(workers, -1).T.tolist()
+        for line in [*self.rows, *self.columns]:
+            if line != sorted(line):  # torch's groups have ascending ranks, and FSDP2 places shards in that order
+                raise ValueError(
+                    f"the ranks of device_mesh must ascend along each dimension; got {line}. Make the mesh by "
+                    f"init_device_mesh."
+                )
         me = dist.get_rank()
         self.everyone = Line.through(me, [sorted(cube.flatten().tolist())], "rank")
         self.column = Line.through(me, self.columns, "worker")

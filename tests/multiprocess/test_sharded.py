@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -20,9 +21,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -36,6 +37,7 @@ from dsgdac_accel import (
     Gossip,
     GossipAccelerator,
     GossipConfig,
+    NonFiniteError,
     WorkerParallelismConfig,
     build_topology,
     worker_parallelism,
@@ -49,6 +51,7 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 8
 MAX_NORM = 0.3
+GRID = ("dp_replicate", "dp_shard")
 
 
 class Tied(nn.Module):
@@ -99,6 +102,9 @@ def make_model(kind: str = "layers") -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5)).double()
     if kind == "frozen":
         model[0].weight.requires_grad_(False)
+    if kind == "lora":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["0", "2"])).double()
     return model
 
 
@@ -115,7 +121,7 @@ def loss_of(model: nn.Module, *where: int) -> torch.Tensor:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-2)
-    return torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-2)
+    return torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-2, fused=name == "fused adam")
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -136,9 +142,18 @@ def sharded(model: nn.Module, mesh: Any, kind: str = "", **options: Any) -> nn.M
         parallelize_module(model, mesh["tp"], plan_of(kind))
     if "dp_shard" not in mesh.mesh_dim_names:
         return model
-    for layer in [*model.children()][:1] if isinstance(model, nn.Sequential) else []:
+    stack = getattr(getattr(model, "base_model", None), "model", model)  # inside of a model with LoRA
+    for layer in [*stack.children()][:1] if isinstance(stack, nn.Sequential) else []:
         fully_shard(layer, mesh=mesh["dp_shard"], **options)
     return fully_shard(model, mesh=mesh["dp_shard"], **options)
+
+
+def worker_of(rank: int, shards: int, rows: list[list[int]] | None) -> int:
+    return rank // shards if rows is None else next(worker for worker, row in enumerate(rows) if rank in row)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def whole(model: nn.Module) -> torch.Tensor:
@@ -146,10 +161,6 @@ def whole(model: nn.Module) -> torch.Tensor:
         if hasattr(module, "reshard"):
             module.reshard()
     return torch.cat([whole_of(p).detach().flatten() for p in model.parameters()])
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def train(
@@ -162,8 +173,10 @@ def train(
     parts: int = 1,
     peek: bool = False,
     keep_gathered: bool = False,
+    late: bool = False,
     bad: tuple[int, int] | None = None,
-    mesh: Any = None,
+    norm_type: float = 2.0,
+    rows: list[list[int]] | None = None,
     by: str = "mesh",
     **gossip: Any,
 ) -> dict[str, Any]:
@@ -171,19 +184,22 @@ def train(
 
     `tensor`: size of `tp`. `parts`: batches accumulated in a step. `peek`: run the model without a backward pass right
     before each step. `by`: who shards, the test by a "mesh", or Accelerate by "arguments" or the "environment".
-    `bad`: this rank's gradient is not finite at this step.
+    `late`: check as on a GPU. `bad`: this rank's gradient is not finite at this step. `rows`: the ranks of each worker.
     """
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    mesh = mesh or mesh_of(workers, shards, tensor) if by == "mesh" else None
+    mesh = mesh_of(workers, shards, tensor) if by == "mesh" else None
+    if rows is not None:
+        mesh = DeviceMesh("cpu", rows, mesh_dim_names=GRID)
     reader = rank // tensor
     config = GossipConfig(**{"power": 2.0, "timeout": 60, "log_every": 3, **gossip})
     options = {"device_mesh": mesh} if by == "mesh" else accelerate_options(by, workers, shards, tensor)
     accelerator = GossipAccelerator(cpu=True, gossip=config, gradient_accumulation_steps=parts, **options)
     model = make_model(kind)
     with torch.no_grad():
+        first = worker_of(reader, shards, rows) == 0 and rank % tensor == 0
         for p in model.parameters():
-            p.add_(0.0 if reader < shards and rank % tensor == 0 else 0.5)  # worker 0's values count
+            p.add_(0.0 if first else 0.5)  # worker 0's values count
     if by == "mesh":
         model = sharded(model, mesh, kind)
     elif tensor > 1:
@@ -192,13 +208,14 @@ def train(
         model.set_reshard_after_backward(False)
     optimizer = make_optimizer(optimizer_name, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
     norms, estimates = [], []
     for step in range(STEPS):
         for part in range(parts):
             with accelerator.accumulate(model) if parts > 1 else nullcontext():
                 accelerator.backward(loss_of(model, reader, step, part))
                 if accelerator.sync_gradients:
-                    norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type))
                     if bad == (rank, step):
                         local_of(next(p.grad for p in model.parameters() if p.grad is not None)).fill_(torch.nan)
                     if peek:
@@ -218,6 +235,7 @@ def train(
     with accelerator.deployed_model(model) as deployed:
         loss = float(loss_of(deployed, 0, 0).detach())  # leaves the root gathered
         mean = whole(model)
+    saved = accelerator.get_state_dict(model)
     return {
         "accelerator": accelerator,
         "model": model,
@@ -226,6 +244,7 @@ def train(
         "loss": loss,
         "restored": torch.equal(own, whole(model)),
         "next_loss": float(loss_of(model, reader, 0).detach()),
+        "saved": torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]) if saved else None,
         "radius": radius,
         "apart": accelerator.gossip_steps[0].mixer.arrivals.disagreement,
         "estimates": estimates,
@@ -265,6 +284,8 @@ def simulate(
     power: float = 2.0,
     order: str = "local_first",
     mix_every: int = 1,
+    norm_type: float = 2.0,
+    rows: list[list[int]] | None = None,
     **_: Any,
 ) -> dict[str, Any]:
     """The same with one dense model per worker, whose gradient is the mean over its processes."""
@@ -274,15 +295,17 @@ def simulate(
     schedule = AdaptiveConsensus(power=power)
     simulation = Simulation(models, optimizers, build_topology(topology, workers), schedule, order, mix_every)
     norms: list[list[torch.Tensor]] = [[] for _ in models]
+    apart = 0.0  # between worker 0 and the last one, before the last round
     for step in range(STEPS):
         for worker, model in enumerate(models):
             model.zero_grad()
-            ranks = range(worker * shards, (worker + 1) * shards)
+            ranks = rows[worker] if rows else range(worker * shards, (worker + 1) * shards)
             losses = [loss_of(model, rank, step, part) for rank in ranks for part in range(parts)]
             torch.stack(losses).mean().backward()
-            norms[worker].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-        skip = {bad[0] // (shards * tensor)} if bad is not None and bad[1] == step else ()
-        apart = float((flat(models[0]) - flat(models[-1])).norm())
+            norms[worker].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type))
+        skip = {worker_of(bad[0] // tensor, shards, rows)} if bad is not None and bad[1] == step else ()
+        if (step + 1) % mix_every == 0:
+            apart = float((flat(models[0]) - flat(models[-1])).norm())
         simulation.step(skip=skip)
         for scheduler in schedulers:
             scheduler.step()
@@ -293,9 +316,12 @@ def simulate(
         "x": x,
         "mean": torch.stack(x).mean(0),
         "loss": float(loss_of(mean, 0, 0).detach()),
-        "next_losses": [float(loss_of(models[rank // shards], rank, 0).detach()) for rank in range(workers * shards)],
+        "next_losses": [
+            float(loss_of(models[worker_of(rank, shards, rows)], rank, 0).detach()) for rank in range(workers * shards)
+        ],
+        "rows": rows,
         "radius": simulation.radius(),
-        "apart": apart if workers == 2 and mix_every == 1 else None,
+        "apart": apart if workers == 2 else None,
         "norms": norms,
     }
 
@@ -304,7 +330,7 @@ def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shard
     assert len(expected["x"]) == 1 or expected["radius"] > 1e-3, "the workers have to differ in this test"
     for rank, result in enumerate(results):
         reader = rank // tensor
-        worker = reader // shards
+        worker = worker_of(reader, shards, expected["rows"])
         torch.testing.assert_close(result["x"], expected["x"][worker], rtol=0, atol=1e-9)
         torch.testing.assert_close(result["mean"], expected["mean"], rtol=0, atol=1e-9)
         torch.testing.assert_close(result["norms"], torch.stack(expected["norms"][worker]), rtol=1e-9, atol=0)
@@ -313,6 +339,10 @@ def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shard
         assert result["loss"] == pytest.approx(expected["loss"], abs=1e-9)
         assert result["restored"]
         assert result["next_loss"] == pytest.approx(expected["next_losses"][reader], abs=1e-9)
+        if rank == 0:
+            torch.testing.assert_close(result["saved"], expected["mean"], rtol=0, atol=1e-9)
+        else:
+            assert result["saved"] is None
 
 
 def plain(result: dict[str, Any]) -> dict[str, Any]:
@@ -355,6 +385,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "dispatched": refusal(lambda: prepare_dispatched(parallel)),
         "copies": refusal(lambda: train_apart(parallel)),
         "deepspeed": refusal(lambda: GossipAccelerator(cpu=True, deepspeed_plugin=object())),
+        "order": refusal(lambda: new_accelerator(DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=GRID))),
         "no mesh": refusal(lambda: new_accelerator([[0, 1], [2, 3]])),
         "virtual": refusal(lambda: new_accelerator(mesh, workers_per_process=2)),
         "continue": refusal(lambda: new_accelerator(mesh, on_worker_loss="continue")),
@@ -370,6 +401,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "trainer's config": refusal(lambda: refuse_trainer(nn.Linear(4, 4), parallelism_config=ParallelismConfig())),
         "trainer's fsdp": refusal(lambda: refuse_trainer(nn.Linear(4, 4), fsdp=["full_shard"])),
         "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
+        "replicated": refusal(lambda: prepare(accelerator, replicated(nn.Linear(4, 4), mesh))),
     }
     return plain(result) | {"refused": refused, "gathers": len(writes), "state": sorted(state), "metrics": metrics}
 
@@ -418,6 +450,12 @@ def gossip_of(model: nn.Module) -> Gossip:
     return Gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), GossipConfig(timeout=30))
 
 
+def replicated(model: nn.Module, mesh: Any) -> nn.Module:
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(parameter.data, mesh["dp_shard"], [Replicate()])))
+    return model
+
+
 def deploy_batch_norm(accelerator: GossipAccelerator, mesh: Any) -> None:
     model = sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh)
     model = accelerator.prepare(model)
@@ -436,6 +474,7 @@ REFUSALS = {
     "dispatched": "dispatch_batches=False",
     "copies": "norm.bias has different gradients on rank [02] and rank [13], .*SequenceParallel",
     "deepspeed": "deepspeed_plugin= is not supported.*device_mesh",
+    "order": r"ranks of device_mesh must ascend along each dimension; got \[3, 1\]",
     "no mesh": "device_mesh must be a DeviceMesh; got list",
     "virtual": "workers_per_process=2 .*device_mesh",
     "continue": "on_worker_loss='continue' does not work with device_mesh",
@@ -450,6 +489,7 @@ REFUSALS = {
     "trainer": "the Trainer's model is sharded.*device_mesh",
     "trainer's config": "TrainingArguments.parallelism_config=.* is not supported with GossipCallback.*device_mesh",
     "trainer's fsdp": "DeepSpeed and FSDP split the model.*device_mesh",
+    "replicated": "weight is placed as .*Replicate.* on 2 of the 2 processes of a worker",
     "batch norm": "calibrate= is not supported for sharded models with BatchNorm",
 }
 
@@ -476,9 +516,11 @@ WORLDS = {
     (2, 2, 1): [
         {"optimizer_name": "sgd", "power": 0.0},
         {"kind": "tied", "parts": 2},
-        {"kind": "frozen", "order": "mix_first", "overlap": False},
+        {"kind": "frozen", "order": "mix_first", "overlap": False, "norm_type": math.inf},
         {"peek": True, "parts": 2, "keep_gathered": True},
         {"bad": (1, 3)},
+        {"bad": (1, 3), "late": True, "sketch": 512, "rows": [[0, 2], [1, 3]]},
+        {"bad": (2, 3), "late": True, "optimizer_name": "fused adam"},
         {"topology": "complete", "sketch": 512},
         {"mix_every": 3, "comm_dtype": "auto"},
     ],
@@ -512,9 +554,8 @@ def test_sharded_workers_follow_algorithm_1(world):
         if "sketch" in case:
             assert of_case[0]["estimates"] == [pytest.approx(expected["radius"], abs=1e-9)]
         if "bad" in case:
-            row = shards * tensor
-            bad = case["bad"][0] // row
-            assert [result["skipped"] for result in of_case] == [int(r // row == bad) for r in range(len(of_case))]
+            mine = [worker_of(rank // tensor, shards, case.get("rows")) for rank in range(len(of_case))]
+            assert [result["skipped"] for result in of_case] == [int(w == mine[case["bad"][0]]) for w in mine]
 
 
 BY_ACCELERATE = [
@@ -586,6 +627,56 @@ def test_shards_stay_float32_in_mixed_precision_and_the_mean_follows_sgd(policy,
     assert not torch.equal(results[0]["x"][-1], results[2]["x"][-1])
 
 
+# ---- decisions of whole workers
+
+
+def prepared(lr: float = 0.1, *extra: nn.Module) -> tuple[GossipAccelerator, nn.Module, torch.optim.Optimizer]:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    mesh = mesh_of(2, 2)
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30))
+    model = sharded(nn.Sequential(make_model(), *extra).double(), mesh)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def take_step(accelerator: GossipAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *where: int) -> None:
+    accelerator.backward(loss_of(model, *where))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def decide(rank: int) -> dict[str, Any]:
+    accelerator, model, optimizer = prepared(0.1, nn.BatchNorm1d(5))
+    take_step(accelerator, model, optimizer, rank, 0)
+    own = model[1].running_mean.clone()
+    with accelerator.deployed_model(model) as deployed:
+        pooled = deployed[1].running_mean.clone()
+    unequal = prepared(0.1 + 0.1 * (rank == 1))
+    lr = refusal(lambda: take_step(*unequal, rank, 0))
+    accelerator, model, optimizer = prepared()
+    steps = 0
+    try:
+        for step in range(6):
+            take_step(accelerator, model, optimizer, rank, step)
+            steps += 1
+            if (rank, step) == (3, 1):
+                local_of(next(model.parameters())).data.fill_(torch.nan)
+    except NonFiniteError as error:
+        return {"own": own, "pooled": pooled, "lr": lr, "parameters": str(error), "steps": steps}
+    return {}
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_unequal_or_pooled_in_one_process_counts_in_all():
+    results = run_workers(decide, 4)
+    mean = torch.stack([result["own"] for result in results]).mean(0)
+    for result in results:
+        torch.testing.assert_close(result["pooled"], mean, rtol=0, atol=1e-12)
+        assert re.search("same learning rate at the first step; rank 0 has 0.1 and rank 1 has 0.2", result["lr"])
+        assert result["parameters"].startswith("the parameters of worker 1 are not finite")
+        assert result["steps"] == results[0]["steps"]
+
+
 # ---- data, signals, losses
 
 
@@ -595,7 +686,7 @@ def read_and_stop(rank: int, tensor: int) -> dict[str, Any]:
     model = sharded(make_model("block").float(), mesh, "block")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.arange(21.0), batch_size=2, shuffle=True)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + rank // 2)  # the processes of a worker start alike
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen = [samples.tolist() for samples in loader]
     gathered = {}
@@ -644,26 +735,35 @@ def test_readers_read_their_own_data_draw_their_own_numbers_and_stop_together(te
     assert all(torch.equal(result["deployed"], results[0]["deployed"]) for result in results)
 
 
-def lose_a_shard(rank: int) -> None:
+def lose_a_shard(rank: int, where: str) -> None:
     mesh = mesh_of(2, 2)
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=15))
     model = sharded(make_model(), mesh)
     model, optimizer = accelerator.prepare(model, make_optimizer("sgd", model))
     for step in range(6):
-        if rank == 3 and step == 3:
+        dies = rank == 3 and step == 3
+        if dies and where == "forward":
             os._exit(0)
-        accelerator.backward(loss_of(model, rank, step))
+        loss = loss_of(model, rank, step)
+        if dies and where == "backward":
+            os._exit(0)
+        accelerator.backward(loss)
+        if dies and where == "step":
+            os._exit(0)
         optimizer.step()
         optimizer.zero_grad()
 
 
 @pytest.mark.slow
-def test_a_killed_shard_ends_its_worker_and_the_run_by_name():
-    outcomes = try_workers(lose_a_shard, 4)
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_killed_shard_ends_its_worker_and_the_run_by_name(where):
+    outcomes = try_workers(lose_a_shard, 4, where)
     for rank in (0, 1):
         assert outcomes[rank].exit_code == 1
         assert re.search("WorkerLostError.* worker 1 was lost", outcomes[rank].error)
     assert outcomes[2].exit_code == 1, "the other process of the lost worker"
+    assert "WorkerLostError: rank 2: " in outcomes[2].error
+    assert re.search("rank 3 was lost in|First report of this run: worker 1 was lost in", outcomes[2].error)
 
 
 # ---- the page of docs/
