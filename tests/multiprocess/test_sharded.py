@@ -232,9 +232,13 @@ def train(
             time.sleep(0.01)
         estimates = [estimate.latest.radius] if rank == 0 else []
     own = whole(model)
+    loss_of(model, reader, 0)  # leaves the root gathered, as every pass below
     with accelerator.deployed_model(model) as deployed:
-        loss = float(loss_of(deployed, 0, 0).detach())  # leaves the root gathered
+        loss = float(loss_of(deployed, 0, 0).detach())
         mean = whole(model)
+        loss_of(deployed, 0, 0)
+    next_loss = float(loss_of(model, reader, 0).detach())
+    restored = torch.equal(own, whole(model))
     saved = accelerator.get_state_dict(model)
     return {
         "accelerator": accelerator,
@@ -242,8 +246,8 @@ def train(
         "x": own,
         "mean": mean,
         "loss": loss,
-        "restored": torch.equal(own, whole(model)),
-        "next_loss": float(loss_of(model, reader, 0).detach()),
+        "restored": restored,
+        "next_loss": next_loss,
         "saved": torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]) if saved else None,
         "radius": radius,
         "apart": accelerator.gossip_steps[0].mixer.arrivals.disagreement,
@@ -522,7 +526,7 @@ WORLDS = {
         {"bad": (1, 3), "late": True, "sketch": 512, "rows": [[0, 2], [1, 3]]},
         {"bad": (2, 3), "late": True, "optimizer_name": "fused adam"},
         {"topology": "complete", "sketch": 512},
-        {"mix_every": 3, "comm_dtype": "auto"},
+        {"mix_every": 5, "comm_dtype": "auto"},
     ],
     (3, 2, 1): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
     (2, 3, 1): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
@@ -682,12 +686,15 @@ def test_what_is_not_finite_unequal_or_pooled_in_one_process_counts_in_all():
 
 def read_and_stop(rank: int, tensor: int) -> dict[str, Any]:
     mesh = mesh_of(2, 2 // tensor, tensor)
-    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30))
+    config = GossipConfig(timeout=30)
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=config, scheduler_ticks="num_processes")
     model = sharded(make_model("block").float(), mesh, "block")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1.0)
     loader = DataLoader(torch.arange(21.0), batch_size=2, shuffle=True)
     torch.manual_seed(100 + rank // 2)  # the processes of a worker start alike
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    uneven = len(list(accelerator.equal_steps(DataLoader(torch.arange(2.0 + rank % 2 * (tensor == 1))))))
     seen = [samples.tolist() for samples in loader]
     gathered = {}
     for objects in (False, True):
@@ -703,6 +710,7 @@ def read_and_stop(rank: int, tensor: int) -> dict[str, Any]:
         while not accelerator.should_stop():
             accelerator.backward(model(torch.ones(2, 5)).sum())
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
             steps += 1
             if rank == 3 and steps == 2:
@@ -711,9 +719,11 @@ def read_and_stop(rank: int, tensor: int) -> dict[str, Any]:
     return {
         "seen": seen,
         "gathered": gathered,
+        "uneven": uneven,
         "drawn": drawn,
         "later": torch.rand(4).tolist(),
         "steps": steps,
+        "ticks": scheduler.scheduler.last_epoch,
         "reason": accelerator.stop_reason,
         "deployed": whole(model),
     }
@@ -731,6 +741,9 @@ def test_readers_read_their_own_data_draw_their_own_numbers_and_stop_together(te
     for name in ("seen", "drawn", "later"):
         assert all(result[name] == reader[0][name] for reader in readers for result in reader)
         assert len({str(reader[0][name]) for reader in readers}) == 4 // tensor
+    assert [result["uneven"] for result in results] == [2] * 4
+    if tensor == 1:
+        assert [result["ticks"] for result in results] == [4 * results[0]["steps"]] * 4
     assert len({result["steps"] for result in results}) == 1
     assert all(torch.equal(result["deployed"], results[0]["deployed"]) for result in results)
 
@@ -758,12 +771,9 @@ def lose_a_shard(rank: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_a_killed_shard_ends_its_worker_and_the_run_by_name(where):
     outcomes = try_workers(lose_a_shard, 4, where)
-    for rank in (0, 1):
-        assert outcomes[rank].exit_code == 1
-        assert re.search("WorkerLostError.* worker 1 was lost", outcomes[rank].error)
-    assert outcomes[2].exit_code == 1, "the other process of the lost worker"
-    assert "WorkerLostError: rank 2: " in outcomes[2].error
-    assert re.search("rank 3 was lost in|First report of this run: worker 1 was lost in", outcomes[2].error)
+    for outcome in outcomes[:3]:
+        assert outcome.exit_code == 1
+        assert re.search("WorkerLostError: .*(worker 1|rank 3) was lost in", outcome.error)  # or by the first report
 
 
 # ---- the page of docs/
