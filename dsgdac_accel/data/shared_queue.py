@@ -37,10 +37,11 @@ class SharedQueue:
         self.next_number = next_number
 
     def __iter__(self) -> Iterator[list[int]]:
-        known, order = -1, torch.empty(0)
+        known, order = -1, torch.empty(0, device="cpu")
         while True:
             pass_, batch = divmod(self.next_number(), self.rows // self.batch_size)
             if pass_ != known:
                 known = pass_
-                order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + pass_))
+                generator = torch.Generator("cpu").manual_seed(self.seed + pass_)
+                order = torch.randperm(self.rows, generator=generator, device="cpu")
             yield order[batch * self.batch_size : (batch + 1) * self.batch_size].tolist()

@@ -145,7 +145,7 @@ class Machine:
     @classmethod
     def measured(cls) -> Machine:
         """Measure it; the medians of some turns."""
-        source, target, small = torch.ones(_COPIED), torch.empty(_COPIED), torch.ones(32)
+        source, target, small = (torch.ones(numbers, device="cpu") for numbers in (_COPIED, _COPIED, 32))
         copies, calls = [], []
         for _ in range(_WARM_UP + 7):
             begun = time.process_time()
@@ -195,8 +195,8 @@ def build(case: Case, group: WorkerGroup) -> GossipStep:
     parameters: list[Parameter] = []
     for worker in range(case.workers):
         for count in sizes:
-            parameter = Parameter(torch.full((count,), 1.0 + worker + group.rank))
-            parameter.grad = torch.ones(count)
+            parameter = Parameter(torch.full((count,), 1.0 + worker + group.rank, device="cpu"))
+            parameter.grad = torch.ones(count, device="cpu")
             worker_of[id(parameter)] = worker
             parameters.append(parameter)
     config = GossipConfig(topology="one_peer_ring", workers_per_process=case.workers, log_every=0, timeout=_TIMEOUT)

@@ -171,7 +171,7 @@ class Study:
 
         def fill_gradients(worker: int) -> None:
             weight = self.workers * rows[worker] / sum(rows) if case.weighted else 1.0
-            mine = torch.tensor(list(itertools.islice(images, rows[worker])))
+            mine = torch.tensor(list(itertools.islice(images, rows[worker])), device="cpu")
             models[worker].zero_grad()
             loss = F.cross_entropy(models[worker](self.train[0][mine]), self.train[1][mine])
             (weight * loss).backward()
@@ -199,7 +199,7 @@ class Study:
         """Rows in a random order, pass by pass: whoever is ready takes the next ones."""
         order = torch.Generator().manual_seed(self.config.seed)
         while True:
-            yield from torch.randperm(len(self.train[1]), generator=order).tolist()
+            yield from torch.randperm(len(self.train[1]), generator=order, device="cpu").tolist()
 
     def _durations(self, case: Case) -> Callable[[int], float]:
         def seconds(worker: int) -> float:

@@ -64,15 +64,15 @@ def one_step_more(rank, run):
 def slow_link(rank, run):
     """Messages of worker 1 to worker 2 take longer."""
     if rank == 1:
-        from dsgdac_accel.core import exchange
+        from dsgdac_accel.distributed import transport
 
-        send = exchange.dist.isend
+        send = transport.dist.isend
 
         def slow_send(chunk, **kwargs):
             time.sleep(SLOW_SECONDS if kwargs["group_dst"] == 2 else 0)
             return send(chunk, **kwargs)
 
-        run["patches"].setattr(exchange.dist, "isend", slow_send)
+        run["patches"].setattr(transport.dist, "isend", slow_send)
 
 
 def own_samples(run, samples):
