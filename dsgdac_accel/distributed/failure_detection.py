@@ -93,13 +93,14 @@ class FailureDetector:
         happened = f"did not answer within {self.timeout:g} s" if silent else lost
         who = self.members.named(blamed) if blamed else f"a {self.members.noun}"
         if silent_only and not blamed:  # the others may just not have noticed the loss yet
-            who = f"{self.members.named(silent_only)}, which {'do' if len(silent_only) > 1 else 'does'} not answer,"
+            one_of, do = ("one of ", "do") if len(silent_only) > 1 else ("", "does")
+            who = f"{one_of}{self.members.named(silent_only)}, which {do} not answer,"
         me, seen = self.members.me, f"{who} {happened} in {failure.what}"
         news = self._other_reports(failure, f"{seen}, as {me} saw it")
         return WorkerLostError(f"{me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
-        """Original ranks of the workers that are to blame, and of those that are alive and only do not answer."""
+        """Original ranks of the workers that are to blame, and of those that only do not answer and may be alive."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", failure.cause)
         if named:
             return [self.members.original_ranks[int(rank)] for rank in re.findall(r"[0-9]+", named[1])], []

@@ -68,10 +68,10 @@ class FailureReports:
         return self._ask(read, _CHAIN_SECONDS + _STORE_SECONDS)
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Call the roll of all workers for a few seconds, and return who does not answer: (gone, alive but silent).
+        """Call the roll of all workers for a few seconds, and return who does not answer: (gone, only silent).
 
-        A broken connection may be noticed by some workers long before others. So a worker that is alive is only to
-        blame where silence was noticed.
+        A broken connection may be noticed by some workers long before others. So a worker that is alive, or on another
+        machine and perhaps alive, is only to blame where silence was noticed.
         """
         missing = [worker for worker in range(len(self.processes)) if worker != self.me]
 
@@ -83,7 +83,7 @@ class FailureReports:
                 time.sleep(0.05)
 
         self._ask(call, _ROLL_CALL_SECONDS + _STORE_SECONDS)
-        gone = [worker for worker in missing if not self.is_alive(worker)]
+        gone = [worker for worker in missing if self.is_alive(worker) is False]
         return gone, [worker for worker in missing if worker not in gone]
 
     def is_alive(self, worker: int) -> bool | None:

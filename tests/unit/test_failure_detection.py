@@ -87,7 +87,15 @@ def test_without_a_peer_the_roll_call_finds_the_lost_worker():
     for other in (1, 3):
         detector(other, store=store).reports.missing()
     message = str(detector(store=store).worker_lost(Failure("evaluating at step 7", "Connection reset")))
-    assert "worker 2 was lost in evaluating at step 7" in message
+    assert "worker 0: worker 2, which does not answer, was lost in evaluating at step 7" in message
+
+
+@pytest.mark.parametrize(
+    ("dead", "who"), [([3], "worker 3 was lost"), ([], "one of workers 1, 2, 3, which do not answer, was lost")]
+)
+def test_workers_on_other_machines_may_still_compute_and_are_not_all_lost(dead, who):
+    failure = Failure("evaluating at step 7", "Connection reset")
+    assert f"worker 0: {who} in evaluating" in str(detector(dead=dead).worker_lost(failure))
 
 
 def test_a_worker_that_is_alive_but_silent_is_not_called_lost():

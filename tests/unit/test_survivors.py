@@ -196,7 +196,7 @@ def test_only_processes_of_this_machine_are_seen(ended):
     assert [reports.is_alive(worker) for worker in range(4)] == [True, False, False, None]  # 2**22 is the largest id
 
 
-def test_a_worker_that_does_not_answer_the_roll_call_is_gone_unless_its_process_exists(ended, monkeypatch):
+def test_a_worker_that_does_not_answer_the_roll_call_is_gone_if_its_process_is_known_to_be(ended, monkeypatch):
     monkeypatch.setattr(f"{FailureReports.__module__}._ROLL_CALL_SECONDS", 0.3)
     here = this_machine()
     reports, other = FailureReports(0, 5), FailureReports(4, 5)
@@ -204,7 +204,7 @@ def test_a_worker_that_does_not_answer_the_roll_call_is_gone_unless_its_process_
     processes = [(here, os.getpid()), (here, ended), (here, os.getppid()), ("elsewhere", 1), (here, os.getpid())]
     reports.processes = other.processes = processes
     other.missing()
-    assert reports.missing() == ([1, 3], [2])
+    assert reports.missing() == ([1], [2, 3])  # 3 may compute, on another machine
 
 
 def test_the_local_rank_counts_the_workers_of_ones_machine():
