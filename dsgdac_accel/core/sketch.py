@@ -262,6 +262,16 @@ class RadiusEstimate:
         self._thread, self._handle = None, None
         self._under_way.clear()
 
+    def release(self) -> None:
+        """Close the connections, once the estimates under way have arrived. Nothing is posted any more."""
+        end, handle, thread = self.group.everyone.process_groups.end, self._handle, self._thread
+        self._thread, self._handle = None, None
+        if thread is None:
+            end(handle)
+        else:
+            thread.submit(end, handle)
+            thread.shutdown(wait=False)
+
     def regroup(self, step: int) -> None:
         """Continue with the survivors after `step`, which some of them have posted already. Collective."""
         self._posts_from = step + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -42,8 +44,11 @@ def test_exchanges_of_several_optimizers_are_kept_apart(topology, sizes):
         assert values == pytest.approx([1.0, 1.0], abs=0.05)
 
 
-def train_twice(rank: int) -> float:
-    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, **FAST))
+def train_twice(rank: int) -> tuple[float, int]:
+    """Return a weight at the end, and how many process groups both trainings have left."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, sketch=8, **FAST))
+    before = len(groups)
     for size in (50_000, 30):
         model = nn.Linear(size, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -53,11 +58,14 @@ def train_twice(rank: int) -> float:
             optimizer.step()
         value = float(model.weight.detach()[0, 0])
         model, optimizer = accelerator.free_memory(model, optimizer)
-    return value
+    deadline = time.monotonic() + 10  # estimates may be under way
+    while len(groups) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return value, len(groups) - before
 
 
 def test_a_second_training_after_free_memory():
-    assert run_workers(train_twice, 2) == [0.5, 0.5]
+    assert run_workers(train_twice, 2) == [(0.5, 0), (0.5, 0)]
 
 
 def plan_ahead(rank: int, pattern: str) -> list[float]:
