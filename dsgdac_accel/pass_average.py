@@ -355,7 +355,7 @@ class PassAverage:
             self.warn_of_own_evaluation()
 
     def _say(self, topic: str, message: str) -> None:
-        if topic not in self._said and self.training.group.rank == 0:
+        if topic not in self._said and self.training.group.everyone.rank == 0:
             self._said.add(topic)
             logger.warning(message)
 

@@ -87,6 +87,7 @@ class Average:
             return
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         self.mixer.drain()
+        self.buckets.read_in()
         what = f"measuring the consensus radius at step {self.mixer.step}"
         squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
         for number, (first, *others) in enumerate(zip(*self._values(), strict=True)):

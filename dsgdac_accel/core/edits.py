@@ -257,10 +257,12 @@ class EditGuard:
             if theirs.tolist() != unread.expected:
                 self._raise_not_in_step(worker, theirs.tolist(), unread.expected)
         change = next(change for change in unread.changes if bool(change.changed.any()))
-        self._raise_changed(change.workers, self._suspects(change), change.step)
+        self._raise(*self._changed(change.workers, self._suspects(change), change.step))
 
     def compare_meetings(self, what: str) -> None:
         """Raise RuntimeError on all workers if those of a pair formed different last differences. Collective.
+
+        If workers are several processes, it is raised on all of them although only one shard differs.
 
         Args:
             what: names the occasion in errors.
@@ -270,12 +272,17 @@ class EditGuard:
         mine = dict(zip(steps, copies, strict=True))
         found = {pair: (steps[pair], sha256(sums.numpy().tobytes()).digest()) for pair, sums in mine.items()}
         everyone = self._gathered(found, what)
+        error: tuple[str, str] | None = None
         for (i, j), (step, digest) in sorted(everyone.items()):
             other_step, other_digest = everyone.get((j, i), (None, None))
             if step == other_step and digest != other_digest:
                 both = self._gathered({pair: sums for pair, sums in mine.items() if set(pair) == {i, j}}, what)
                 change = _Change((i, j), step, both[i, j] != both[j, i], OF_DIFFERENCES)
-                self._raise_changed(change.workers, self._suspects(change), step)
+                error = self._changed(change.workers, self._suspects(change), step)
+                break
+        error = self.group.row.first(error, what)
+        if error is not None:
+            self._raise(*error)
 
     def _gathered(self, values: dict[tuple[int, int], T], what: str) -> dict[tuple[int, int], T]:
         """Return the values of all workers' meetings."""
@@ -305,14 +312,15 @@ class EditGuard:
             pairs = zip(flat.parameters, versions, strict=True)
             written = [p for p, version in pairs if p._version != version and id(p) not in elsewhere]
             if written:
-                self._raise_changed([self.rounds.workers[local]], written, self._step)
+                self._raise(*self._changed([self.rounds.workers[local]], written, self._step))
 
-    def _raise_changed(self, workers: Sequence[int], suspects: Sequence[Parameter], step: int) -> None:
+    def _changed(self, workers: Sequence[int], suspects: Sequence[Parameter], step: int) -> tuple[str, str]:
+        """Return a message that names who changed parameters, and what to do about it."""
         names = list(dict.fromkeys(map(self.parameters.name_of, suspects)))
         more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
         who = " or ".join(f"worker {self.rounds.original_number(worker)}" for worker in workers)
         what = f"{' or '.join(names[:_MOST_NAMES])}{more}"
-        self._raise(
+        return (
             f"{who}: {what} was changed while its exchange was in flight at step {step}",
             ", so neighbors may have received other values. Change weights inside `with deployed_model(...)` if it is "
             "for an evaluation, in a step post-hook of the optimizer if it belongs to the step, or set "

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dsgdac_accel.core.formats import FORMATS
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.rounds import Rounds
@@ -32,7 +34,7 @@ class FirstSteps:
     latency: float
     """Of an exchange without bytes. With gloo that is twice a message's: the receiver first says that it is ready."""
     sent: float = 1.0
-    """Bytes that this process sends in full in a round, in parameter copies."""
+    """Bytes that this worker sends in full in a round, in parameter copies."""
     messages: int = 1
     """Messages about all parameters that it sends in a round of pairs, which other formats need."""
 
@@ -129,8 +131,14 @@ class FormatChoice:
         pairs = Rounds(mixer.topology, mixer.group.members, mixer.rounds.local_workers, all_reduce=False)
         messages = [sum(len(pairs.elsewhere(plan.recipients)) for plan in plans) for plans in pairs.plans]
         steps, waits = zip(*self._steps[-_MEASURED:] or [(0.0, math.inf)], strict=True)  # no round has used this worker
-        sent = self._sent / mixer.parameter_bytes if self._sent else 0.0
-        return FirstSteps(statistics.median(steps), statistics.median(waits), latency, sent, max(messages))
+        return FirstSteps(statistics.median(steps), statistics.median(waits), latency, self._copies(), max(messages))
+
+    def _copies(self) -> float:
+        """Return the bytes that this worker sends in a round, in parameter copies. Of its processes, some have few."""
+        mixer = self.mixer
+        mine = torch.tensor([self._sent, mixer.parameter_bytes], dtype=torch.float64, device="cpu")
+        sent, size = mixer.group.row.sum(mine, "measuring what a worker sends").tolist()
+        return sent / size if size else 0.0  # everything is frozen
 
     def _latency(self) -> float:
         """Return the duration of the shortest of three barriers, each a message there and one back."""

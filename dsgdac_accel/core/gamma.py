@@ -75,7 +75,7 @@ class GammaSchedule:
     def _say_if_it_waits(self, lr: Any) -> None:
         if not self._said_that_it_waits and isinstance(lr, Tensor) and lr.device.type != "cpu":
             self._said_that_it_waits = True
-            if self.group.rank == 0:
+            if self.group.everyone.rank == 0:
                 logger.warning(
                     "the learning rate is a tensor on %s, so at every step the host waits there to choose gamma. Give "
                     "the optimizer the lr as a number, or as a tensor on the CPU.",
@@ -91,7 +91,7 @@ class GammaSchedule:
         if self.gamma < 1 or self.config.power == 0:  # below 1, the learning rate has been higher: it restarts
             return
         self._warned = True
-        if self.group.rank == 0:  # all workers have the same learning rates
+        if self.group.everyone.rank == 0:  # all workers have the same learning rates
             logger.warning(
                 "the learning rate rises after adaptive consensus began, and its maximum is not known ahead: gamma is "
                 "1 until it falls. Prepare a scheduler and give total_steps, give max_lr as a number, or start after "

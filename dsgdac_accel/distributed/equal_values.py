@@ -8,6 +8,7 @@ from itertools import zip_longest
 from torch import Tensor
 
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.tensor_bytes import begin_digest, finish_digests, is_plain
 
 
@@ -38,27 +39,38 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
         digests = list(zip(finish_digests(begun), plain, strict=True))
     except Exception as error:
         digests, problem = [], problem or f"its tensors cannot be compared with those of the other workers: {error}"
-    everyone = group.all_gather_object((layouts, digests, problem), "comparing the models of all workers")
-    workers = group.members.original_ranks
-    first_layouts = everyone[0][0]
-    for worker, (_, _, found) in zip(workers, everyone, strict=True):
-        if found:
-            raise ValueError(f"{group.members.named([worker])}: {found}")
-    for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
-        if other_layouts != first_layouts:
-            names = group.members.named(workers[:1]), group.members.named([worker])
-            raise ValueError(_other_layout(first_layouts, other_layouts, *names))
-    found_by_tensor = list(zip(*(found for _, found, _ in everyone), strict=True))
-    differing = [number for number, found in enumerate(found_by_tensor) if len(set(found)) > 1]
-    for number in differing:
-        if not all(plain for _, plain in found_by_tensor[number]):
-            raise ValueError(
-                f"{named[number][0]} is quantized and differs between the workers, and its quantization state cannot "
+    where = "comparing the models of all workers"
+    everyone = group.all_gather_object((layouts, digests, problem), where)
+    refusal, differing = _refusal(everyone, group.members), []
+    if refusal is None:
+        found_by_tensor = list(zip(*(found for _, found, _ in everyone), strict=True))
+        differing = [number for number, found in enumerate(found_by_tensor) if len(set(found)) > 1]
+        fixed = [number for number in differing if not all(plain for _, plain in found_by_tensor[number])]
+        if fixed:
+            refusal = (
+                f"{named[fixed[0]][0]} is quantized and differs between the workers, and its quantization state cannot "
                 f"be sent. Load the same base with the same quantization on all workers."
             )
+    refusal = group.row.first(refusal, where)  # of a sharded worker, all processes raise what one has found
+    if refusal is not None:
+        raise ValueError(refusal)
     for number in differing:
         name, tensor = named[number]
         group.broadcast_(tensor, f"starting from equal values of {name}")
+
+
+def _refusal(everyone: Sequence[tuple[list[tuple], list, str | None]], members: Members) -> str | None:
+    """Return why the tensors of the workers, given their layouts, digests and problems, cannot be compared."""
+    workers = members.original_ranks
+    first_layouts = everyone[0][0]
+    for worker, (_, _, found) in zip(workers, everyone, strict=True):
+        if found:
+            return f"{members.named([worker])}: {found}"
+    for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
+        if other_layouts != first_layouts:
+            names = members.named(workers[:1]), members.named([worker])
+            return _other_layout(first_layouts, other_layouts, *names)
+    return None
 
 
 def _other_layout(first: list[tuple], other: list[tuple], first_worker: str, worker: str) -> str:

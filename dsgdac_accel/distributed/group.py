@@ -443,15 +443,22 @@ class WorkerGroup:
         return [frame.numpy().tobytes() for frame in frames]
 
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
-        """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it."""
-        values = self.all_gather_object(value, f"comparing the {what} of all workers")
-        names = self.members.original_ranks
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ValueError(
-                    f"all workers must have the same {what}; {self.members.named(names[:1])} has {_short(values[0])} "
-                    f"and {self.members.named([names[rank]])} has {_short(other)}.{advice and ' '}{advice}"
-                )
+        """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it.
+
+        If workers are several processes, it is raised on all of them although only one shard differs.
+        """
+        where = f"comparing the {what} of all workers"
+        values, names = self.all_gather_object(value, where), self.members.original_ranks
+        differing = next((rank for rank, other in enumerate(values) if other != values[0]), None)
+        refusal = None
+        if differing is not None:
+            refusal = (
+                f"all workers must have the same {what}; {self.members.named(names[:1])} has {_short(values[0])} and "
+                f"{self.members.named([names[differing]])} has {_short(values[differing])}.{advice and ' '}{advice}"
+            )
+        refusal = self.row.first(refusal, where)
+        if refusal is not None:
+            raise ValueError(refusal)
 
 
 def _refuse_several_processes() -> None:

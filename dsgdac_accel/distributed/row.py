@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.nn import Parameter
 
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.shards import is_sharded, local_of
+
+T = TypeVar("T")
 
 _LARGEST_DIFFERENCE = 0.02
 """Of the gradients of copies of a parameter, relative to their norm. Order of summation and bf16 explain less."""
@@ -44,21 +46,32 @@ class Row:
         return 1 if self.ranks is None else self.ranks.size
 
     def sum(self, values: Tensor, what: str) -> Tensor:
-        """Return the sums of `values`, of any shape, over the row. `what` names the collective in errors."""
+        """Return the sums of `values`, of any shape, over the row. `what` names the collective in errors.
+
+        `values` may be on the CPU where a process has no elements: they travel from the device of the row, since all of
+        its processes must take the same process group.
+        """
         if self.ranks is None or self.size == 1:
             return values
-        flat = values.reshape(-1).clone()
+        flat = values.to(self.ranks.device, copy=True).reshape(-1)
         return self.ranks.all_reduce_mean_(flat, what).mul_(self.size).view(values.shape)
 
     def max(self, values: Tensor, what: str) -> Tensor:
-        """Return the maxima of `values`, of any shape, over the row."""
-        return values if self.ranks is None else self.ranks.all_reduce_max_(values.clone(), what)
+        """Return the maxima of `values`, of any shape, over the row, like `sum`. They may lose NaN."""
+        if self.ranks is None or self.size == 1:
+            return values
+        return self.ranks.all_reduce_max_(values.to(self.ranks.device, copy=True), what)
 
     def any(self, flag: bool, what: str) -> bool:
         """Return whether `flag` is True on some process of the row."""
         if self.size == 1:
             return flag
-        return bool(self.max(torch.tensor(float(flag), device="cpu"), what))
+        return bool(self.ranks.all_reduce_max_(torch.tensor(float(flag), device="cpu"), what))
+
+    def first(self, value: T | None, what: str) -> T | None:
+        """Return the value of the first process of the row that has one, a small picklable object, or None."""
+        values = [value] if self.size == 1 else self.ranks.all_gather_object(value, what)
+        return next((found for found in values if found is not None), None)
 
     def require_own(self, parameter: Tensor, name: str) -> None:
         """Raise ValueError unless this worker holds a trained parameter by itself, whole or in shards."""

@@ -29,7 +29,8 @@ Works = list[tuple[Any, int | None]]
 _GLOO_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo
 _NCCL_OPERATIONS = 128  # 256 of them in a group were planned differently on different ranks, and hung (pytorch#174288)
 _NCCL_CTAS = 8  # an exchange that waits for its peer keeps them from computing
-_NCCL_LATER = timedelta(seconds=60)  # NCCL's own watchdog aborts the process without naming anybody: last
+NCCL_LATER = timedelta(seconds=60)
+"""After the timeout. NCCL's own watchdog aborts the process without naming anybody, so it must be last."""
 
 
 class Gloo:
@@ -114,8 +115,8 @@ class Nccl:
         handle = dist.new_group(
             list(ranks),
             backend=self.backend,
-            timeout=limit + _NCCL_LATER,
-            pg_options=self.options(limit + _NCCL_LATER),
+            timeout=limit + NCCL_LATER,
+            pg_options=self.options(limit + NCCL_LATER),
             device_id=None if self.device.index is None else self.device,
         )
         if dist.get_rank() in ranks:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.lines import Line
+from dsgdac_accel.distributed.transport import NCCL_LATER
 from dsgdac_accel.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -65,9 +66,13 @@ class WorkerMesh:
         """Sizes of the dimensions of the mesh inside a worker, by name."""
 
     def limit(self, timeout: float) -> None:
-        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour."""
+        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour.
+
+        With NCCL that is later than the library's own waits, which name the lost process.
+        """
+        later = NCCL_LATER if self.device_mesh.device_type == "cuda" else timedelta()
         for dimension in self._inner:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dimension.get_group())
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout) + later, dimension.get_group())
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Return whether a parameter is sharded over the whole `dp_shard`, each of its elements once."""

@@ -43,6 +43,7 @@ from dsgdac_accel import (
     worker_parallelism,
 )
 from dsgdac_accel.compatibility import refuse_unsupported_trainer, supported_with_shards
+from dsgdac_accel.core import format_choice
 from dsgdac_accel.shards import local_of, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.workers import run_workers, try_workers
@@ -99,6 +100,8 @@ def make_model(kind: str = "layers") -> nn.Module:
         return Tied().double()
     if kind in ("block", "sequence"):
         return Block().double()
+    if kind == "narrow":
+        return nn.Sequential(nn.Linear(5, 2), nn.Tanh(), nn.Linear(2, 1)).double()
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5)).double()
     if kind == "frozen":
         model[0].weight.requires_grad_(False)
@@ -404,6 +407,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "trainer": refusal(lambda: refuse_trainer(sharded(nn.Linear(4, 4), mesh))),
         "trainer's config": refusal(lambda: refuse_trainer(nn.Linear(4, 4), parallelism_config=ParallelismConfig())),
         "trainer's fsdp": refusal(lambda: refuse_trainer(nn.Linear(4, 4), fsdp=["full_shard"])),
+        "one shard": refusal(lambda: deploy_with_one_other_shard(rank, mesh)),
         "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
         "replicated": refusal(lambda: prepare(accelerator, replicated(nn.Linear(4, 4), mesh))),
     }
@@ -460,6 +464,15 @@ def replicated(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
+def deploy_with_one_other_shard(rank: int, mesh: Any) -> None:
+    accelerator = new_accelerator(mesh)
+    model = accelerator.prepare(sharded(nn.Linear(4, 4), mesh))
+    if rank == 3:
+        local_of(model.weight).detach().add_(1.0)
+    with accelerator.deployed_model(model):
+        pass
+
+
 def deploy_batch_norm(accelerator: GossipAccelerator, mesh: Any) -> None:
     model = sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh)
     model = accelerator.prepare(model)
@@ -494,6 +507,7 @@ REFUSALS = {
     "trainer's config": "TrainingArguments.parallelism_config=.* is not supported with GossipCallback.*device_mesh",
     "trainer's fsdp": "DeepSpeed and FSDP split the model.*device_mesh",
     "replicated": "weight is placed as .*Replicate.* on 2 of the 2 processes of a worker",
+    "one shard": "all workers must have the same parameters.* no prepared optimizer mixes the workers",
     "batch norm": "calibrate= is not supported for sharded models with BatchNorm",
 }
 
@@ -529,7 +543,12 @@ WORLDS = {
         {"mix_every": 5, "comm_dtype": "auto"},
     ],
     (3, 2, 1): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
-    (2, 3, 1): [{}, {"kind": "tied", "optimizer_name": "sgd"}],  # the third process has no row of the first layer
+    (2, 3, 1): [  # the third process has no row of the first layer, or of any in "narrow"
+        {},
+        {"kind": "tied", "optimizer_name": "sgd"},
+        {"kind": "narrow", "norm_type": math.inf, "sketch": 512, "bad": (1, 3)},
+        {"kind": "narrow", "mix_every": 2, "comm_dtype": "auto"},
+    ],
     (1, 2, 1): [{"parts": 2}],
     (2, 1, 1): [{"kind": "tied"}],
     (2, 1, 2): [
@@ -543,6 +562,7 @@ WORLDS = {
 
 
 def train_cases(rank: int, *world: int) -> list[dict[str, Any]]:
+    format_choice._WARM_UP, format_choice._MEASURED, format_choice._EXPOSED = 1, 1, math.inf  # "auto" chooses "full"
     return [plain(train(rank, *world, **case)) for case in WORLDS[world]]
 
 

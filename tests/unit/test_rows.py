@@ -1,0 +1,196 @@
+"""What the processes of a worker decide together: a shard that is empty or alone in its fault, and one voice."""
+
+import logging
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from dsgdac_accel import GossipConfig
+from dsgdac_accel.compatibility import supported_with_shards
+from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.edits import EditGuard
+from dsgdac_accel.core.flat_parameters import StagedParameters
+from dsgdac_accel.core.format_choice import FormatChoice
+from dsgdac_accel.core.gamma import GammaSchedule
+from dsgdac_accel.core.gradients import clip_worker_grad_norms_
+from dsgdac_accel.core.sketch import RadiusEstimate
+from dsgdac_accel.distributed.equal_values import make_equal_
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.row import Row
+from dsgdac_accel.distributed.worker_mesh import WorkerMesh
+
+CPU = torch.device("cpu")
+MESH = SimpleNamespace(is_sharded=lambda parameter: True, is_copied=lambda parameter: False)
+
+
+class TwoShards:
+    """The processes of a worker of two shards, of which the other one contributes `other` to every collective."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other=0.0, device="cpu"):
+        self.other, self.device, self.seen = other, torch.device(device), []
+
+    def all_reduce_mean_(self, tensor, what):
+        self.seen.append(tensor.device.type)
+        return tensor.add_(torch.as_tensor(self.other, dtype=tensor.dtype, device=tensor.device)).div_(2)
+
+    def all_reduce_max_(self, tensor, what):
+        """Like gloo, which keeps the other one's value if this one's is NaN."""
+        self.seen.append(tensor.device.type)
+        other = torch.full_like(tensor, 0.0 if tensor.is_meta else self.other)
+        return tensor.copy_(torch.where(tensor > other, tensor, other))
+
+    def all_gather_object(self, value, what):
+        return [value, self.other]
+
+
+@pytest.mark.parametrize("method", [Row.sum, Row.max])
+def test_what_is_on_the_cpu_without_elements_travels_from_the_device_of_the_row(method):
+    ranks = TwoShards(device="meta")
+    method(Row(ranks, MESH), torch.zeros(1), "testing")  # on the CPU it would take another process group
+    assert Row(ranks, MESH).any(True, "testing")  # what the host has decided stays there
+    assert ranks.seen == ["meta", "cpu"]
+
+
+def parameter(gradient):
+    made = Parameter(torch.zeros(gradient.shape))
+    made.grad = gradient
+    return made
+
+
+def clip(gradients, row, norm_type=2.0):
+    return float(clip_worker_grad_norms_([list(map(parameter, gradients))], 1.0, norm_type, row))
+
+
+@pytest.mark.parametrize(("norm_type", "total"), [(2.0, 2.0), (math.inf, 4.0)])
+def test_empty_shards_and_none_at_all_have_no_part_in_the_norm(norm_type, total):
+    row = Row(TwoShards(other=4.0), MESH)  # the sum of squares, or the largest
+    assert clip([torch.zeros(0, 3)], row, norm_type) == total
+    assert clip([torch.zeros(0, 3), torch.zeros(2)], row, norm_type) == total
+    assert clip([], row, norm_type) == total
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_the_norm_of_a_shard_with_nan_is_not_finite(norm_type):
+    assert not math.isfinite(clip([torch.tensor([1.0, math.nan])], Row(TwoShards(other=4.0), MESH), norm_type))
+
+
+def test_an_order_of_the_norm_without_a_sum_over_shards_is_refused():
+    with pytest.raises(ValueError, match="norm_type must be > 0 for a sharded model; got -inf"):
+        clip([torch.ones(2)], Row(TwoShards(), MESH), -math.inf)
+
+
+def test_a_mesh_with_one_process_per_worker_clips_sparse_gradients():
+    one = SimpleNamespace(rank=0, size=1, device=CPU)
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    total = float(clip_worker_grad_norms_([[embedding.weight]], 1.0, 2.0, Row(one, MESH)))
+    assert total == pytest.approx(math.sqrt(2 * 4 + 2))
+    assert float(embedding.weight.grad.to_dense().norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("sent", "size", "copies"), [(16, 0, 0.5), (48, 96, 0.5), (0, 0, 0.25)])
+def test_the_copies_that_are_sent_are_those_of_the_whole_worker(sent, size, copies):
+    other = torch.tensor({0.5: [64.0 - sent, 128.0 - size], 0.25: [1.0, 4.0]}[copies])
+    choice = object.__new__(FormatChoice)
+    group = SimpleNamespace(row=Row(TwoShards(other), MESH))
+    choice.mixer, choice._sent = SimpleNamespace(parameter_bytes=size, group=group), sent
+    assert choice._copies() == copies
+    group.row = Row()
+    assert choice._copies() == (sent / size if size else 0.0)
+
+
+# ---- errors
+
+
+def compare_meetings(group):
+    exchange = SimpleNamespace(group=group, rounds=SimpleNamespace(workers=[0]))
+    EditGuard(exchange, Buckets(), SimpleNamespace(), uncompressed=True).compare_meetings("testing")
+
+
+COMPARISONS = {
+    "values": lambda group: group.require_equal(3, "numbers"),
+    "models": lambda group: make_equal_([("weight", torch.ones(2))], group),
+    "meetings": compare_meetings,
+}
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_all_processes_of_a_worker_raise_what_one_shard_has_found(compare):
+    group = WorkerGroup(CPU)
+    group.members = Members(0, 2)
+    group.all_gather_object = lambda value, what: [value, value]  # the same shard of the other worker is equal
+    group.row = Row(TwoShards(None), MESH)
+    COMPARISONS[compare](group)
+    found = ("the other shard differs", "") if compare == "meetings" else "the other shard differs"
+    group.row = Row(TwoShards(found), MESH)
+    with pytest.raises((ValueError, RuntimeError), match="the other shard differs"):
+        COMPARISONS[compare](group)
+
+
+def test_only_one_process_of_the_first_worker_warns(caplog):
+    for rank in (0, 1):
+        group = SimpleNamespace(rank=0, everyone=SimpleNamespace(rank=rank))
+        optimizer = torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1)
+        schedule = GammaSchedule(optimizer, group, GossipConfig(power=2.0))
+        for step in range(3):
+            schedule.next_gamma(step)
+            optimizer.param_groups[0]["lr"] *= 2
+        schedule._say_if_it_waits(torch.zeros((), device="meta"))
+        with caplog.at_level(logging.WARNING):
+            assert len(caplog.records) == 2
+
+
+# ---- settings and measurements
+
+
+def test_formats_that_are_chosen_need_an_exchange_that_is_hidden():
+    on_gpu = SimpleNamespace(mixed_precision="no", device=torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"comm_dtype='auto' does not work with device_mesh on CUDA.*'full'"):
+        supported_with_shards(GossipConfig(comm_dtype="auto"), on_gpu)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 30), ("cuda", 90)])
+def test_collectives_of_fsdp_on_nccl_give_up_after_those_of_the_library(device, seconds, monkeypatch):
+    limits = []
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    mesh = SimpleNamespace(
+        device_mesh=SimpleNamespace(device_type=device), _inner=[SimpleNamespace(get_group=lambda: None)]
+    )
+    WorkerMesh.limit(mesh, 30)
+    assert limits == [timedelta(seconds=seconds)]
+
+
+def test_the_radius_is_that_of_the_shards_as_they_are_now():
+    workers = [Parameter(torch.zeros(4)) for _ in range(2)]
+    buckets = Buckets()
+    buckets.flats = [StagedParameters([worker]) for worker in workers]
+    buckets.reserve([1, 1])
+    topology = SimpleNamespace(num_workers=2)
+    mixer = SimpleNamespace(group=WorkerGroup(CPU), buckets=buckets, topology=topology, step=3, drain=lambda: None)
+    with torch.no_grad():
+        workers[1].fill_(2.0)
+    assert Average(mixer).measure().radius == pytest.approx(2.0)  # each is at a distance of 1 in 4 places
+
+
+def test_a_released_estimate_closes_its_connections_after_what_is_under_way():
+    group, ended = WorkerGroup(CPU), []
+    group.process_groups.end = ended.append
+    estimate = RadiusEstimate(group, 8)
+    handle = estimate._handle = object()
+    estimate._estimate = lambda used, copied, step: ended.append(step)
+    flats = [StagedParameters([Parameter(torch.ones(4))]) for _ in range(2)]
+    estimate.post(flats, 1)
+    thread = estimate._thread
+    estimate.release()
+    thread.shutdown()
+    assert ended == [1, handle]
