@@ -14,8 +14,8 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
@@ -108,10 +108,12 @@ class Training:
         )
         model = Net(width)
         if mesh is not None and tensor:  # `norm` is copied; FSDP cuts `first.weight` in strides
-            whole = ColwiseParallel(output_layouts=Replicate())
-            parallelize_module(
-                model, mesh["tp"], {"first": whole, "base": ColwiseParallel(), "last": RowwiseParallel()}
-            )
+            hidden = Shard(0) if accumulation > 1 else Replicate()
+            first, base = ColwiseParallel(output_layouts=hidden), ColwiseParallel(input_layouts=hidden)
+            plan = {"first": first, "base": base, "last": RowwiseParallel()}
+            if accumulation > 1:  # the gradient of `norm` is a sum over `tp` that is left open up to the step
+                plan["norm"] = SequenceParallel(sequence_dim=0)
+            parallelize_module(model, mesh["tp"], plan)
         if mesh is not None and shards:
             for layer in (model.first, model.base, model.last):
                 fully_shard(layer, mesh=mesh["dp_shard"])
