@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,35 +12,10 @@ from torch import Tensor
 from dsgdac_accel.checkpoint.local_shards import LocalShard
 from dsgdac_accel.checkpoint.manifest import Manifest, read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
-from dsgdac_accel.checkpoint.resharding import Targets
+from dsgdac_accel.checkpoint.resharding import Targets, readers_per_worker
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 
 logger = logging.getLogger(__name__)
-
-
-_SAME_BATCHES = ("tp", "cp", "sp")
-"""Dimensions of a mesh whose ranks read the same batches."""
-
-
-def readers_per_worker(mesh: Mapping[str, int]) -> int:
-    """Return how many ranks of a worker read a share of the data each.
-
-    Args:
-        mesh: sizes of the dimensions of the device mesh inside a worker.
-
-    >>> readers_per_worker({"dp_shard": 4, "tp": 2})
-    4
-    """
-    return math.prod(size for name, size in mesh.items() if name not in _SAME_BATCHES)
-
-
-def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the dimensions of a mesh that split a worker, with their sizes: those of size 1 do not.
-
-    >>> split_of({"dp_shard": 4, "tp": 1})
-    [('dp_shard', 4)]
-    """
-    return [(name, size) for name, size in mesh.items() if size > 1]
 
 
 def average_of_workers(

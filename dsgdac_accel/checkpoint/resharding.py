@@ -7,14 +7,16 @@ one file per rank, and every other number of ranks, or none beside the first, re
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, box_of, template
+from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, box_of, local_shard, template
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
 from dsgdac_accel.shards import is_sharded
 
@@ -23,6 +25,30 @@ Path = tuple[Any, ...]
 
 Saved = Tensor | LocalShard | Flattened
 """A tensor in a file: whole, the part that one rank held, or made of several."""
+
+_SAME_BATCHES = ("tp", "cp", "sp")
+"""Dimensions of a mesh whose ranks read the same batches."""
+
+
+def readers_per_worker(mesh: Mapping[str, int]) -> int:
+    """Return how many ranks of a worker read a share of the data each.
+
+    Args:
+        mesh: sizes of the dimensions of the device mesh inside a worker.
+
+    >>> readers_per_worker({"dp_shard": 4, "tp": 2})
+    4
+    """
+    return math.prod(size for name, size in mesh.items() if name not in _SAME_BATCHES)
+
+
+def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the dimensions of a mesh that split a worker, with their sizes: those of size 1 do not.
+
+    >>> split_of({"dp_shard": 4, "tp": 1})
+    [('dp_shard', 4)]
+    """
+    return [(name, size) for name, size in mesh.items() if size > 1]
 
 
 @dataclass(frozen=True)
@@ -35,17 +61,47 @@ class Targets:
     """Device meshes for everything else, by the names of their dimensions."""
     place: int = 0
     """Number of this rank within its worker."""
-    ranks: int = 1
-    """Ranks of each worker."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the dimensions of the device mesh inside each worker, by name."""
 
-    def order(self, saved: int) -> list[int]:
+    @property
+    def ranks(self) -> int:
+        """Ranks of each worker."""
+        return math.prod(self.mesh.values())
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Path]:
+        """The paths of parameters outside the states of optimizers, by the id of the tensor."""
+        return {id(tensor): path for path, tensor in self.own.items() if path[0] in ("models", "loose")}
+
+    def order(self, saved: Mapping[str, int]) -> list[int]:
         """Return the ranks of a saved worker in the order in which to read their files: the likeliest first.
 
-        >>> Targets(place=2, ranks=4).order(2), Targets(place=1, ranks=2).order(4)
-        ([1, 0], [2, 3, 0, 1])
+        Ranks that read the same batches must hold the same buffers and plain values, which are those of the first file.
+        On another mesh than the saved one they begin with one file.
+
+        Args:
+            saved: sizes of the dimensions of the device mesh inside a saved worker, by name.
+
+        >>> Targets(place=2, mesh={"dp_shard": 4}).order({"dp_shard": 2})
+        [1, 0]
+        >>> Targets(place=1, mesh={"dp_shard": 2}).order({"dp_shard": 4})
+        [2, 3, 0, 1]
+        >>> Targets(place=1, mesh={"tp": 2}).order({"dp_shard": 4})
+        [0, 2, 3, 1]
         """
-        first = self.place * saved // self.ranks
-        return [*range(first, saved), *range(first)]
+        files = math.prod(saved.values())
+        likeliest = self.place * files // self.ranks
+        order = [*range(likeliest, files), *range(likeliest)]
+        if split_of(saved) != split_of(self.mesh):
+            alike = self.ranks // readers_per_worker(self.mesh)
+            first = self.place // alike * alike * files // self.ranks
+            order = [first, *(file for file in order if file != first)]
+        return order
+
+    def parameter(self, path: Path) -> Path | None:
+        """Return the path of the parameter that a state of an optimizer, at `path`, belongs to."""
+        return self.parameters.get(id(self.own.get(path[:4])))
 
     def like(self, path: Path, saved: Saved) -> Tensor | None:
         """Return the DTensor whose part of the saved tensor is needed; None if all of it is, as a plain tensor."""
@@ -56,11 +112,11 @@ class Targets:
         return template(saved, self.meshes) if isinstance(saved, LocalShard) else None
 
 
-def targets_of(own: Mapping[Path, Tensor], place: int, ranks: int) -> Targets:
+def targets_of(own: Mapping[Path, Tensor], place: int, mesh: Mapping[str, int]) -> Targets:
     """Return the targets for these tensors, and their meshes for everything else. Other arguments as `Targets` has."""
     sharded = [tensor for tensor in own.values() if is_sharded(tensor)]
     meshes = {tuple(tensor.device_mesh.mesh_dim_names or ()): tensor.device_mesh for tensor in sharded}  # type: ignore[attr-defined]
-    return Targets(own, meshes, place, ranks)
+    return Targets(own, meshes, place, mesh)
 
 
 def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: bool) -> Any:
@@ -70,7 +126,8 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
         files: each returns what one of the worker's ranks saved. Everything that is no part of a larger tensor is taken
             from the first one.
         targets: the tensors to load into.
-        sharded: whether the saved worker was. Ordinary tensors of its optimizers then stay as they are.
+        sharded: whether the saved worker was. States of its optimizers that were ordinary tensors, though the parameter
+            was none, then stay as they are.
 
     Returns:
         The state. A tensor for a DTensor is a `LocalShard`, and every other one an ordinary tensor.
@@ -89,7 +146,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
             }
         for path, saved in leaves(tree):
             if path in needed:
-                needed[path].add(saved)
+                needed[path].add(local_shard(saved) if is_sharded(saved) else saved)
         if all(part.is_complete for part in needed.values()):
             break
     missing = [part for part in needed.values() if not part.is_complete]
@@ -100,11 +157,14 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
 
 def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, Any]]:
     """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
+    whole = {path for path, saved in leaves(tree) if not isinstance(saved, LocalShard)}
     for path, saved in leaves(tree):
         if is_sharded(saved):
             continue  # a common tensor that the model has already
-        # A count of steps may have the shape of its parameter by chance.
-        stays = path[:1] == ("optimizers",) and (sharded or path[-1] == "step")
+        # A count of steps may have the shape of its parameter by chance. Tensor parallelism leaves parameters whole.
+        stays = path[:1] == ("optimizers",) and (
+            path[-1] == "step" or (sharded and targets.parameter(path) not in whole)
+        )
         if isinstance(saved, LocalShard) or not (stays or targets.like(path, saved) is None):
             yield path, saved
 

@@ -25,8 +25,8 @@ from dsgdac_accel.checkpoint.manifest import (
     read_manifest,
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
-from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes, split_of
-from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
+from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, split_of, targets_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
@@ -45,7 +45,7 @@ from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.processes import by_worker
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
-from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
+from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard, settle_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,8 @@ class AcceleratorCheckpoints:
             step.mixer.edits.compare_meetings(f"saving a checkpoint at step {step.mixer.step}")
         recorders = [recorder_of(loader) for loader in accelerator._dataloaders]
         at_step_boundary = accelerator.gradient_state.sync_gradients
+        if not at_step_boundary:
+            settle_gradients(parameter for model in accelerator._models for parameter in model.parameters())
         return {
             "gossip": gossip,
             "models": models,
@@ -258,7 +260,7 @@ class AcceleratorCheckpoints:
         if self.mesh:
             registered = [mine.state_dict() for mine in accelerator._custom_objects]
             own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
-        return targets_of(own, self.group.row.rank, self.group.row.size)
+        return targets_of(own, self.group.row.rank, self.mesh)
 
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
         """Return the state for this process, and whether it was saved by other processes than these.

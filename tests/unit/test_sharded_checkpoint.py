@@ -53,7 +53,7 @@ from dsgdac_accel.shards import is_sharded, local_of, whole_of
 WORKERS = 2
 SHAPES = {"weight": (7, 5), "bias": (7,), "thin": (1, 3), "norm": (5,)}
 """Uneven parts, and ranks that hold nothing."""
-MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any]]]] = {
+MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any] | None]]] = {
     "one process": ({}, {}),
     "one": ({"dp_shard": 1}, {}),
     "two": ({"dp_shard": 2}, {}),
@@ -65,9 +65,13 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any]]]] = {
             "weight": [_StridedShard(0, split_factor=2), Shard(0)],
             "thin": [Shard(0), Shard(1)],
             "norm": [Shard(0), Replicate()],
+            "base": [_StridedShard(0, split_factor=2), Shard(0)],
         },
     ),
+    "tp": ({"tp": 2}, {"bias": None, "norm": [Replicate()]}),
+    "four": ({"dp_shard": 4}, {}),
 }
+"""Dimensions, and placements of tensors: None for ordinary ones. Default: cut along the first dimension."""
 
 
 class Together:
@@ -140,19 +144,16 @@ def cut(mesh_name: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]
 
 
 def cut_by(
-    mesh: Mapping[str, int], placements: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]
+    mesh: Mapping[str, int], placements: Mapping[str, list[Any] | None], tensors: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     found = []
     for place in range(torch.Size(mesh.values()).numel()):
         with rank_of(mesh, place) as device_mesh:
             found.append(
                 {
-                    name: distribute_tensor(
-                        tensor,
-                        device_mesh,
-                        placements.get(name, [Shard(0)] + [Replicate()] * (len(mesh) - 1)),
-                        src_data_rank=None,
-                    )
+                    name: tensor
+                    if (placed := placements.get(name, [Shard(0)] + [Replicate()] * (len(mesh) - 1))) is None
+                    else distribute_tensor(tensor, device_mesh, placed, src_data_rank=None)
                     for name, tensor in tensors.items()
                 }
             )
@@ -178,11 +179,11 @@ def state_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def targets(own: Mapping[str, Tensor], place: int, ranks: int) -> Targets:
+def targets(own: Mapping[str, Tensor], place: int, mesh_name: str) -> Targets:
     by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
     by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
     by_path[("registered", 0, "best")] = own["thin"]
-    return targets_of(by_path, place, ranks)
+    return targets_of(by_path, place, MESHES[mesh_name][0])
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,7 @@ def load(folder, name, parts) -> list[Any]:
 
     def work(group: Together) -> Any:
         own = parts[name][group.rank // ranks][group.rank % ranks]
-        return placed(load_checkpoint(folder, group, targets=targets(own, group.rank % ranks, ranks)))
+        return placed(load_checkpoint(folder, group, targets=targets(own, group.rank % ranks, name)))
 
     return in_threads(WORKERS * ranks, work)
 
@@ -236,8 +237,10 @@ def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
             for number, values in expected["optimizers"][0]["state"].items():
                 found = state["optimizers"][0]["state"][number]
                 assert found["step"] == 3
+                mine, theirs = list(own.values())[number], list(parts[saved][0][0].values())[number]
+                assert placements_of(found["exp_avg"]) == placements_of(mine)
                 assert torch.equal(local(found["exp_avg"]), local(values["exp_avg"]))
-                assert is_sharded(found["plain"]) is (saved == "one process" != mesh)
+                assert is_sharded(found["plain"]) is (is_sharded(mine) and not is_sharded(theirs))
             best = state["registered"][0]["best"]
             assert placements_of(best) == placements_of(own["thin"])
             assert torch.equal(local(best), local(own["thin"]) - 1)
@@ -272,7 +275,7 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
     target = ("optimizers", 0, "state", 0)
 
     def resume(group: Together) -> Any:
-        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, 2))
+        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, {"dp_shard": 2}))
 
     for state in in_threads(WORKERS * 2, resume):
         found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
@@ -280,7 +283,7 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
         with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
-            load_private(tmp_path / name, 0, targets_of({target: own}, 0, 1 + is_sharded(own)))
+            load_private(tmp_path / name, 0, targets_of({target: own}, 0, {"dp_shard": 2} if is_sharded(own) else {}))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
@@ -319,7 +322,7 @@ def frozen(worker: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("saved", ["two", "three"])
+@pytest.mark.parametrize("saved", ["two", "three", "with tp"])
 def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     mesh, ranks = MESHES[saved][0], len(parts[saved][0])
     own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
@@ -338,11 +341,13 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {"base", "zeros", "more zeros"}
     stored = [file for file in (tmp_path / "c" / "workers").iterdir() if file.name.startswith("common")]
     assert len(stored) == ranks
-    assert sum(tensor.numel() for file in stored for tensor in load_file(file).values()) == 320 + 300 + 299
+    copies = mesh.get("tp", 1)
+    numel = sum(tensor.numel() for file in stored for tensor in load_file(file).values())
+    assert numel == 320 + copies * (300 + 299)  # "base" is cut along `tp`, too
     for worker in range(WORKERS):
         parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
         assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen(worker).items())
-    for loading in ("one process", "two", "with tp"):
+    for loading in ("one process", "two", "with tp", "four"):
         others = [cut(loading, frozen(worker)) for worker in range(WORKERS)]
         places = len(others[0])
 
@@ -350,13 +355,14 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
             worker, place = divmod(group.rank, places)
             mine = {**parts[loading][worker][place], **others[worker][place]}
             by_place = tensors_by_place(state_of(mine)["models"])
-            return load_checkpoint(tmp_path / "c", group, by_place, targets(mine, place, places))
+            return load_checkpoint(tmp_path / "c", group, by_place, targets(mine, place, loading))
 
         for rank, state in enumerate(in_threads(WORKERS * places, resume)):
             assert not isinstance(state, Exception), state
             for name, tensor in others[rank // places][rank % places].items():
                 found = state["models"][0]["parameters"][name]
-                assert (found is tensor) == (name != "ends" and loading == saved)  # it is not read then
+                if loading == saved:
+                    assert (found is tensor) == (name != "ends")  # it is not read then
                 assert found is tensor or torch.equal(local(placed(found)), local(tensor)), (loading, name)
 
 
@@ -481,7 +487,7 @@ def test_parts_that_are_no_boxes_load_on_the_same_mesh_only(tmp_path, parts):
 
     def work(group: Together) -> Any:
         save_checkpoint(tmp_path / "c", {"long": own[group.rank]["long"]}, group, step=5, mesh=mesh)
-        goal = targets_of({("long",): own[group.rank]["long"]}, group.rank, places)
+        goal = targets_of({("long",): own[group.rank]["long"]}, group.rank, mesh)
         return placed(load_checkpoint(tmp_path / "c", group, targets=goal))
 
     for rank, state in enumerate(in_threads(places, work)):
