@@ -47,8 +47,9 @@ def refuse_unsupported_launch(accelerator: Accelerator) -> None:
     """
     parallelism, kind = getattr(accelerator, "parallelism_config", None), accelerator.distributed_type
     inside_workers = isinstance(parallelism, WorkerParallelismConfig)
+    splits = parallelism is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
     whole = kind is DistributedType.NO or kind.name.startswith("MULTI_")
-    if not (whole or (inside_workers and accelerator.is_fsdp2)) or not (parallelism is None or inside_workers):
+    if not (whole or (inside_workers and accelerator.is_fsdp2)) or (splits and not inside_workers):
         raise ValueError(
             f"{kind} was configured, but DeepSpeed, Accelerate's FSDP, Megatron, tensor or context parallelism and XLA "
             f"split or re-wrap the model. Launch plain multi-process training (accelerate launch --multi_gpu "
@@ -86,6 +87,11 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
 
     Raises ValueError for settings that need a worker to be one process.
     """
+    if not isinstance(getattr(accelerator, "parallelism_config", None), WorkerParallelismConfig | None):
+        raise ValueError(
+            "ACCELERATE_USE_PARALLELISM_CONFIG is set, but device_mesh= says all of it. Launch without "
+            "--use_parallelism_config."
+        )
     if config.workers_per_process > 1:
         raise ValueError(
             f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "

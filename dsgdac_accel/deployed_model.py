@@ -156,7 +156,7 @@ class Deployment:
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)
-        self.unmixed = unmixed_parameters(model, self.training.mixed, group) if steps else []
+        self.unmixed = self._unmixed(model) if steps else []
         average = deployed_model(
             model,
             averages,
@@ -174,6 +174,16 @@ class Deployment:
             self._deployments -= 1
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.
             self.gradient_state.dataloader_references = references
+
+    def _unmixed(self, model: nn.Module) -> list[list[Tensor]]:
+        """Return what `unmixed_parameters` finds in `model` and, in the outermost context, all prepared models."""
+        others = [] if self.active else [other for other in self.training.models if other is not model]
+        known, found = set(self.training.mixed), []
+        for one in (model, *others):
+            new = unmixed_parameters(one, known, self.training.group)
+            known.update(id(tensor) for tensors in new for tensor in tensors)
+            found += new
+        return found
 
     def deploy(
         self,

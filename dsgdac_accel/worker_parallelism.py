@@ -90,7 +90,8 @@ class WorkerParallelismConfig(ParallelismConfig):
 def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Accelerator` with `WorkerParallelismConfig` in place of a plain config.
 
-    A config that `accelerate launch` left in the environment becomes an argument.
+    A config that `accelerate launch` left in the environment becomes an argument. One whose sizes are all 1 stays as
+    it is: every process is a worker.
 
     Raises:
         TypeError: `parallelism_config` is no ParallelismConfig.
@@ -98,6 +99,9 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     config, plugin = arguments.get("parallelism_config"), arguments.get("fsdp_plugin")
     launched = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    with_fsdp = plugin is not None or (not on_cpu(arguments) and _is_set("ACCELERATE_USE_FSDP"))
+    if not with_fsdp and _splits_nothing(config, launched):
+        return dict(arguments)
     if on_cpu(arguments):
         if config is not None or plugin is not None or launched:
             raise ValueError(
@@ -111,7 +115,6 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if config is None and launched:
         config = WorkerParallelismConfig()
     shards = 1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size
-    with_fsdp = plugin is not None or _is_set("ACCELERATE_USE_FSDP")
     version = getattr(plugin, "fsdp_version", None) or int(os.environ.get("FSDP_VERSION", "1"))
     if with_fsdp and version != 2:
         raise ValueError(
@@ -125,6 +128,14 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if config is None:
         return dict(arguments)
     return {**arguments, "parallelism_config": WorkerParallelismConfig.of(config)}
+
+
+def _splits_nothing(config: Any, launched: bool) -> bool:
+    """Return whether all sizes of a plain ParallelismConfig are 1, with which Accelerate trains as without one."""
+    if config is None:
+        return launched and WorkerParallelismConfig().total_size == 1
+    plain = isinstance(config, ParallelismConfig) and not isinstance(config, WorkerParallelismConfig)
+    return plain and config.total_size == 1
 
 
 def _refuse_other(config: Any) -> None:

@@ -400,7 +400,9 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "not sharded": refusal(lambda: prepare(accelerator, nn.Linear(4, 4))),
         "fsdp 1": refusal(lambda: prepare(accelerator, type("FullyShardedDataParallel", (nn.Linear,), {})(4, 4))),
         "fsdp plugin": refusal(lambda: GossipAccelerator(cpu=True, fsdp_plugin=object(), device_mesh=mesh)),
-        "parallelism on CPUs": refusal(lambda: GossipAccelerator(cpu=True, parallelism_config=ParallelismConfig())),
+        "parallelism on CPUs": refusal(
+            lambda: GossipAccelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+        ),
         "fp16": refusal(refuse_fp16),
         "bf16": refusal(lambda: prepare(accelerator, sharded(nn.Linear(4, 4).bfloat16(), mesh))),
         "pytorch": refusal(lambda: gossip_of(sharded(nn.Linear(4, 4), mesh))),

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
 
-from dsgdac_accel import WorkerParallelismConfig, worker_parallelism
+from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerParallelismConfig, worker_parallelism
+from dsgdac_accel.compatibility import supported_with_shards
 from dsgdac_accel.worker_parallelism import with_workers
 
 FSDP1, FSDP2 = SimpleNamespace(fsdp_version=1), SimpleNamespace(fsdp_version=2)
@@ -87,6 +89,26 @@ def test_what_cannot_be_sharded_inside_workers_is_refused(on_gpus, arguments, la
         on_gpus.setenv(variable, value)
     with pytest.raises(error, match=message):
         with_workers(arguments)
+
+
+@pytest.mark.parametrize("in_variables", [False, True])
+def test_a_config_whose_sizes_are_all_1_changes_nothing(on_gpus, in_variables):
+    given = {} if in_variables else {"parallelism_config": ParallelismConfig()}
+    if in_variables:
+        on_gpus.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert with_workers(given) == given
+    on_gpus.undo()
+    if in_variables:
+        on_gpus.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    accelerator = GossipAccelerator(cpu=True, **given)
+    assert accelerator.num_workers == 1
+    assert not accelerator.prepare(DataLoader(range(4))).dataset[0]
+
+
+def test_a_config_in_variables_is_refused_beside_a_mesh():
+    accelerator = SimpleNamespace(parallelism_config=ParallelismConfig())
+    with pytest.raises(ValueError, match="is set, but device_mesh= says all of it"):
+        supported_with_shards(GossipConfig(), accelerator)
 
 
 def test_a_later_accelerator_cannot_have_other_workers(on_gpus):
