@@ -217,7 +217,7 @@ def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
     for report, seconds in (first, last):
         (finding,) = [finding for finding in report.findings if finding.level == "error"]
         assert finding.name == "lost worker"
-        assert "worker 1 was lost in connecting the workers" in finding.text
+        assert "worker 1, which does not answer, was lost in connecting the workers" in finding.text
         assert report.exit_status == 1
         assert seconds < 10
 
