@@ -233,7 +233,8 @@ def test_ray_resumes_a_failed_run_bit_by_bit(name, folder):
     else:
         whole, said = ray(folder / "whole", name, INIT)
         kept = re.compile(r"'(?:step|loss|grad_norm|gossip/radius)': [\d.]+")
-        assert kept.findall(resumed[-1]) == kept.findall(whole[-1]), said
+        # Ray merges what was reported, so the keys come in another order after a resume.
+        assert sorted(kept.findall(resumed[-1])) == sorted(kept.findall(whole[-1])), said
         assert len(kept.findall(whole[-1])) == 4
 
 
