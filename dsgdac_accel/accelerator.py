@@ -812,7 +812,7 @@ class GossipAccelerator(Accelerator):
 
     @property
     def stop_reason(self) -> str | None:
-        """What stops the run, and its worker, as in "SIGTERM to worker 1"; None if nothing does."""
+        """The signal or request that stops the run, as in "SIGTERM to worker 1"; None if nothing does."""
         return self.stopping.reason
 
     # ---- measuring and logging

@@ -91,14 +91,13 @@ class GossipTraining:
             distinct.setdefault(id(tensor), (name, tensor))
         # What is not sharded is the same on all processes, and a shard the same as in its place in worker 0.
         whole = [(name, tensor) for name, tensor in distinct.values() if not is_sharded(tensor)]
-        shards = [(name, local_of(tensor)) for name, tensor in distinct.values() if is_sharded(tensor)]
+        sharded = [(name, tensor) for name, tensor in distinct.values() if is_sharded(tensor)]
         make_equal_(whole, self.group.everyone)
         row = self.group.row
         if row.copies is not None:
-            sharded = [(name, tensor) for name, tensor in distinct.values() if is_sharded(tensor)]
             make_equal_([(name, local_of(tensor)) for name, tensor in sharded if row.is_copied(tensor)], row.copies)
         if row.mesh is not None:
-            make_equal_(shards, self.group)
+            make_equal_([(name, local_of(tensor)) for name, tensor in sharded], self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
         """Return a new `GossipStep` for an optimizer. Collective.

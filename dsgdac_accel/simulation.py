@@ -161,7 +161,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a worker sends in an exchange."""
+    """The message of a worker in an exchange."""
 
     values: list[Tensor]
     """v = x + pending, one tensor per parameter."""

@@ -60,7 +60,7 @@ class Box:
 
 @dataclass
 class LocalShard:
-    """What a rank holds of a DTensor."""
+    """The part of a DTensor that a rank holds."""
 
     values: Any
     """The local tensor; as a file holds it, possibly a `serialization.Flattened`."""

@@ -107,7 +107,7 @@ class Buckets:
 
     @property
     def shares(self) -> list[float]:
-        """What this process counts of each bucket in sums over its worker: 1, or 0 of copies."""
+        """The weight of each bucket of this process in sums over its worker: 1, or 0 if it holds copies."""
         return [bucket.share for bucket in self.flats[0].buckets]
 
     def read_in(self) -> None:

@@ -139,9 +139,9 @@ class StagedParameters:
     @torch.no_grad()
     def read_in(self) -> None:
         """Copy the shards into the buckets."""
-        fitting = [(view, local_of(p)) for p, view in self._pairs() if _kind(local_of(p)) == _kind(view)]
-        if fitting:
-            torch._foreach_copy_([view for view, _ in fitting], [local for _, local in fitting])
+        views, shards = self._fitting()
+        if views:
+            torch._foreach_copy_(views, shards)
 
     def bring_back(self) -> list[tuple[Parameter, Tensor]]:
         self.read_in()
@@ -153,9 +153,15 @@ class StagedParameters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the buckets into the shards."""
-        fitting = [(view, local_of(p)) for p, view in self._pairs() if _kind(local_of(p)) == _kind(view)]
-        if fitting:
-            torch._foreach_copy_([local for _, local in fitting], [view for view, _ in fitting])
+        views, shards = self._fitting()
+        if views:
+            torch._foreach_copy_(shards, views)
+
+    def _fitting(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the views of the buckets, and the shard of each, but for shards that were converted since."""
+        pairs = [(view, local_of(p)) for p, view in self._pairs()]
+        pairs = [(view, shard) for view, shard in pairs if _kind(shard) == _kind(view)]
+        return [view for view, _ in pairs], [shard for _, shard in pairs]
 
     def _pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
         for bucket in self.buckets:

@@ -321,10 +321,7 @@ class Mixer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, like `start_at`."""
-        if state["workers"] != self.topology.num_workers:
-            raise ValueError(
-                f"the state is of {state['workers']} workers, but {self.topology.num_workers} were launched."
-            )
+        self.rounds.require_workers(state["workers"])
         self.start_at(state["step"])
         self.arrivals.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]

@@ -68,6 +68,11 @@ class Rounds:
             max([1, *counts]) if any(plan.weights for plan in plans) else 0
         )  # one at least, in which the update is formed
 
+    def require_workers(self, saved: int) -> None:
+        """Raise ValueError if a state is of another number of workers."""
+        if saved != self.topology.num_workers:
+            raise ValueError(f"the state is of {saved} workers, but {self.topology.num_workers} were launched.")
+
     # ---- one round
 
     def plan(self, round_: int, worker: int = 0) -> RoundPlan:

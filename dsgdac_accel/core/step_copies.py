@@ -21,7 +21,7 @@ _MADE = ("watch", "mixer", "guard", "average", "estimate", "choice", "_updates",
 
 @dataclass(frozen=True)
 class Unjoined:
-    """What a copy needs to make the other parts."""
+    """The facts that a copy needs to make the other parts."""
 
     models: Sequence[nn.Module]
     worker_of: Callable[[Parameter], int] | None

@@ -17,7 +17,7 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class GuardedCollective:
-    """What FSDP2 does by itself, for `set_custom_all_gather` and `set_custom_reduce_scatter`; losses are named.
+    """Does what FSDP2 does by itself, and names a lost process; for `set_custom_all_gather` and `..._reduce_scatter`.
 
     Args:
         row: the processes of the worker.

@@ -81,7 +81,7 @@ class SignalReceiver:
 
     @property
     def reason(self) -> str | None:
-        """What asked to stop, as in "SIGTERM"; None if nothing did."""
+        """The signal or request to stop, as in "SIGTERM"; None if there was none."""
         return self.requested if self.first is None else self.first.name
 
     def request(self, reason: str) -> None:

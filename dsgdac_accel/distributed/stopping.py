@@ -116,7 +116,7 @@ class StopOnSignals:
 
     @property
     def reason(self) -> str | None:
-        """What stops the run, as in "SIGTERM to worker 1" or "preemption of worker 1"; None if nothing does."""
+        """The signal or request that stops the run, as in "SIGTERM to worker 1"; None if nothing does."""
         return None if self._agreement is None else self._agreement.reason
 
 

@@ -12,7 +12,7 @@ from dsgdac_accel.core.formats import FORMATS
 
 KINDS = ("local", "ddp", "decent_dp", "fsdp", "hsdp", "gossip")
 SHARDED_KINDS = ("fsdp", "hsdp", "gossip")
-"""What workers of several processes can run; fsdp and hsdp are for nothing else."""
+"""The variants of workers of several processes; fsdp and hsdp are for nothing else."""
 DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 """Topologies of the package decent-dp, by its own names."""
 _COMM_DTYPES = tuple(FORMATS)

@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -225,14 +226,20 @@ def test_the_mean_is_kept_under_stress(seed):
     assert max(run_workers(keep_mean, 6, seed, timeout=200)) < 1e-14
 
 
-def diverge(rank: int) -> None:
-    accelerator = GossipAccelerator(gossip=GossipConfig(asynchronous=True, timeout=30))
+def long_run(rank: int, timeout: float, pause: float) -> Iterator[tuple[GossipAccelerator, nn.Module]]:
+    """Train for longer than any test waits, with a pause after each step."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(asynchronous=True, timeout=timeout))
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     while accelerator.progress < 5000:
         accelerator.backward(model(inputs(rank, 0)).square().mean())
         optimizer.step()
-        time.sleep(0.002)
+        time.sleep(pause)
+        yield accelerator, model
+
+
+def diverge(rank: int) -> None:
+    for accelerator, model in long_run(rank, timeout=30, pause=0.002):
         if rank == 1 and accelerator.progress > 3:
             with torch.no_grad():
                 model[0].weight[0, 0] = float("inf")
@@ -248,13 +255,7 @@ TIMEOUT = 2.0
 
 
 def lose_a_worker(rank: int, faulty: int, how: str) -> None:
-    accelerator = GossipAccelerator(gossip=GossipConfig(asynchronous=True, timeout=TIMEOUT))
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    while accelerator.progress < 5000:
-        accelerator.backward(model(inputs(rank, 0)).square().mean())
-        optimizer.step()
-        time.sleep(0.01)
+    for accelerator, _ in long_run(rank, TIMEOUT, pause=0.01):
         if rank == faulty and accelerator.progress > 5:
             if how == "raises":
                 raise ValueError("a bug in the user's loop")

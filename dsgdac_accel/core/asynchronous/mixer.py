@@ -185,10 +185,7 @@ class AsynchronousMixer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, that of a synchronous run included. Collective."""
-        if state["workers"] != self.topology.num_workers:
-            raise ValueError(
-                f"the state is of {state['workers']} workers, but {self.topology.num_workers} were launched."
-            )
+        self.rounds.require_workers(state["workers"])
         self.discard_exchange()
         self.step = self.group.steps_taken = state.get("own_steps", state["step"])
         self.progress = float(state.get("progress", state["step"]))

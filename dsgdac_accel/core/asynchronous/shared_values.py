@@ -1,4 +1,4 @@
-"""What the threads of one worker share: its parameters, averages on their way into them, and its clock.
+"""Values that the threads of one worker share: its parameters, averages on their way into them, and its clock.
 
 Call v = x + pending. An exchange takes a copy s of v, and adds its part c (s_j - s_i) to `pending` some time later; x
 follows at the next boundary of an own step, so that a gradient never sees it change.
