@@ -71,10 +71,10 @@ def consensus_update(x_N: Sequence[Sequence[Tensor]], mixing_NN: Tensor, gamma: 
     u_N = []
     for worker, x_i in enumerate(x_N):
         u_i = [torch.zeros_like(x) for x in x_i]
-        for peer, weight in enumerate(mixing_NN[worker].tolist()):
-            if weight == 0 or peer == worker:
+        for neighbor, weight in enumerate(mixing_NN[worker].tolist()):
+            if weight == 0 or neighbor == worker:
                 continue  # 0 * (x_j - x_i) would be NaN if a parameter of worker j is infinite
-            for u, own, received in zip(u_i, x_i, x_N[peer], strict=True):
+            for u, own, received in zip(u_i, x_i, x_N[neighbor], strict=True):
                 u += gamma * weight * (received - own)
         u_N.append(u_i)
     return u_N

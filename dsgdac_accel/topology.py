@@ -105,21 +105,21 @@ class Topology:
         return torch.from_numpy(self._round(step).copy())
 
     def neighbors(self, step: int, worker: int) -> dict[int, float]:
-        """Return the peers that `worker` receives from at `step`, in ascending order, with weights W[worker, peer].
+        """Return the neighbors j that `worker` receives from at `step`, in ascending order, with weights W[worker, j].
 
         >>> build_topology("ring", 4).neighbors(step=0, worker=0)
         {1: 0.3333333333333333, 3: 0.3333333333333333}
         """
         row = self._round(step)[self._checked_worker(worker)]
-        return {int(peer): float(row[peer]) for peer in row.nonzero()[0] if peer != worker}
+        return {int(j): float(row[j]) for j in row.nonzero()[0] if j != worker}
 
     def recipients(self, step: int, worker: int) -> tuple[int, ...]:
-        """Return the peers that `worker` sends to at `step`, in ascending order.
+        """Return the neighbors that `worker` sends to at `step`, in ascending order.
 
-        In a symmetric round these are the peers that it receives from.
+        In a symmetric round these are the neighbors that it receives from.
         """
         column = self._round(step)[:, self._checked_worker(worker)]
-        return tuple(int(peer) for peer in column.nonzero()[0] if peer != worker)
+        return tuple(int(j) for j in column.nonzero()[0] if j != worker)
 
     def plan(self, step: int, worker: int) -> RoundPlan:
         """Return the part of `worker` in the round of `step`.
@@ -161,7 +161,7 @@ class Topology:
         a ring, for example. If it does not exist for that number (`one_peer_exponential` needs a power of two), the
         result is `base_graph`.
 
-        A custom topology keeps its rounds. Each worker adds the weights of its lost peers to its own weight. If the
+        A custom topology keeps its rounds. Each worker adds the weights of its lost neighbors to its own weight. If the
         result is not a valid topology (directed, or no longer connected), the result is `base_graph`.
 
         Args:
@@ -301,7 +301,7 @@ def ring(num_workers: int) -> list[Round]:
 def exponential(num_workers: int) -> list[Round]:
     """Average each worker with those at ring distances 1, 2, 4, ... up to n/2 on both sides, period 1.
 
-    All workers have the same number of peers. Every weight, including the worker's own, is 1 / (number of peers + 1).
+    All workers have the same number of neighbors, k. Every weight, including the worker's own, is 1 / (k + 1).
     """
     distances = [1 << bit for bit in range((num_workers // 2).bit_length())]
     return [_circulant({sign * distance for distance in distances for sign in (1, -1)}, num_workers)]

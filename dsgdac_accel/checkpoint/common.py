@@ -126,8 +126,8 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
                 f"{place.name} is quantized and differs between the workers, and its quantization state cannot be "
                 f"saved. Load the same base with the same quantization on all workers."
             )
-    if group.row.ranks is not None:
-        columns = group.row.ranks.all_gather_object((equal, problem), what)
+    if group.row.group is not None:
+        columns = group.row.group.all_gather_object((equal, problem), what)
         equal = set.intersection(*(others for others, _ in columns))
         problem = next((found for _, found in columns if found is not None), None)
     if problem is not None:

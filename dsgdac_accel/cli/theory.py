@@ -83,7 +83,7 @@ def _topology(options: argparse.Namespace) -> int:
     # Some topologies reach the exact average within one period, the others never do.
     exact = topology.spectral_gap() > 1 - 1e-9
     print(f"steps to mix exactly       {steps_to_mix(topology, 1e-9) if exact else 'never, the error only shrinks'}")
-    print("\nat gamma 1, the weight of each worker for itself and for its peers:")
+    print("\nat gamma 1, the weight of each worker for itself and for its neighbors:")
     for number in range(min(topology.period, SHOWN_ROUNDS)):
         _print_round(topology, number, options.matrices)
     if topology.period > SHOWN_ROUNDS:
@@ -121,8 +121,8 @@ def _print_round(topology: Topology, number: int, as_matrix: bool) -> None:
         return
     for worker in range(topology.num_workers):
         own = float(topology.rounds[number][worker, worker])
-        peers = topology.neighbors(number, worker)
-        shown = ", ".join(f"{peer}: {weight:.4g}" for peer, weight in peers.items()) or "sits out"
+        neighbors = topology.neighbors(number, worker)
+        shown = ", ".join(f"{neighbor}: {weight:.4g}" for neighbor, weight in neighbors.items()) or "sits out"
         print(f"  worker {worker:<3} own {own:.4g}   {shown}")
 
 

@@ -25,7 +25,7 @@ from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.kernels import add_scaled
 from dsgdac_accel.core.messages import Outgoing
-from dsgdac_accel.core.update import Update
+from dsgdac_accel.core.update import Update, total_square
 from dsgdac_accel.topology import RoundPlan, Topology
 
 _PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
@@ -166,10 +166,10 @@ class Compressor:
         self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in buckets.received]
         self.references = [
             {
-                peer: list(map(self._empty_reference, buckets.values(worker)))
-                for peer in sorted({p for plans in rounds.plans for p in rounds.elsewhere(plans[worker].weights)})
+                neighbor: list(map(self._empty_reference, buckets.values(local)))
+                for neighbor in sorted({p for plans in rounds.plans for p in rounds.elsewhere(plans[local].weights)})
             }
-            for worker in range(rounds.local_workers)
+            for local in range(rounds.local_workers)
         ]
         self.rounding = [Rounding(self.format, x) for x in buckets.values(0)]
         self._started = False
@@ -193,8 +193,8 @@ class Compressor:
             group.broadcast_(first, "starting compressed exchanges")
         if references is not self.references:  # a worker was lost meanwhile: all survivors start anew
             return
-        for peers in references:
-            for buffers in peers.values():
+        for neighbors in references:
+            for buffers in neighbors.values():
                 for reference, first in zip(buffers, firsts, strict=True):
                     reference.copy_(first)
         self._started = True
@@ -205,14 +205,14 @@ class Compressor:
         """Return the messages of a round, and a function that rounds the parameters into them; see `Exchange.post`."""
         self._saved = None  # from now on the references move
 
-        def outgoing(worker: int, receiver: int | None) -> list[Tensor]:
+        def outgoing(local: int, receiver: int | None) -> list[Tensor]:
             assert receiver is not None, "rounded differences are not summed"
-            return self.outgoing[worker][self._peers(round_, worker).index(receiver)]
+            return self.outgoing[local][self._neighbors(round_, local).index(receiver)]
 
         def encode() -> None:
-            for worker, x in enumerate(map(self.buckets.values, range(self.rounds.local_workers))):
-                for peer, messages in zip(self._peers(round_, worker), self.outgoing[worker], strict=False):
-                    for number, reference in enumerate(self.references[worker][peer]):
+            for local, x in enumerate(map(self.buckets.values, range(self.rounds.local_workers))):
+                for neighbor, messages in zip(self._neighbors(round_, local), self.outgoing[local], strict=False):
+                    for number, reference in enumerate(self.references[local][neighbor]):
                         self.rounding[number].encode(x[number], reference, messages[number])
 
         return outgoing, encode
@@ -221,42 +221,42 @@ class Compressor:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
         updates: list[Update] = []
         shares = self.buckets.shares
-        for worker in range(self.rounds.local_workers):
-            plan = self.rounds.plan(round_, worker)
+        for local in range(self.rounds.local_workers):
+            plan = self.rounds.plan(round_, local)
             if plan.weights:
-                edges = [self._edges(round_, worker, number) for number in range(len(self.rounding))]
+                edges = [self._edges(round_, local, number) for number in range(len(self.rounding))]
                 scale = gamma * sum(plan.weights.values())
-                updates.append(CompressedUpdate(worker, scale, self._near(worker, plan), edges, self.rounding, shares))
+                updates.append(CompressedUpdate(local, scale, self._near(local, plan), edges, self.rounding, shares))
         return updates
 
-    def _peers(self, round_: int, worker: int) -> list[int]:
-        return self.rounds.elsewhere(self.rounds.plan(round_, worker).weights)
+    def _neighbors(self, round_: int, local: int) -> list[int]:
+        return self.rounds.elsewhere(self.rounds.plan(round_, local).weights)
 
-    def _edges(self, round_: int, worker: int, number: int) -> list[Edge]:
-        weights = self.rounds.plan(round_, worker).weights
+    def _edges(self, round_: int, local: int, number: int) -> list[Edge]:
+        weights = self.rounds.plan(round_, local).weights
         return [
             Edge(
-                weights[peer] / sum(weights.values()),
-                self.references[worker][peer][number],
-                self.outgoing[worker][k][number],
-                self.buckets.received[worker][k][number],
+                weights[neighbor] / sum(weights.values()),
+                self.references[local][neighbor][number],
+                self.outgoing[local][k][number],
+                self.buckets.received[local][k][number],
             )
-            for k, peer in enumerate(self._peers(round_, worker))
+            for k, neighbor in enumerate(self._neighbors(round_, local))
         ]
 
-    def _near(self, worker: int, plan: RoundPlan) -> list[Tensor]:
+    def _near(self, local: int, plan: RoundPlan) -> list[Tensor]:
         """Return sum_j W_ij (x_j - x_i) / sum_j W_ij over the neighbors in this process, which are not rounded.
 
         An empty list if there are none.
         """
-        here = {peer: weight for peer, weight in plan.weights.items() if peer in self.rounds.workers}
+        here = {neighbor: weight for neighbor, weight in plan.weights.items() if neighbor in self.rounds.workers}
         if not here:
             return []
         sums = []
-        for number, own in enumerate(self.buckets.values(worker)):
+        for number, own in enumerate(self.buckets.values(local)):
             total = torch.zeros_like(own)
-            for peer, weight in here.items():
-                x_j = self.buckets.values(peer - self.rounds.workers.start)[number]
+            for neighbor, weight in here.items():
+                x_j = self.buckets.values(neighbor - self.rounds.workers.start)[number]
                 total.add_(x_j - own, alpha=weight / sum(plan.weights.values()))
             sums.append(total)
         return sums
@@ -267,7 +267,7 @@ class Compressor:
         """Return the references, if they have begun, and what they belong to."""
         if not self._started:
             return {}
-        return {"references": [dict(peers) for peers in self.references], "references_of": self._layout()}
+        return {"references": [dict(neighbors) for neighbors in self.references], "references_of": self._layout()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over saved references, now or when the parameters fit; until then, start anew."""
@@ -280,8 +280,8 @@ class Compressor:
             self._saved = state
             return
         for references, saved in zip(self.references, state["references"], strict=True):
-            for peer, buffers in references.items():
-                for reference, values in zip(buffers, saved[peer], strict=True):
+            for neighbor, buffers in references.items():
+                for reference, values in zip(buffers, saved[neighbor], strict=True):
                     reference.copy_(values)
         self._saved, self._started = None, True
 
@@ -312,26 +312,24 @@ class CompressedUpdate(Update):
 
     def __init__(
         self,
-        worker: int,
+        local: int,
         scale: float,
         near: list[Tensor],
         edges: list[list[Edge]],
         rounding: list[Rounding],
         shares: Sequence[float],
     ) -> None:
-        super().__init__(scale, near, worker=worker)
         self.edges = edges
         """For each bucket."""
         self.rounding = rounding
-        squares = [self._square_of(number) * share for number, share in enumerate(shares)]
-        self.square = torch.stack(squares).sum() if squares else None  # not finite if a message is not
+        squares = [share * self._square_of(number, near) for number, share in enumerate(shares)]
+        super().__init__(scale, near, total_square(squares), local=local)  # not finite if a message is not
 
-    def _square_of(self, number: int) -> Tensor:
-        near = self.difference[number] if self.difference else None
+    def _square_of(self, number: int, near: Sequence[Tensor]) -> Tensor:
         if self.edges[number]:
-            return self.rounding[number].advance(self.edges[number], near)
-        assert near is not None, "a worker that takes part in a round has a neighbor"
-        return torch.linalg.vector_norm(near).double().square()
+            return self.rounding[number].advance(self.edges[number], near[number] if near else None)
+        assert near, "a worker that takes part in a round has a neighbor"
+        return torch.linalg.vector_norm(near[number]).double().square()
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the bucket with this number."""

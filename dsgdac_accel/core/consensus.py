@@ -26,7 +26,7 @@ class Consensus:
     step: int
     """Optimizer steps done when it was measured."""
 
-    def figures(self, suffix: str = "") -> dict[str, float]:
+    def metrics(self, suffix: str = "") -> dict[str, float]:
         """Return it for logs, with `suffix` behind "radius" and "frobenius"."""
         return {
             f"radius{suffix}": self.radius,
@@ -153,9 +153,9 @@ class Average:
             errors.append(of_worker)
         return errors
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the latest measurement, with its step; empty before the first."""
-        return {} if self.latest is None else self.latest.figures()
+        return {} if self.latest is None else self.latest.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest measurement."""

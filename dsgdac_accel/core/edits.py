@@ -4,9 +4,9 @@ The transport reads the parameters at a time of its own, so a neighbor could rec
 Four looks, each for what the others cannot see:
 
 - A parameter whose version counter moved was written in place. Writes through `.data` leave no such trace.
-- The bits of the parameters are summed when an exchange is posted, and when it ends. The sums travel along, so that a
-  receiver notices even an edit that was undone before the end. An all-reduce sends a copy, so the copy is summed when
-  it is made, and compared with the parameters at the end.
+- Checksums (sums of the bits) of the parameters are taken when an exchange is posted, and when it ends. They travel
+  along, so that a receiver notices even an edit that was undone before the end. An all-reduce sends a copy, so the copy
+  is summed when it is made, and compared with the parameters at the end.
 - Two workers that are a pair must form the same difference, bit for bit. They sum it while it is in the cache, and
   compare when they next meet, or all workers are averaged or saved. So they sum parameters of more than 1 MiB in no
   other way: three passes over 40 MB would cost 6 % of a step.
@@ -30,20 +30,20 @@ from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, Bucket
 from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.kernels import SUMMED_BYTES
+from dsgdac_accel.core.kernels import CHECKSUM_BYTES
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.update import Update
 
 _MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
 _FEW_BYTES = 2**20
-_HEAD = 4  # words: channel, step, whether sums of parameters follow, and the step of the difference that was summed
+_HEAD = 4  # words: channel, step, whether checksums of parameters follow, and the step of the summed difference
 _MOST_NAMES = 8
 _VERSION = operator.attrgetter("_version")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ChecksumBlocks:
     """How a bucket of some bytes is cut into stretches, each with a sum of its own."""
 
     size: Callable[[int], int]
@@ -55,8 +55,8 @@ def _block_bytes(nbytes: int) -> int:
     return -(-max(1, nbytes) // (ALIGNMENT * _MOST_BLOCKS)) * ALIGNMENT
 
 
-OF_PARAMETERS = Blocks(_block_bytes, lambda nbytes: nbytes // _block_bytes(nbytes) + 1)
-OF_DIFFERENCES = Blocks(lambda nbytes: SUMMED_BYTES, lambda nbytes: -(-nbytes // SUMMED_BYTES))
+OF_PARAMETERS = ChecksumBlocks(_block_bytes, lambda nbytes: nbytes // _block_bytes(nbytes) + 1)
+OF_DIFFERENCES = ChecksumBlocks(lambda nbytes: CHECKSUM_BYTES, lambda nbytes: -(-nbytes // CHECKSUM_BYTES))
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Change:
     """The one that changed it, or the two that may have."""
     step: int
     changed: Tensor
-    blocks: Blocks = OF_PARAMETERS
+    blocks: ChecksumBlocks = OF_PARAMETERS
 
 
 @dataclass
@@ -105,13 +105,13 @@ class EditGuard:
         self._received: dict[int, list[Tensor]] = {}
         """[local worker][k] the words of its k-th neighbor in another process; those of a whole averaging group."""
         self._posted: dict[int, Tensor] = {}
-        """[local worker] the sums of its parameters when they were posted, (blocks,); only of those that send."""
+        """[local worker] the checksums of its parameters when they were posted, (blocks,); only of those that send."""
         self._read: dict[int, Tensor] = {}
-        """[local worker] the sums of the copy for an all-reduce, or of parameters right after rounding read them."""
+        """[local worker] checksums of the copy for an all-reduce, or of parameters right after rounding read them."""
         self._versions: dict[int, list[int]] = {}
         """[local worker] the version of each of its parameters then."""
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
-        """[local worker, partner] the step of their last difference, and the sums of its bits."""
+        """[local worker, partner] the step of their last difference, and its checksums."""
         self._unread: _Findings | None = None
 
     # ---- before
@@ -126,16 +126,16 @@ class EditGuard:
         """
         self.watched, self._step = watched, step
         senders = [local for local in range(self.rounds.local_workers) if watched and self._sends(round_, local)]
-        copied = [self.rounds.local(members)[0] for members in self.rounds.sums(round_)]
+        copied = [self.rounds.local(members)[0] for members in self.rounds.all_reduce_groups(round_)]
         summed = [local for local in senders if self._is_summed(round_, local) and local not in copied]
-        self._posted = {local: self._sums(self.buckets.values(local)) for local in summed}
+        self._posted = {local: self._checksums(self.buckets.values(local)) for local in summed}
         self._versions = {local: list(map(_VERSION, self.buckets.flats[local].parameters)) for local in senders}
         self._sent, self._received, self._read = {}, {}, {}
         for local in range(self.rounds.local_workers):
             if self.rounds.plan(round_, local).averaging_group is None and self._sends(round_, local):
                 words = self._sent[local] = self._words(round_, local)
                 self._received[local] = [torch.zeros_like(words) for _ in range(self.rounds.slots[local])]
-        for members in self.rounds.sums(round_):
+        for members in self.rounds.all_reduce_groups(round_):
             # A sum of tables in which each process fills its own row gathers them.
             processes = self.rounds.processes(members)
             table = torch.zeros((len(processes), 2), dtype=torch.int64, device=self.group.device)
@@ -160,11 +160,11 @@ class EditGuard:
     def copied(self, local: int) -> None:
         """Sum the copy that an all-reduce is about to send, in its receive buffer. Runs in the thread that posts."""
         if self.watched:
-            self._read[local] = self._sums(self.buckets.received[local][0])
+            self._read[local] = self._checksums(self.buckets.received[local][0])
 
     def confirm(self) -> None:
         """Sum the parameters that were just rounded for sending, or added to a copy. Runs in the thread that posts."""
-        self._read |= {local: self._sums(self.buckets.values(local)) for local in self._posted}
+        self._read |= {local: self._checksums(self.buckets.values(local)) for local in self._posted}
 
     def _words(self, round_: int, local: int) -> Tensor:
         head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
@@ -176,8 +176,8 @@ class EditGuard:
         if self._is_summed(round_, local):
             parts.append(self._posted.get(local, head.new_zeros(self._count(OF_PARAMETERS))))
         if partner is not None:
-            step, sums = self._met.get((local, partner), (-1, head.new_zeros(self._count(OF_DIFFERENCES))))
-            parts.append(sums)
+            step, checksums = self._met.get((local, partner), (-1, head.new_zeros(self._count(OF_DIFFERENCES))))
+            parts.append(checksums)
             values.append(step)
         self._fill(head, *values)
         return torch.cat(parts)
@@ -201,9 +201,9 @@ class EditGuard:
         self._refuse_written()
         heads, changes = [], []
         for local in sorted({*self._posted, *self._read}):
-            sums = self._sums(self.buckets.values(local))
+            checksums = self._checksums(self.buckets.values(local))
             sent = [then[local] for then in (self._posted, self._read) if local in then]
-            changes += [_Change([self.rounds.workers[local]], self._step, sums != then) for then in sent]
+            changes += [_Change([self.rounds.workers[local]], self._step, checksums != then) for then in sent]
         for local, received in self._received.items():
             members = self.rounds.plan(round_, local).averaging_group
             if members:
@@ -229,24 +229,24 @@ class EditGuard:
         words, changes = self._received[local][k], []
         count = self._count(OF_PARAMETERS) if self._is_summed(round_, local) else 0
         if self.watched and count:
-            arrived = self._sums(self.buckets.received[local][k])
+            arrived = self._checksums(self.buckets.received[local][k])
             changed = (arrived != words[_HEAD : _HEAD + count]) & (words[2] != 0)
             changes.append(_Change([sender], self._step, changed))
         if self.rounds.partner(round_, local) == sender and (local, sender) in self._met:
-            step, sums = self._met[local, sender]
-            changed = (sums != words[_HEAD + count :]) & (words[3] == step)
+            step, checksums = self._met[local, sender]
+            changed = (checksums != words[_HEAD + count :]) & (words[3] == step)
             pair = sorted([self.rounds.workers[local], sender])
             changes.append(_Change(pair, step, changed, OF_DIFFERENCES))
         return changes
 
     def remember(self, updates: Sequence[Update], round_: int) -> None:
-        """Keep the sums of the differences that were just formed, until the same workers meet again."""
+        """Keep the checksums of the differences that were just formed, until the same workers meet again."""
         for update in updates:
-            partner = self.rounds.partner(round_, update.worker)
-            if partner is not None and update.sums is not None:
-                self._met[update.worker, partner] = self._step, update.sums
+            partner = self.rounds.partner(round_, update.local)
+            if partner is not None and update.checksums is not None:
+                self._met[update.local, partner] = self._step, update.checksums
             elif partner is not None:
-                self._met.pop((update.worker, partner), None)
+                self._met.pop((update.local, partner), None)
 
     def settle(self) -> None:
         """Raise RuntimeError if the latest `check` found something, unless that was read already."""
@@ -268,15 +268,15 @@ class EditGuard:
             what: names the occasion in errors.
         """
         steps = {(self.rounds.workers[local], partner): step for (local, partner), (step, _) in self._met.items()}
-        copies = HostCopy(torch.stack([sums for _, sums in self._met.values()])).read() if steps else ()
+        copies = HostCopy(torch.stack([checksums for _, checksums in self._met.values()])).read() if steps else ()
         mine = dict(zip(steps, copies, strict=True))
-        found = {pair: (steps[pair], sha256(sums.numpy().tobytes()).digest()) for pair, sums in mine.items()}
+        found = {pair: (steps[pair], sha256(words.numpy().tobytes()).digest()) for pair, words in mine.items()}
         everyone = self._gathered(found, what)
         error: tuple[str, str] | None = None
         for (i, j), (step, digest) in sorted(everyone.items()):
             other_step, other_digest = everyone.get((j, i), (None, None))
             if step == other_step and digest != other_digest:
-                both = self._gathered({pair: sums for pair, sums in mine.items() if set(pair) == {i, j}}, what)
+                both = self._gathered({pair: words for pair, words in mine.items() if set(pair) == {i, j}}, what)
                 change = _Change((i, j), step, both[i, j] != both[j, i], OF_DIFFERENCES)
                 error = self._changed(change.workers, self._suspects(change), step)
                 break
@@ -298,7 +298,7 @@ class EditGuard:
         self.forget_meetings()
 
     def forget_meetings(self) -> None:
-        """Drop the sums of differences: the parameters are laid out anew, on all workers."""
+        """Drop the checksums of differences: the parameters are laid out anew, on all workers."""
         self._met = {}
 
     # ---- errors
@@ -356,10 +356,10 @@ class EditGuard:
         paired = self.uncompressed and self.rounds.partner(round_, local) is not None
         return not paired or sum(x.nbytes for x in self.buckets.values(local)) <= _FEW_BYTES
 
-    def _sums(self, buckets: Sequence[Tensor]) -> Tensor:
-        return block_sums(buckets).to(self.group.device)
+    def _checksums(self, buckets: Sequence[Tensor]) -> Tensor:
+        return block_checksums(buckets).to(self.group.device)
 
-    def _count(self, blocks: Blocks) -> int:
+    def _count(self, blocks: ChecksumBlocks) -> int:
         return sum(blocks.count(x.nbytes) for x in self.buckets.values(0))
 
     def _parameters_in(self, block: int, change: _Change) -> list[Parameter]:
@@ -371,7 +371,7 @@ class EditGuard:
                 first = min(block, nbytes // size) * size
                 return parameters_between(bucket, first, first + size)
             block -= change.blocks.count(nbytes)
-        raise AssertionError("there are as many sums as blocks")
+        raise AssertionError("there are as many checksums as blocks")
 
 
 def parameters_between(bucket: Bucket, first: int, last: int) -> list[Parameter]:
@@ -384,8 +384,8 @@ def parameters_between(bucket: Bucket, first: int, last: int) -> list[Parameter]
     ]
 
 
-def block_sums(buckets: Sequence[Tensor]) -> Tensor:
-    """Return sums of the bits of each block of some buckets, as int64 words modulo 2^64: exact in any order.
+def block_checksums(buckets: Sequence[Tensor]) -> Tensor:
+    """Return checksums of each block of some buckets, as int64 words modulo 2^64: exact in any order.
 
     Args:
         buckets: (D,) each, padded to whole rows of 128 bytes.
@@ -393,12 +393,14 @@ def block_sums(buckets: Sequence[Tensor]) -> Tensor:
     Returns:
         (blocks,); of each bucket the last one is the sum of what is less than a block.
 
-    >>> len(block_sums([torch.zeros(64), torch.zeros(2**20)]))
+    >>> len(block_checksums([torch.zeros(64), torch.zeros(2**20)]))
     132
     """
-    sums = []
+    checksums = []
     for bucket in buckets:
         words, size = bucket.view(torch.int64), _block_bytes(bucket.nbytes) // 8
         whole = len(words) // size * size
-        sums += [words[:whole].view(-1, size).sum(1), words[whole:].sum().view(1)]
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")  # everything is frozen
+        checksums += [words[:whole].view(-1, size).sum(1), words[whole:].sum().view(1)]
+    return (
+        torch.cat(checksums) if checksums else torch.empty(0, dtype=torch.int64, device="cpu")
+    )  # everything is frozen

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 
+from dsgdac_accel.core.group_all_reduce import GroupAllReduce
 from dsgdac_accel.core.messages import Incoming, Messages, Outgoing
 from dsgdac_accel.core.rounds import Rounds
-from dsgdac_accel.core.sums import Sums
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.poster import result_within
@@ -43,7 +43,7 @@ class Exchange:
         self._what = ""
         self._only_peer: int | None = None
         self._transport = group.process_groups.transport
-        self._sums = Sums(group, rounds)
+        self._all_reduce = GroupAllReduce(group, rounds)
         self._stopwatch = self._transport.stopwatch()
         self.channel = group.new_channel()
         """Separates the messages of this exchange from another's. It stays the same after a loss: survivors may need
@@ -57,7 +57,7 @@ class Exchange:
         self._messages = Messages(self.group, self.rounds, self.channel)
 
         def connect() -> None:
-            self._sums.connect()
+            self._all_reduce.connect()
             self._messages.connect()
 
         self._transport.within(self.group.timeout, connect)
@@ -78,7 +78,7 @@ class Exchange:
             round_: decides who exchanges with whom.
             what: names the exchange in errors.
             outgoing: the tensors that a local worker sends to a receiver.
-            incoming: the tensors to fill; those of an averaging group that spans processes by `Sums`.
+            incoming: the tensors to fill; those of an averaging group that spans processes by `GroupAllReduce`.
             encode: fills the outgoing tensors first, in the background.
             copied: called in the background with a local worker whose parameters were copied for an all-reduce.
             confirm: called in the background when the parameters are copied or encoded; they may change then.
@@ -86,16 +86,16 @@ class Exchange:
         assert self._posted is None, "one exchange at a time"
         transport = self._transport
         receives, sends, busiest = self._messages.of_round(round_, outgoing, incoming)
-        sums = self.rounds.sums(round_)
+        groups = self.rounds.all_reduce_groups(round_)
         peers = self.rounds.peers(round_)
         self._what, self._only_peer = what, peers[0] if len(peers) == 1 else None
-        self.bytes_sent = sum(chunk.nbytes for chunk, _, _ in sends) + self._sums.bytes_sent(sums, outgoing)
+        self.bytes_sent = sum(chunk.nbytes for chunk, _, _ in sends) + self._all_reduce.bytes_sent(groups, outgoing)
 
         def post() -> Works:
             if encode is not None:
                 encode()
-            works = self._sums.post(sums, outgoing, incoming, copied)
-            if confirm is not None and (sums or encode is not None):
+            works = self._all_reduce.post(groups, outgoing, incoming, copied)
+            if confirm is not None and (groups or encode is not None):
                 confirm()
             handle = self.group.process_groups.exchange
             return [*works, *transport.send_and_receive(receives, sends, handle, busiest)]

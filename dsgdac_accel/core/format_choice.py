@@ -96,7 +96,7 @@ class FormatChoice:
     def _full_bits(self) -> float:
         return 8.0 * max((x.element_size() for x in self.mixer.buckets.values(0)), default=4)
 
-    def look(self, mixed: bool) -> None:
+    def measure_step(self, mixed: bool) -> None:
         """Measure the step that was just taken. After the last one that is measured, choose: collective.
 
         Args:
@@ -154,7 +154,7 @@ class FormatChoice:
         if name != "full":
             self.mixer.compress(name)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the bits per parameter that are sent now."""
         return {"bits_per_parameter": self.bits}
 

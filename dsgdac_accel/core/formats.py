@@ -59,7 +59,7 @@ class Bf16(Format):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class CodeBlocks:
     """Layout of a message as bytes: the codes of blocks of 256 values each, then the scales of the blocks in fp32."""
 
     code_bytes: int
@@ -87,7 +87,7 @@ class Int8(Format):
     """Q rounds to 255 levels between the largest values of each block of 256, which has a scale in fp32."""
 
     name = "int8"
-    blocks = Blocks(_BLOCK)
+    blocks = CodeBlocks(_BLOCK)
     bits = blocks.bits
 
     def message(self, like: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class FewBits(Format):
         self.width, self.reach = bits, reach
         self.largest = 2 ** (bits - 1) - 1
         self.per_byte = 8 // bits
-        self.blocks = Blocks(_BLOCK // self.per_byte)
+        self.blocks = CodeBlocks(_BLOCK // self.per_byte)
         self.bits = self.blocks.bits
 
     def message(self, like: Tensor) -> Tensor:

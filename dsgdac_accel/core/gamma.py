@@ -98,7 +98,7 @@ class GammaSchedule:
                 "the warm-up."
             )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return lr and gamma of the latest step."""
         return {"lr": self.lr, "gamma": self.gamma}
 

@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 
 _PIECE = 2**17  # elements for each thread: they stay in its cache
 _MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
-SUMMED_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece but the last
+CHECKSUM_BYTES = 2**16  # of a difference for each sum of its bits; divides every piece but the last
 
 
 def add_scaled(x: Tensor, values: Tensor, scale: float, skip: Tensor | None = None) -> None:
@@ -42,11 +42,11 @@ def subtract(
     factor: float = 1,
     others: Sequence[Tensor] = (),
     ratios: Sequence[float] = (),
-    sums: list[Tensor] | None = None,
+    checksums: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """out <- a + sum_k ratio_k other_k - factor * b, all (D,); return the squared norms of its pieces.
 
-    Each piece is measured while it is in the cache. Likewise append the sums of its bits to `sums`, if it is given.
+    Each piece is measured while it is in the cache. Likewise append its checksums to `checksums`, if it is given.
     """
     on_cpu = out.device.type == "cpu"  # elsewhere nothing stays in the cache, and `dot` would read the difference twice
     size = _PIECE * torch.get_num_threads() if on_cpu else max(1, len(out))
@@ -56,14 +56,14 @@ def subtract(
             theirs = torch.add(theirs, other, alpha=ratio, out=difference)
         torch.sub(theirs, mine, alpha=factor, out=difference)
         squares.append(torch.dot(difference, difference) if on_cpu else torch.linalg.vector_norm(difference).square())
-        if sums is not None:
-            sums += _bit_sums(difference.view(torch.int64))
+        if checksums is not None:
+            checksums += _checksums(difference.view(torch.int64))
     return squares
 
 
-def _bit_sums(words: Tensor) -> list[Tensor]:
-    """Return sums of int64 words, modulo 2^64, over `SUMMED_BYTES` each but for the last."""
-    row = SUMMED_BYTES // 8
+def _checksums(words: Tensor) -> list[Tensor]:
+    """Return checksums of int64 words, modulo 2^64, over `CHECKSUM_BYTES` each but for the last."""
+    row = CHECKSUM_BYTES // 8
     if len(words) % row == 0:
         return [words.view(-1, row).sum(1)]
     whole = len(words) // row * row

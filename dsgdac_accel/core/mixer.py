@@ -176,7 +176,7 @@ class Mixer:
         # A parameter that a script re-pointed meanwhile is not in its bucket any more, but the bucket still holds what
         # the neighbors received. The difference to that keeps the mean of the workers exact.
         if self.compressor is None:
-            updates = form_updates(gamma, self._round, self.rounds, self.buckets, with_sums=self.edits.watched)
+            updates = form_updates(gamma, self._round, self.rounds, self.buckets, with_checksums=self.edits.watched)
         else:
             updates = self.compressor.form_updates(gamma, self._round)
         self.edits.remember(updates, self._round)
@@ -201,7 +201,7 @@ class Mixer:
         for update in updates:
             if update.scale == 0.0:
                 continue
-            flat = self.buckets.flats[update.worker]
+            flat = self.buckets.flats[update.local]
             # Parameters that were converted since the last step are adopted by `start_exchange`.
             with changing_alike(flat.bring_back(), self.parameters.name_of):
                 for number, bucket in enumerate(flat.buckets):
@@ -299,7 +299,7 @@ class Mixer:
 
     # ---- for logs and checkpoints
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return how far the neighbors were in the latest round, and what the latest exchange took."""
         return {
             "neighbor_disagreement": self.arrivals.disagreement,

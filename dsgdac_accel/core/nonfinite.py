@@ -118,8 +118,8 @@ class ArrivalGuard:
     def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:
         local_workers = range(self.rounds.local_workers)
         mine = [self.rounds.workers[local] for local in local_workers if self._has_nonfinite(local)]
-        peers = {peer for local in local_workers for peer in self.rounds.plan(round_, local).weights}
-        suspects = sorted(map(self.rounds.original_number, mine or self.rounds.elsewhere(peers)))
+        neighbors = {neighbor for local in local_workers for neighbor in self.rounds.plan(round_, local).weights}
+        suspects = sorted(map(self.rounds.original_number, mine or self.rounds.elsewhere(neighbors)))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
 
@@ -143,8 +143,8 @@ class ArrivalGuard:
 class GradientGuard:
     """Skips the local updates of workers whose gradient is not finite, and counts them.
 
-    `look` begins before the mix, `allows_step` and `put_back` enclose the optimizer's step. May only hide gradients and
-    set the optimizer's `found_inf`.
+    `find_nonfinite` begins before the mix, `allows_step` and `put_back` enclose the optimizer's step. May only hide
+    gradients and set the optimizer's `found_inf`.
 
     Args:
         optimizer: takes the local step.
@@ -174,7 +174,7 @@ class GradientGuard:
         """Makes the optimizer skip the step on the device, without the host."""
         self._unread: tuple[HostCopy, int] | None = None
 
-    def look(self, step: int, scaler: Any = None) -> None:
+    def find_nonfinite(self, step: int, scaler: Any = None) -> None:
         """Begin to find the gradients that are not finite. On a GPU the host does not wait for them here.
 
         Args:
@@ -268,7 +268,7 @@ class GradientGuard:
         if unread is not None:
             self._count([0] if unread[0].is_set() else [], unread[1])
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the number of local updates that were skipped."""
         return {"nonfinite_steps": float(self.skipped)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from dsgdac_accel.distributed.members import Members
@@ -48,7 +48,7 @@ class Rounds:
         self._partners = [
             [self._partner_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)
         ]
-        self.slots = [self._slots_of([plans[local] for plans in self.plans]) for local in range(self.local_workers)]
+        self.slots = [self._slots_of(local) for local in range(self.local_workers)]
         """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
 
     def follow_survivors(self) -> None:
@@ -62,11 +62,12 @@ class Rounds:
         self.all_reduce = False
         self._follow(self.topology)
 
-    def _slots_of(self, plans: Sequence[RoundPlan]) -> int:
+    def _slots_of(self, local: int) -> int:
+        plans = [plans[local] for plans in self.plans]
+        if not any(plan.weights for plan in plans):
+            return 0
         counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
-        return (
-            max([1, *counts]) if any(plan.weights for plan in plans) else 0
-        )  # one at least, in which the update is formed
+        return max([1, *counts])  # one at least, in which the update is formed
 
     def require_workers(self, saved: int) -> None:
         """Raise ValueError if a state is of another number of workers."""
@@ -75,9 +76,9 @@ class Rounds:
 
     # ---- one round
 
-    def plan(self, round_: int, worker: int = 0) -> RoundPlan:
+    def plan(self, round_: int, local: int = 0) -> RoundPlan:
         """Return the part of a local worker in a round."""
-        return self.plans[round_ % len(self.plans)][worker]
+        return self.plans[round_ % len(self.plans)][local]
 
     def plan_of(self, round_: int, worker: int) -> RoundPlan:
         """Return the part of any worker in a round, by its number."""
@@ -93,15 +94,12 @@ class Rounds:
         return [worker - self.workers.start for worker in workers if worker in self.workers]
 
     def partner(self, round_: int, local: int = 0) -> int | None:
-        """Return the worker of another process that a local worker is paired with: neither has other neighbors."""
+        """Return the worker that a local worker is paired with: neither exchanges with anyone else."""
         return self._partners[round_ % len(self._partners)][local]
 
     def _partner_of(self, round_: int, worker: int) -> int | None:
-        plan = self.plan_of(round_, worker)
-        if plan.averaging_group or len(plan.weights) != 1 or not self.elsewhere(plan.weights):
-            return None
-        (other,) = plan.weights
-        return other if list(self.topology.plan(round_, other).weights) == [worker] else None
+        only = _only_neighbor(self.plan_of(round_, worker))
+        return only if only is not None and _only_neighbor(self.plan_of(round_, only)) == worker else None
 
     def peers(self, round_: int) -> tuple[int, ...]:
         """Return the ranks of the other processes that send to this one in a round."""
@@ -112,16 +110,21 @@ class Rounds:
         """Return the ranks of the processes that hold `workers`, in order."""
         return tuple(sorted({worker // self.local_workers for worker in workers}))
 
-    def spans_processes(self, members: Iterable[int]) -> bool:
-        """Return whether an averaging group has members in several processes, so that their sum is received."""
-        return len(self.processes(members)) > 1
+    def spans_processes(self, workers: Iterable[int]) -> bool:
+        """Return whether several processes hold `workers`."""
+        return len(self.processes(workers)) > 1
 
-    def sums(self, round_: int) -> list[tuple[int, ...]]:
-        """Return the averaging groups of the round that have members here and in other processes, in order."""
+    def all_reduce_groups(self, round_: int) -> list[tuple[int, ...]]:
+        """Return the averaging groups of a round with workers here and in other processes, in order."""
         groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
-        return sorted(members for members in groups if self.spans_processes(members))
+        return sorted(group for group in groups if self.spans_processes(group))
 
     def original_number(self, worker: int) -> int:
         """Return the number that a worker had before any was lost, which is what messages use."""
         process, local = divmod(worker, self.local_workers)
         return self.members.original_ranks[process] * self.local_workers + local
+
+
+def _only_neighbor(plan: RoundPlan) -> int | None:
+    neighbors = {*plan.weights, *plan.recipients}
+    return next(iter(neighbors)) if len(neighbors) == 1 and plan.weights else None

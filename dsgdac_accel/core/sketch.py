@@ -28,7 +28,7 @@ from dsgdac_accel.core.consensus import Consensus
 from dsgdac_accel.core.flat_parameters import Layout
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.watch import is_ready_within
+from dsgdac_accel.distributed.watchdog import is_ready_within
 
 logger = logging.getLogger(__name__)
 
@@ -187,10 +187,10 @@ class RadiusEstimate:
             self._latest = self._under_way.popleft().result() or self._latest
         return self._latest
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the newest estimate, with its step; empty without one."""
         latest = self.latest
-        return {} if latest is None else latest.figures("_estimate")
+        return {} if latest is None else latest.metrics("_estimate")
 
     def post(self, flats: Sequence[Layout], step: int) -> None:
         """Project the parameters as they are after `step` steps, and post the result.

@@ -135,7 +135,7 @@ class GossipStep:
         self.watch.check(self.optimizer, self.masters.parameter_of)
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
-        self.guard.look(self.mixer.step, scaler)
+        self.guard.find_nonfinite(self.mixer.step, scaler)
         if first or (self.config.log_every and self.mixer.step % self.config.log_every == 0):
             self._compare_copies()
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
@@ -152,7 +152,7 @@ class GossipStep:
         self.guard.put_back()
         self.mixer.add(self._updates)
         if self.choice is not None:
-            self.choice.look(mixed=bool(self._updates))
+            self.choice.measure_step(mixed=bool(self._updates))
         self._updates = []
         every = 0 if self.config.asynchronous else self.config.log_every
         if every and self.mixer.step % every == 0:
@@ -196,7 +196,7 @@ class GossipStep:
         is there on process 0 only, and is mostly one step old.
         """
         parts = map(vars(self).get, ("schedule", "average", "estimate", "choice", "mixer", "guard"))
-        return {name: value for part in parts if part is not None for name, value in part.figures().items()}
+        return {name: value for part in parts if part is not None for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""

@@ -1,11 +1,11 @@
 """The consensus update of Algorithm 1, formed in the receive buffers.
 
-    u_i = gamma * sum_j W_ij (x_j - x_i)
+    u_i = gamma * sum_j W_ij (x_j - x_i)        over the neighbors j != i
 
 An update is kept as scale * difference, so that neither gamma nor the largest weight costs a pass over memory:
 
     scale_i      = gamma * max_j W_ij
-    difference_i = sum_j (W_ij / max_k W_ik) (x_j - x_i)        over the neighbors j, k != i
+    difference_i = sum_j (W_ij / max_k W_ik) (x_j - x_i)
 
 Two workers that only have each other share one difference; the second has the negative scale.
 """
@@ -13,7 +13,7 @@ Two workers that only have each other share one difference; the second has the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,25 +31,18 @@ class Update:
     scale: float
     difference: list[Tensor]
     """(D,) for each bucket."""
-    square: Tensor | None = None
-    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), if it was measured while the difference was formed.
-
-    Without buckets that another process of the worker counts."""
-    sums: Tensor | None = None
-    """Sums of the bits of the difference, one for each `SUMMED_BYTES` of a bucket, if asked for; see `pair_update`."""
+    square: Tensor
+    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), without buckets that another process of the worker counts."""
+    checksums: Tensor | None = None
+    """Sums of the bits of the difference, one for each `CHECKSUM_BYTES` of a bucket, if asked for."""
     skip: Tensor | None = None
     """1 on the device, shape (), if nothing may be added."""
-    worker: int = 0
+    local: int = 0
     """The local worker."""
 
     def norm(self) -> Tensor:
         """Return the distance of the worker to the mean of its neighbors, over all buckets, shape ()."""
-        if self.square is not None:
-            return self.square.sqrt()
-        norms = [torch.linalg.vector_norm(part) for part in self.difference]
-        if len(norms) < 2:
-            return norms[0] if norms else torch.zeros((), device="cpu")  # everything is frozen
-        return torch.stack([norm.double() for norm in norms]).norm()
+        return self.square.sqrt()
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the bucket with this number."""
@@ -85,13 +78,12 @@ def neighbors_update(
     tensor([1.5000])
     """
     largest = max(weights)
-    base = weights.index(largest)
-    ratios, squares = [weight / largest for weight in weights], []
-    for number, (own, target, *theirs) in enumerate(zip(x, out, *neighbors, strict=True)):
-        others = theirs[:base] + theirs[base + 1 :]
-        pieces = subtract(theirs[base], own, target, sum(ratios), others, ratios[:base] + ratios[base + 1 :])
-        squares += _counted(pieces, number, shares)
-    return Update(gamma * largest, list(out), torch.stack(squares).sum() / sum(ratios) ** 2 if squares else None)
+    ratios, others = [weight / largest for weight in weights], list(neighbors)
+    total = sum(ratios)
+    base = others.pop(ratios.index(1.0))
+    ratios.remove(1.0)
+    square = _subtract(base, x, out, shares, total, others, ratios)
+    return Update(gamma * largest, list(out), square / total**2)
 
 
 def pair_update(
@@ -101,32 +93,26 @@ def pair_update(
     theirs: Sequence[Tensor],
     comes_first: bool,
     out: Sequence[Tensor],
-    with_sums: bool = False,
+    with_checksums: bool = False,
     shares: Sequence[float] = (),
 ) -> Update:
-    """Form the same update for one of two workers i < j that only have each other as neighbors.
+    """Form u = gamma * W_ij (x_j - x_i), or its opposite, for one of two workers i < j that only have each other.
 
-    Both form x_j - x_i. Its bits are equal on both if each received what the other still has, so the workers compare
-    sums of the bits.
+    Both form the difference x_j - x_i. Its bits are equal on both if each received what the other still has, so the
+    workers compare its checksums.
 
     Args:
         gamma, x, out, shares: as for `neighbors_update`; `out` may be `theirs`.
-        weight: W_ij.
+        weight: W_ij = W_ji.
         theirs: the parameters of the other worker, a tensor (D,) for each bucket.
         comes_first: whether this worker is i.
-        with_sums: whether to sum the bits.
+        with_checksums: whether to sum the bits of the difference.
     """
-    squares: list[Tensor] = []
-    sums: list[Tensor] | None = [] if with_sums else None
-    for number, (own, other, target) in enumerate(zip(x, theirs, out, strict=True)):
-        first, second = (other, own) if comes_first else (own, other)
-        squares += _counted(subtract(first, second, target, sums=sums), number, shares)
-    return Update(
-        gamma * weight if comes_first else -gamma * weight,
-        list(out),
-        torch.stack(squares).sum() if squares else None,
-        torch.cat(sums) if sums else None,
-    )
+    checksums: list[Tensor] | None = [] if with_checksums else None
+    x_i, x_j = (x, theirs) if comes_first else (theirs, x)
+    square = _subtract(x_j, x_i, out, shares, checksums=checksums)
+    scale = gamma * weight if comes_first else -gamma * weight
+    return Update(scale, list(out), square, torch.cat(checksums) if checksums else None)
 
 
 def group_update(
@@ -137,90 +123,104 @@ def group_update(
     out: Sequence[Tensor],
     shares: Sequence[float] = (),
 ) -> Update:
-    """Form the same update for one of m workers that average, from the sum of x over the group.
+    """Form u = gamma * (total / m - x) for one of m workers that average.
 
-    With W_j = 1 / m, the difference to the mean of the others is (total - m x) / (m - 1). The scale is divided by m - 1
-    in place of the difference, which saves a pass over memory.
+    With W_ij = 1 / m, scale is gamma / m and the difference is total - m x = sum_j (x_j - x).
 
     Args:
         gamma, weights, x, out, shares: as for `neighbors_update`; `out` may be `total`.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
-    others, squares = len(weights), []
-    for number, (own, everybody, target) in enumerate(zip(x, total, out, strict=True)):
-        squares += _counted(subtract(everybody, own, target, others + 1), number, shares)
-    square = torch.stack(squares).sum() / others**2 if squares else None
-    return Update(gamma * sum(weights) / others, list(out), square)
+    others = len(weights)
+    square = _subtract(total, x, out, shares, others + 1)
+    return Update(gamma * sum(weights) / others, list(out), square / others**2)
 
 
-def _counted(pieces: list[Tensor], number: int, shares: Sequence[float]) -> list[Tensor]:
-    """Return the squares of a bucket as they count; those that are not finite stay so."""
-    return pieces if not shares or shares[number] == 1.0 else [piece * shares[number] for piece in pieces]
+def _subtract(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    out: Sequence[Tensor],
+    shares: Sequence[float],
+    factor: float = 1,
+    others: Sequence[Sequence[Tensor]] = (),
+    ratios: Sequence[float] = (),
+    checksums: list[Tensor] | None = None,
+) -> Tensor:
+    """out <- a + sum_k ratio_k other_k - factor * b for each bucket, see `subtract`. Return the squared norm."""
+    squares: list[Tensor] = []
+    for number, (minuend, subtrahend, target, *more) in enumerate(zip(a, b, out, *others, strict=True)):
+        pieces = subtract(minuend, subtrahend, target, factor, more, ratios, checksums)
+        share = shares[number] if shares else 1.0
+        squares += pieces if share == 1.0 else [share * piece for piece in pieces]  # a square that is NaN stays NaN
+    return total_square(squares)
 
 
-def form_updates(gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_sums: bool = False) -> list[Update]:
-    """Form the updates of the local workers that take part in the round, in place of what they received.
+def total_square(squares: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares, each of shape (); 0 if there are none, because all parameters are frozen."""
+    return torch.stack(list(squares)).sum() if squares else torch.zeros((), device="cpu")
+
+
+def form_updates(
+    gamma: float, round_: int, rounds: Rounds, buckets: Buckets, with_checksums: bool = False
+) -> list[Update]:
+    """Form the updates of the local workers that take part in a round, each in the first receive buffer of its worker.
 
     Workers of this process read each other's parameters in place: no update may be added before all are formed.
 
     Args:
         gamma: the same on all workers.
-        round_: decides who mixes with whom.
+        round_: the round.
         rounds: who mixes with whom.
-        buckets: the parameters and what was received; an update takes the first receive buffer of its worker.
-        with_sums: whether to sum the bits of the differences of pairs.
+        buckets: the parameters and what was received.
+        with_checksums: whether to sum the bits of the difference to a partner in another process.
     """
-    first = rounds.workers.start
     updates: dict[int, Update] = {}
-    for local, worker in enumerate(rounds.workers):
-        plan = rounds.plan(round_, local)
-        if not plan.weights or local in updates:  # it sits the round out, and its receive buffers are stale
+    for local in range(rounds.local_workers):
+        plan, partner = rounds.plan(round_, local), rounds.partner(round_, local)
+        if not plan.weights or local in updates:  # it sits the round out, or its update was formed with its partner's
             continue
         if plan.averaging_group:
-            updates |= _updates_of_group(gamma, plan, plan.averaging_group, rounds, buckets)
-            continue
-        other = rounds.partner(round_, local)
-        if other is not None:
-            theirs = buckets.received[local][0]
-            x, weight = buckets.values(local), plan.weights[other]
-            updates[local] = pair_update(gamma, weight, x, theirs, worker < other, theirs, with_sums, buckets.shares)
-            continue
-        update = updates[local] = _update_of(gamma, local, plan, rounds, buckets)
-        partner = next(iter(plan.weights))
-        if len(plan.weights) == 1 and partner in rounds.workers:
-            back = rounds.plan(round_, partner - first)
-            if list(back.weights) == [worker]:  # a pair in this process has one difference, seen from two sides
-                scale = -gamma * back.weights[worker]
-                updates[partner - first] = Update(scale, update.difference, update.square)
-    for local, update in updates.items():
-        update.worker = local
-    return [updates[local] for local in sorted(updates)]
+            updates |= _updates_in_group(gamma, plan, plan.averaging_group, rounds, buckets)
+        elif partner is not None:
+            updates |= _updates_in_pair(gamma, plan, local, partner, rounds, buckets, with_checksums)
+        else:
+            updates[local] = _update_of(gamma, plan, local, rounds, buckets)
+    return [replace(updates[local], local=local) for local in sorted(updates)]
 
 
-def _update_of(gamma: float, local: int, plan: RoundPlan, rounds: Rounds, buckets: Buckets) -> Update:
-    """Neighbors in other processes come first: they are in the receive buffers, the first of which takes the update."""
+def _update_of(gamma: float, plan: RoundPlan, local: int, rounds: Rounds, buckets: Buckets) -> Update:
     elsewhere = rounds.elsewhere(plan.weights)
     here = [worker for worker in plan.weights if worker in rounds.workers]
-    neighbors = [buckets.received[local][slot] for slot in range(len(elsewhere))]
-    neighbors += [buckets.values(worker - rounds.workers.start) for worker in here]
+    received = buckets.received[local]
+    # First those in the receive buffers, for the update takes the first buffer.
+    neighbors = [*received[: len(elsewhere)], *map(buckets.values, rounds.local(here))]
     weights = [plan.weights[worker] for worker in elsewhere + here]
-    x, out = buckets.values(local), buckets.received[local][0]
-    return neighbors_update(gamma, weights, x, neighbors, out, buckets.shares)
+    return neighbors_update(gamma, weights, buckets.values(local), neighbors, received[0], buckets.shares)
 
 
-def _updates_of_group(
+def _updates_in_pair(
+    gamma: float, plan: RoundPlan, local: int, partner: int, rounds: Rounds, buckets: Buckets, with_checksums: bool
+) -> dict[int, Update]:
+    """If the partner is here, too, the pair has one difference, seen from two sides."""
+    x, out, here = buckets.values(local), buckets.received[local][0], rounds.local([partner])
+    theirs = buckets.values(here[0]) if here else out
+    weight, comes_first = plan.weights[partner], rounds.workers[local] < partner
+    update = pair_update(gamma, weight, x, theirs, comes_first, out, with_checksums and not here, buckets.shares)
+    return {local: update, **{other: replace(update, scale=-update.scale) for other in here}}
+
+
+def _updates_in_group(
     gamma: float, plan: RoundPlan, group: tuple[int, ...], rounds: Rounds, buckets: Buckets
 ) -> dict[int, Update]:
-    members = rounds.local(group)
-    total = buckets.received[members[0]][0]
+    here = rounds.local(group)
+    total = buckets.received[here[0]][0]  # `GroupAllReduce` has summed a group that spans processes
     if not rounds.spans_processes(group):
-        for number, sum_here in enumerate(total):
-            sum_here.copy_(buckets.values(members[0])[number])
-            for member in members[1:]:
-                sum_here.add_(buckets.values(member)[number])
-    weights = list(plan.weights.values())  # the same for every member
-    shares = buckets.shares
-    return {  # the first member comes last, for its receive buffer holds the sum
-        member: group_update(gamma, weights, buckets.values(member), total, buckets.received[member][0], shares)
-        for member in reversed(members)
+        for target, first, *others in zip(total, *map(buckets.values, here), strict=True):
+            target.copy_(first)
+            for other in others:
+                target.add_(other)
+    weights, shares = list(plan.weights.values()), buckets.shares  # the same for every worker of the group
+    return {  # the first worker comes last, for its receive buffer holds the sum
+        local: group_update(gamma, weights, buckets.values(local), total, buckets.received[local][0], shares)
+        for local in reversed(here)
     }

@@ -37,7 +37,7 @@ class GuardedCollective:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the collective on a group of the row. Raises WorkerLostError if a process of it is lost."""
         call = partial(self.collective, output_tensor, input_tensor, *args, group=group, **kwargs)
-        ranks = self.row.ranks
+        ranks = self.row.group
         if ranks.closed:  # the model may outlive its training
             return call()
         return ranks.guarded(call, self.what, peer=1 - ranks.rank if ranks.size == 2 else None)
@@ -48,7 +48,7 @@ def name_losses(modules: Iterable[Any], row: Row) -> None:
 
     On gloo only, where the host waits for them.
     """
-    if row.size == 1 or row.ranks.device.type != "cpu":
+    if row.size == 1 or row.group.device.type != "cpu":
         return
     for module in modules:
         if hasattr(module, "set_custom_reduce_scatter"):  # newer torch

@@ -27,7 +27,7 @@ from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.distributed.watch import Pending, wait_until
+from dsgdac_accel.distributed.watchdog import Pending, wait_until
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
@@ -124,8 +124,8 @@ class WorkerGroup:
         self.guarded(lambda: transport.within(self.timeout, self.process_groups.connect), "connecting the workers")
         reports.tell_launcher(CONNECTED)
         name_loss = weakref.WeakMethod(self._name_loss)
-        transport.watch.start(lambda pending: (name_loss() or str)(pending), self.timeout)
-        weakref.finalize(self, transport.watch.stop)
+        transport.watchdog.start(lambda pending: (name_loss() or str)(pending), self.timeout)
+        weakref.finalize(self, transport.watchdog.stop)
 
     # ---- workers of several processes
 
@@ -142,7 +142,7 @@ class WorkerGroup:
     @steps_taken.setter
     def steps_taken(self, steps: int) -> None:
         self._steps_taken = steps
-        for other in (self._everyone, self.row.ranks, self.row.copies):
+        for other in (self._everyone, self.row.group, self.row.copies):
             if other is not None:
                 other.steps_taken = steps
 
@@ -237,7 +237,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
-        self.process_groups.transport.watch.stop()
+        self.process_groups.transport.watchdog.stop()
         self.row.close()
         if self._everyone is not None:
             self._everyone.close()
@@ -287,7 +287,7 @@ class WorkerGroup:
         """Raise what the loss of a worker means to the caller, if the error shows one."""
         failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
         if failure is not None:
-            self.process_groups.transport.watch.stop()
+            self.process_groups.transport.watchdog.stop()
             self.policy.handle(failure, error)
 
     def _name_loss(self, pending: Pending) -> str:
@@ -481,9 +481,9 @@ def wait_for_device(is_ready: Callable[[], bool]) -> None:
     if is_ready():
         return
     groups = [group for group in list(_LIVE.values()) if group.size > 1 and not group.closed and not group._moved]
-    found = wait_until(is_ready, [group.process_groups.transport.watch for group in groups])
+    found = wait_until(is_ready, [group.process_groups.transport.watchdog for group in groups])
     for group in groups:
-        if found is not None and found[0] is group.process_groups.transport.watch:
+        if found is not None and found[0] is group.process_groups.transport.watchdog:
             group._handle(found[1].error(), found[1].what, found[1].peer)
 
 

@@ -24,26 +24,26 @@ class Row:
     Every method that communicates is collective in the row, and gives all its processes the same bits.
 
     Args:
-        ranks: the `WorkerGroup` of the processes; None for a worker that is one process.
+        group: the `WorkerGroup` of the processes; None for a worker that is one process.
         mesh: the mesh that they lie in.
         copies: the `WorkerGroup` of the processes along `tp`, which hold the same values of some parameters; None
             without tensor parallelism.
     """
 
-    def __init__(self, ranks: Any = None, mesh: WorkerMesh | None = None, copies: Any = None) -> None:
-        self.ranks = ranks
+    def __init__(self, group: Any = None, mesh: WorkerMesh | None = None, copies: Any = None) -> None:
+        self.group = group
         self.mesh = mesh
         self.copies = copies
 
     @property
     def rank(self) -> int:
-        """Place of this process in its worker."""
-        return 0 if self.ranks is None else self.ranks.rank
+        """Rank of this process inside its worker."""
+        return 0 if self.group is None else self.group.rank
 
     @property
     def size(self) -> int:
         """Number of processes of this worker."""
-        return 1 if self.ranks is None else self.ranks.size
+        return 1 if self.group is None else self.group.size
 
     def sum(self, values: Tensor, what: str) -> Tensor:
         """Return the sums of `values`, of any shape, over the row. `what` names the collective in errors.
@@ -51,26 +51,26 @@ class Row:
         `values` may be on the CPU where a process has no elements: they travel from the device of the row, since all of
         its processes must take the same process group.
         """
-        if self.ranks is None or self.size == 1:
+        if self.group is None or self.size == 1:
             return values
-        flat = values.to(self.ranks.device, copy=True).reshape(-1)
-        return self.ranks.all_reduce_mean_(flat, what).mul_(self.size).view(values.shape)
+        flat = values.to(self.group.device, copy=True).reshape(-1)
+        return self.group.all_reduce_mean_(flat, what).mul_(self.size).view(values.shape)
 
     def max(self, values: Tensor, what: str) -> Tensor:
         """Return the maxima of `values`, of any shape, over the row, like `sum`. They may lose NaN."""
-        if self.ranks is None or self.size == 1:
+        if self.group is None or self.size == 1:
             return values
-        return self.ranks.all_reduce_max_(values.to(self.ranks.device, copy=True), what)
+        return self.group.all_reduce_max_(values.to(self.group.device, copy=True), what)
 
     def any(self, flag: bool, what: str) -> bool:
         """Return whether `flag` is True on some process of the row."""
         if self.size == 1:
             return flag
-        return bool(self.ranks.all_reduce_max_(torch.tensor(float(flag), device="cpu"), what))
+        return bool(self.group.all_reduce_max_(torch.tensor(float(flag), device="cpu"), what))
 
     def first(self, value: T | None, what: str) -> T | None:
         """Return the value of the first process of the row that has one, a small picklable object, or None."""
-        values = [value] if self.size == 1 else self.ranks.all_gather_object(value, what)
+        values = [value] if self.size == 1 else self.group.all_gather_object(value, what)
         return next((found for found in values if found is not None), None)
 
     def require_own(self, parameter: Tensor, name: str) -> None:
@@ -95,7 +95,7 @@ class Row:
 
     def close(self) -> None:
         """Refuse further use."""
-        for group in (self.ranks, self.copies):
+        for group in (self.group, self.copies):
             if group is not None:
                 group.close()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.distributed.poster import run_within
-from dsgdac_accel.distributed.watch import Watch
+from dsgdac_accel.distributed.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Gloo:
     """Whether two workers connect at their first message."""
 
     def __init__(self) -> None:
-        self.watch = Watch()
+        self.watchdog = Watchdog()
         """Communications that the device waits for without the host; none with gloo."""
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
@@ -108,7 +108,7 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.watch = Watch()
+        self.watchdog = Watchdog()
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
         """Raises ValueError if the group cannot send and receive at the same time."""
@@ -161,12 +161,12 @@ class Nccl:
         return (tensor,) if tensor.numel() else ()
 
     def run(self, collective: Callable[..., Any], what: str) -> None:
-        for work in self.watch.post(lambda: [collective(async_op=True)], what, None):
-            self.watch.waits_for(work)
+        for work in self.watchdog.post(lambda: [collective(async_op=True)], what, None):
+            self.watchdog.waits_for(work)
             work.wait()
 
     def post(self, post: Callable[[], Works], what: str, peer: int | None) -> Works:
-        return [(work, peer) for work in self.watch.post(lambda: [work for work, _ in post()], what, peer)]
+        return [(work, peer) for work in self.watchdog.post(lambda: [work for work, _ in post()], what, peer)]
 
     def send_and_receive(
         self, receives: Sequence[Message], sends: Sequence[Message], handle: Any, busiest: Callable[[], int]
@@ -189,7 +189,7 @@ class Nccl:
         return [(work, None) for key in sorted(groups) for work in dist.batch_isend_irecv(groups[key])]
 
     def wait(self, work: Any, seconds: float) -> None:
-        self.watch.waits_for(work)
+        self.watchdog.waits_for(work)
         work.wait()  # orders the streams; with a timeout it would hold the host
 
     def synchronize(self) -> None:

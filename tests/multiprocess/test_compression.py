@@ -10,7 +10,7 @@ from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError,
 from dsgdac_accel import simulation as simulation_module
 from dsgdac_accel.core import format_choice
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.edits import OF_DIFFERENCES, block_sums
+from dsgdac_accel.core.edits import OF_DIFFERENCES, block_checksums
 from dsgdac_accel.core.format_choice import FirstSteps, FormatChoice
 from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
@@ -65,9 +65,9 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
         _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
-        words = 4  # channel, step and two more; then sums of few parameters, and of the last difference
+        words = 4  # channel, step and two more; then checksums of few parameters, and of the last difference
         if comm_dtype == "full":
-            words += len(block_sums([torch.zeros(size // 4)])) + OF_DIFFERENCES.count(size)
+            words += len(block_checksums([torch.zeros(size // 4)])) + OF_DIFFERENCES.count(size)
         assert (sent - 8 * words) / size == pytest.approx(share, rel=0.02)
 
 

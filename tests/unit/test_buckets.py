@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel.core.buckets import Buckets, Use
-from dsgdac_accel.core.edits import OF_PARAMETERS, block_sums, parameters_between
+from dsgdac_accel.core.edits import OF_PARAMETERS, block_checksums, parameters_between
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, FlatParameters, changing_alike
 from dsgdac_accel.core.parameter_guard import MixedParameters, as_parameter_list, extent, refuse_unmixable
 from dsgdac_accel.core.spare_buffers import SpareBuffers
@@ -124,16 +124,16 @@ def test_every_edit_changes_the_sum_of_its_block_alone(sizes):
     flat = FlatParameters([Parameter(torch.randn(size)) for size in sizes])
     (bucket,) = flat.buckets
     count, size = (rule(bucket.data.nbytes) for rule in (OF_PARAMETERS.count, OF_PARAMETERS.size))
-    before = block_sums([bucket.data])
+    before = block_checksums([bucket.data])
     assert len(before) == count <= 130
     for parameter in flat.parameters:
         for place in (0, len(parameter) // 2, -1):
             kept = parameter.data[place].clone()
             parameter.data[place] = torch.nextafter(kept, torch.tensor(1e9))
-            (block,) = (block_sums([bucket.data]) != before).nonzero().flatten().tolist()
+            (block,) = (block_checksums([bucket.data]) != before).nonzero().flatten().tolist()
             assert any(found is parameter for found in parameters_between(bucket, block * size, (block + 1) * size))
             parameter.data[place] = kept
-    assert torch.equal(block_sums([bucket.data]), before)
+    assert torch.equal(block_checksums([bucket.data]), before)
 
 
 def test_parameters_that_join_leave_or_thaw_are_noticed():

@@ -16,7 +16,7 @@ from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster, result_within
 from dsgdac_accel.distributed.transport import DeviceStopwatch, Nccl
-from dsgdac_accel.distributed.watch import Watch, wait_until
+from dsgdac_accel.distributed.watchdog import Watchdog, wait_until
 from dsgdac_accel.topology import Topology, build_topology
 from tests.workers import fork
 
@@ -198,11 +198,11 @@ def test_a_wait_of_the_device_is_measured_once_it_is_over():
         events.append(Event())
         return events[-1]
 
-    watch, seen = DeviceStopwatch(event), []
+    stopwatch, seen = DeviceStopwatch(event), []
     for number in range(4):
-        watch.start()
-        watch.stop()
-        seen.append(watch.seconds)
+        stopwatch.start()
+        stopwatch.stop()
+        seen.append(stopwatch.seconds)
         if number > 0:  # the device is a step behind at first, and not at all in the end
             events[2 * number - 2].at, events[2 * number - 1].at = 10.0 * number, 10.0 * number + number
         if number == 2:
@@ -218,55 +218,55 @@ class Work:
 
 
 def test_only_what_is_waited_for_is_overdue(monkeypatch):
-    watch, first, second = Watch(), Work(), Work()
-    watch.post(lambda: [first], "the exchange of step 1", 2)
-    watch.post(lambda: [second], "the exchange of step 2", 3)
+    watchdog, first, second = Watchdog(), Work(), Work()
+    watchdog.post(lambda: [first], "the exchange of step 1", 2)
+    watchdog.post(lambda: [second], "the exchange of step 2", 3)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 5)
-    assert watch.overdue(2.0) is None, "a worker may do something else between posting and waiting"
-    watch.waits_for(second)
-    watch.waits_for(first)
+    assert watchdog.overdue(2.0) is None, "a worker may do something else between posting and waiting"
+    watchdog.waits_for(second)
+    watchdog.waits_for(first)
     monkeypatch.setattr(time, "monotonic", lambda: now + 8)
-    assert watch.overdue(4.0) is None
-    assert watch.overdue(2.0).what == "the exchange of step 1"
+    assert watchdog.overdue(4.0) is None
+    assert watchdog.overdue(2.0).what == "the exchange of step 1"
     first.done = True
-    assert watch.overdue(2.0).peer == 3
+    assert watchdog.overdue(2.0).peer == 3
     second.done = True
-    assert watch.overdue(2.0) is None
+    assert watchdog.overdue(2.0) is None
 
 
 def test_a_post_that_fails_is_never_overdue():
-    watch = Watch()
+    watchdog = Watchdog()
 
     def post() -> list:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="memory"):
-        watch.post(post, "the exchange of step 1", None)
-    assert watch.overdue(-1.0) is None
-    watch.post(lambda: [Work()], "the exchange of step 2", None)
-    assert len(watch._pending) == 1
+        watchdog.post(post, "the exchange of step 1", None)
+    assert watchdog.overdue(-1.0) is None
+    watchdog.post(lambda: [Work()], "the exchange of step 2", None)
+    assert len(watchdog._pending) == 1
 
 
 def test_a_device_that_hangs_in_something_else_is_not_waited_for_either():
-    watch, ready = Watch(), Work()
-    watch.start(str, 0.05)
-    watch.post(lambda: [Work()], "the exchange of step 1", 2)
-    assert wait_until(ready.is_completed, [watch])[1].what == "waiting for the device"
+    watchdog, ready = Watchdog(), Work()
+    watchdog.start(str, 0.05)
+    watchdog.post(lambda: [Work()], "the exchange of step 1", 2)
+    assert wait_until(ready.is_completed, [watchdog])[1].what == "waiting for the device"
     ready.done = True
-    assert wait_until(ready.is_completed, [watch]) is None
+    assert wait_until(ready.is_completed, [watchdog]) is None
     assert wait_until(Work().is_completed, []) is None, "nobody else is there"
 
 
 def test_a_post_that_blocks_is_overdue_too(monkeypatch):
-    watch, found = Watch(), []
+    watchdog, found = Watchdog(), []
 
     def post() -> list:
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 5)
-        found.append(watch.overdue(2.0))
+        found.append(watchdog.overdue(2.0))
         return []
 
-    watch.post(post, "the exchange of step 1", None)
+    watchdog.post(post, "the exchange of step 1", None)
     assert found[0].what == "the exchange of step 1"
-    assert watch.overdue(0.0) is None
+    assert watchdog.overdue(0.0) is None

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.kernels import SUMMED_BYTES, add_scaled
+from dsgdac_accel.core.kernels import CHECKSUM_BYTES, add_scaled
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.core.update import group_update, neighbors_update, pair_update
 from dsgdac_accel.simulation import gossip_step
@@ -47,12 +47,12 @@ def test_a_pair_forms_one_difference_whose_bits_tell_of_any_edit(threads):
             moved = x.clone()
             update.add_to(0, moved)
             torch.testing.assert_close(moved, x + GAMMA * 0.5 * (other - x))
-        assert torch.equal(first.sums, second.sums)
+        assert torch.equal(first.checksums, second.checksums)
         for place in (0, size // 2, size - 1):
             edited = low.clone()
             edited[place] += 1e-5
             third = pair_update(GAMMA, 0.5, [edited], [high], True, [torch.empty(size)], True)
-            assert (third.sums != first.sums).nonzero().flatten().tolist() == [place * 4 // SUMMED_BYTES]
+            assert (third.checksums != first.checksums).nonzero().flatten().tolist() == [place * 4 // CHECKSUM_BYTES]
     finally:
         torch.set_num_threads(before)
 

@@ -22,9 +22,9 @@ class Link:
     It keeps what is in flight, so that a forked child does not destroy it, see `fork_lock`.
     """
 
-    def __init__(self, group: WorkerGroup, peer: int, handle: Any) -> None:
+    def __init__(self, group: WorkerGroup, neighbor: int, handle: Any) -> None:
         self.group = group
-        self.peer = peer
+        self.neighbor = neighbor
         self.handle = handle
         self._works: Works = []
 
@@ -32,8 +32,8 @@ class Link:
         """Start receiving and sending tensors, in order."""
         transport = self.group.process_groups.transport
         cut = [[piece for tensor in tensors for piece in transport.pieces(tensor)] for tensors in (receives, sends)]
-        place = int(self.peer > self.group.rank)  # of the neighbor in the group of two
-        messages = [[(piece, place, first_tag + k) for k, piece in enumerate(pieces)] for pieces in cut]
+        its_rank = int(self.neighbor > self.group.rank)  # in the group of two
+        messages = [[(piece, its_rank, first_tag + k) for k, piece in enumerate(pieces)] for pieces in cut]
         with no_fork:
             self._works += transport.send_and_receive(messages[0], messages[1], self.handle, lambda: 0)
 
@@ -59,7 +59,7 @@ def connect_neighbors(group: WorkerGroup) -> list[Link]:
         for pair, handle in zip(pairs, handles, strict=True)
         if group.rank in pair
     ]
-    return sorted(links, key=lambda link: (link.peer - group.rank) % group.size)
+    return sorted(links, key=lambda link: (link.neighbor - group.rank) % group.size)
 
 
 class Threads:
@@ -89,19 +89,19 @@ class Threads:
         except BaseException as error:
             if self.stopped:
                 return
-            found = self._named(error, current().peer)
+            found = self._named(error, current().neighbor)
             with self.changed:
                 self._error = self._error or found
                 self.changed.notify_all()
 
-    def _named(self, error: BaseException, peer: int) -> BaseException:
+    def _named(self, error: BaseException, neighbor: int) -> BaseException:
         """Return the error that names the lost worker, if one was lost."""
 
         def fail() -> None:
             raise error
 
         try:
-            self.group.guarded(fail, "an asynchronous exchange", peer)
+            self.group.guarded(fail, "an asynchronous exchange", neighbor)
         except BaseException as found:
             return found
         return error

@@ -157,7 +157,7 @@ class AsynchronousMixer:
 
     # ---- for logs and checkpoints
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the progress, how far the neighbor was in the latest exchange, and what that took."""
         return {
             "progress": self.progress,

@@ -168,13 +168,13 @@ class Answerer:
         link.wait()
         _, their_gamma, their_progress, number = header_in.tolist()
         with self._one_at_a_time:
-            gamma, progress = shared.take(mine, link.peer, int(number))
+            gamma, progress = shared.take(mine, link.neighbor, int(number))
             c = 0.25 * (their_gamma + gamma)
             hangs = self._goes_on and time.monotonic() > shared.stepped_at + shared.group.timeout
             header_out.copy_(_header(_HANGS if hangs else _ASK, c, progress, number))
             link.post([], [header_out, *mine])
             update = _checked_update(c, mine, theirs, link, shared)
-            shared.apply(update, 0.5 * (their_progress - progress), link.peer, int(number))
+            shared.apply(update, 0.5 * (their_progress - progress), link.neighbor, int(number))
         link.wait()
 
 
@@ -199,11 +199,11 @@ def _checked_update(
     shared.bytes_sent = sum(x.nbytes for x in mine)
     if math.isfinite(shared.disagreement):
         return update
-    me, peer = shared.group.rank, link.peer
+    me, neighbor = shared.group.rank, link.neighbor
     if _finite(mine) and _finite(update.difference):
-        found = f"workers {me} and {peer} are too far apart"
+        found = f"workers {me} and {neighbor} are too far apart"
     else:
-        found = f"the parameters of worker {peer if _finite(mine) else me} are not finite"
+        found = f"the parameters of worker {neighbor if _finite(mine) else me} are not finite"
     message = f"{found} at step {shared.group.steps_taken}"
     shared.group.report(message)
     raise NonFiniteError(

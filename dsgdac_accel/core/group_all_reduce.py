@@ -12,7 +12,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.transport import Works
 
 
-class Sums:
+class GroupAllReduce:
     """Sums the parameters of each averaging group, by an all-reduce of its processes.
 
     Args:
@@ -28,16 +28,16 @@ class Sums:
         """Make a process group for every all-reduce of a period, member or not, in the same order. Collective."""
         rounds, topology = self.rounds, self.rounds.topology
         for round_ in range(topology.period if rounds.all_reduce else 0):
-            for members in topology.averaging_groups(round_) or ():
-                if len(members) > 2 and rounds.spans_processes(members):
-                    self.group.process_groups.subgroup(rounds.processes(members))
+            for workers in topology.averaging_groups(round_) or ():
+                if len(workers) > 2 and rounds.spans_processes(workers):
+                    self.group.process_groups.subgroup(rounds.processes(workers))
 
     def bytes_sent(self, groups: Sequence[tuple[int, ...]], outgoing: Outgoing) -> int:
         """Return the bytes that this process sends for averaging groups.
 
         An all-reduce by ring sends 2 (m - 1) / m of its input: once to reduce, once to spread.
         """
-        counts = [len(self.rounds.processes(members)) for members in groups]
+        counts = [len(self.rounds.processes(workers)) for workers in groups]
         size = sum(tensor.nbytes for tensor in outgoing(0, None)) if counts else 0
         return sum(round(2 * (count - 1) / count * size) for count in counts)
 
@@ -48,18 +48,18 @@ class Sums:
         incoming: Incoming,
         copied: Callable[[int], None] | None,
     ) -> Works:
-        """Copy the parameters of the local members into the receive buffers, and begin to sum them over the processes.
+        """Copy the parameters of the local workers into the receive buffers, and begin to sum them over the processes.
 
         Args:
-            groups: the averaging groups of a round, see `Rounds.sums`.
+            groups: the averaging groups of a round, see `Rounds.all_reduce_groups`.
             outgoing: the parameters.
-            incoming: `incoming[i][0]` gets the sum, where i is the group's first local member.
-            copied: called with that member when its parameters were copied.
+            incoming: `incoming[i][0]` gets the sum, where i is the group's first local worker.
+            copied: called with that worker when its parameters were copied.
         """
         works: Works = []
-        for members in groups:
-            handle = self.group.process_groups.subgroup(self.rounds.processes(members))
-            first, *others = self.rounds.local(members)
+        for workers in groups:
+            handle = self.group.process_groups.subgroup(self.rounds.processes(workers))
+            first, *others = self.rounds.local(workers)
             totals = incoming[first][0]
             for total, own in zip(totals, outgoing(first, None), strict=True):
                 total.copy_(own)

@@ -49,12 +49,12 @@ def is_ready_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
     return True
 
 
-class Watch:
+class Watchdog:
     """Knows the communications in flight. A thread ends the process some seconds after one of them is overdue.
 
     By then the host hangs in a call that nothing can interrupt, such as `loss.item()`. Otherwise it has noticed the
-    loss in `wait_until`, and its group has stopped the watch. The message names the lost worker, and tells where the
-    host hangs.
+    loss in `wait_until`, and its group has stopped the watchdog. The message names the lost worker, and tells where
+    the host hangs.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Watch:
         if not self._stopped.is_set():
             self._pending.append(pending)
             if self._thread is None and self._name_loss is not None:
-                self._thread = threading.Thread(target=self._run, name="dsgdac-watch", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="dsgdac-watchdog", daemon=True)
                 self._thread.start()
         try:
             pending.works = post()
@@ -120,17 +120,17 @@ class Watch:
                     _end_process(message)
 
 
-def wait_until(is_ready: Callable[[], bool], watches: Sequence[Watch]) -> tuple[Watch, Pending] | None:
+def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> tuple[Watchdog, Pending] | None:
     """Wait for the device. If it hangs, return the communication that is overdue; it may be somebody else's."""
     began = Pending("waiting for the device", works=[])
-    overdue: list[tuple[Watch, Pending]] = []
+    overdue: list[tuple[Watchdog, Pending]] = []
 
     def is_over() -> bool:
-        overdue.extend((watch, late) for watch in watches if (late := watch.overdue(watch.seconds)) is not None)
+        overdue.extend((dog, late) for dog in watchdogs if (late := dog.overdue(dog.seconds)) is not None)
         return bool(overdue) or is_ready()
 
-    if watches and not is_ready_within(max(watch.seconds for watch in watches), is_over):
-        overdue.append((watches[0], began))
+    if watchdogs and not is_ready_within(max(watchdog.seconds for watchdog in watchdogs), is_over):
+        overdue.append((watchdogs[0], began))
     return overdue[0] if overdue else None
 
 
