@@ -159,7 +159,7 @@ class GossipTraining:
     @property
     def mixed(self) -> set[int]:
         """`id` of every parameter of a model that an optimizer mixes, itself or by its master."""
-        flats = (flat for step in self.steps for flat in step.mixer.flats)
+        flats = (flat for step in self.steps for flat in step.mixer.buckets.flats)
         return {id(self.parameter_of(parameter)) for flat in flats for parameter in flat.parameters}
 
     def has_prepared(self, model: nn.Module) -> bool:

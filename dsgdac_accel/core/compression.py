@@ -25,7 +25,7 @@ from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.kernels import add_scaled
 from dsgdac_accel.core.messages import Outgoing
-from dsgdac_accel.core.update import Update, total_square
+from dsgdac_accel.core.update import Update
 from dsgdac_accel.topology import RoundPlan, Topology
 
 _PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
@@ -220,13 +220,12 @@ class Compressor:
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
         """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
         updates: list[Update] = []
-        shares = self.buckets.shares
         for local in range(self.rounds.local_workers):
             plan = self.rounds.plan(round_, local)
             if plan.weights:
                 edges = [self._edges(round_, local, number) for number in range(len(self.rounding))]
                 scale = gamma * sum(plan.weights.values())
-                updates.append(CompressedUpdate(local, scale, self._near(local, plan), edges, self.rounding, shares))
+                updates.append(CompressedUpdate(local, scale, self._near(local, plan), edges, self.rounding))
         return updates
 
     def _neighbors(self, round_: int, local: int) -> list[int]:
@@ -311,21 +310,15 @@ class CompressedUpdate(Update):
     """
 
     def __init__(
-        self,
-        local: int,
-        scale: float,
-        near: list[Tensor],
-        edges: list[list[Edge]],
-        rounding: list[Rounding],
-        shares: Sequence[float],
+        self, local: int, scale: float, near: list[Tensor], edges: list[list[Edge]], rounding: list[Rounding]
     ) -> None:
         self.edges = edges
         """For each bucket."""
         self.rounding = rounding
-        squares = [share * self._square_of(number, near) for number, share in enumerate(shares)]
-        super().__init__(scale, near, total_square(squares), local=local)  # not finite if a message is not
+        super().__init__(scale, near, [[self._square_of(number, near)] for number in range(len(rounding))], local=local)
 
     def _square_of(self, number: int, near: Sequence[Tensor]) -> Tensor:
+        """Return the square of the difference for a bucket, shape (); not finite if a message is not."""
         if self.edges[number]:
             return self.rounding[number].advance(self.edges[number], near[number] if near else None)
         assert near, "a worker that takes part in a round has a neighbor"

@@ -18,7 +18,7 @@ from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
 from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.flat_parameters import Layout, changing_alike
+from dsgdac_accel.core.flat_parameters import changing_alike
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
@@ -238,6 +238,9 @@ class Mixer:
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected, self.group.row)
         self.edits.forget_meetings()
+        self._reserve()
+
+    def _reserve(self) -> None:
         if self.compressor is None:
             self.buckets.reserve(self.rounds.slots)
         else:
@@ -283,10 +286,7 @@ class Mixer:
         self._mixes_from = step + 1
         self.rounds.follow_survivors()
         self.exchange.connect()
-        if self.compressor is None:
-            self.buckets.reserve(self.rounds.slots)
-        else:
-            self.compressor.reserve()
+        self._reserve()
 
     def release(self) -> None:
         """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
@@ -344,11 +344,6 @@ class Mixer:
     def topology(self) -> Topology:
         """Who mixes with whom; after a lost worker, among the survivors."""
         return self.rounds.topology
-
-    @property
-    def flats(self) -> list[Layout]:
-        """The parameters of each local worker."""
-        return self.buckets.flats
 
     @property
     def parameter_bytes(self) -> int:

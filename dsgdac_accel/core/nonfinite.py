@@ -77,7 +77,7 @@ class ArrivalGuard:
         """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not."""
         if not updates:  # every local worker sits the round out: the last disagreement stays
             return
-        norms = [update.norm() for update in updates]
+        norms = [update.norm(self.buckets.shares) for update in updates]
         total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
         if self.group.row.size > 1:
             total = self.group.row.sum(total.double().square(), f"comparing the shards at step {step}").sqrt()

@@ -43,11 +43,10 @@ class Rounds:
         self.topology = topology
         self.workers = range(self.members.rank * self.local_workers, (self.members.rank + 1) * self.local_workers)
         """Numbers of the workers of this process."""
-        self.plans = [[self.plan_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)]
+        period = range(topology.period)
+        self.plans = [[self.plan_of(round_, worker) for worker in self.workers] for round_ in period]
         """Plans of the local workers, by round."""
-        self._partners = [
-            [self._partner_of(round_, worker) for worker in self.workers] for round_ in range(topology.period)
-        ]
+        self._partners = [[self._partner_of(round_, worker) for worker in self.workers] for round_ in period]
         self.slots = [self._slots_of(local) for local in range(self.local_workers)]
         """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
 
@@ -63,11 +62,9 @@ class Rounds:
         self._follow(self.topology)
 
     def _slots_of(self, local: int) -> int:
-        plans = [plans[local] for plans in self.plans]
-        if not any(plan.weights for plan in plans):
-            return 0
-        counts = [len(self.elsewhere(plan.weights)) for plan in plans if plan.averaging_group is None]
-        return max([1, *counts])  # one at least, in which the update is formed
+        plans = [plans[local] for plans in self.plans if plans[local].weights]
+        # An update needs one in any case, and the sum over an averaging group, too.
+        return max((1 if p.averaging_group else max(1, len(self.elsewhere(p.weights))) for p in plans), default=0)
 
     def require_workers(self, saved: int) -> None:
         """Raise ValueError if a state is of another number of workers."""
@@ -98,8 +95,13 @@ class Rounds:
         return self._partners[round_ % len(self._partners)][local]
 
     def _partner_of(self, round_: int, worker: int) -> int | None:
-        only = _only_neighbor(self.plan_of(round_, worker))
-        return only if only is not None and _only_neighbor(self.plan_of(round_, only)) == worker else None
+        plan = self.plan_of(round_, worker)
+        if len(plan.weights) != 1:
+            return None
+        (other,) = plan.weights
+        back = self.plan_of(round_, other)
+        only_each_other = {*plan.recipients} == {other} and {*back.weights, *back.recipients} == {worker}
+        return other if only_each_other else None
 
     def peers(self, round_: int) -> tuple[int, ...]:
         """Return the ranks of the other processes that send to this one in a round."""
@@ -123,8 +125,3 @@ class Rounds:
         """Return the number that a worker had before any was lost, which is what messages use."""
         process, local = divmod(worker, self.local_workers)
         return self.members.original_ranks[process] * self.local_workers + local
-
-
-def _only_neighbor(plan: RoundPlan) -> int | None:
-    neighbors = {*plan.weights, *plan.recipients}
-    return next(iter(neighbors)) if len(neighbors) == 1 and plan.weights else None

@@ -126,9 +126,8 @@ class GossipStep:
             RuntimeError: a CUDA graph is being captured, which cannot hold a step.
         """
         refuse_capture(self.group.device)
-        first = not self._workers_compared
+        first, self._workers_compared = not self._workers_compared, True
         if first:
-            self._workers_compared = True
             if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
                 self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
@@ -136,16 +135,12 @@ class GossipStep:
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
-        if first or (self.config.log_every and self.mixer.step % self.config.log_every == 0):
-            self._compare_copies()
+        if self.group.row.copies is not None and (first or self._is_logged()):
+            named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
+            self.group.row.require_equal_gradients(named, f"comparing copies of parameters at step {self.mixer.step}")
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
         return self.guard.allows_step()
-
-    def _compare_copies(self) -> None:
-        if self.group.row.copies is not None:
-            parameters, what = self.mixer.parameters, f"comparing the copies of parameters at step {self.mixer.step}"
-            self.group.row.require_equal_gradients([(parameters.name_of(p), p) for p in parameters.find()], what)
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
@@ -154,16 +149,19 @@ class GossipStep:
         if self.choice is not None:
             self.choice.measure_step(mixed=bool(self._updates))
         self._updates = []
-        every = 0 if self.config.asynchronous else self.config.log_every
-        if every and self.mixer.step % every == 0:
+        if self._is_logged():
             self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
             self.schedule.require_equal_lr(f"at step {self.mixer.step}")
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
         if self.config.overlap:
             self.mixer.start_exchange()
         if self.estimate is not None:
-            self.estimate.post(self.mixer.flats, self.mixer.step)
+            self.estimate.post(self.mixer.buckets.flats, self.mixer.step)
         self.masters.write_model()
+
+    def _is_logged(self) -> bool:
+        every = 0 if self.config.asynchronous else self.config.log_every  # asynchronous workers are at different steps
+        return every > 0 and self.mixer.step % every == 0
 
     @property
     def lr(self) -> float:

@@ -31,8 +31,10 @@ class Update:
     scale: float
     difference: list[Tensor]
     """(D,) for each bucket."""
-    square: Tensor
-    """||sum_j W_ij x_j / sum_j W_ij - x_i||^2, shape (), without buckets that another process of the worker counts."""
+    squares: list[list[Tensor]]
+    """The squared norm of the difference: for each bucket that of its pieces, each of shape ()."""
+    ratio_sum: float = 1.0
+    """sum_j W_ij / max_j W_ij."""
     checksums: Tensor | None = None
     """Sums of the bits of the difference, one for each `CHECKSUM_BYTES` of a bucket, if asked for."""
     skip: Tensor | None = None
@@ -40,9 +42,20 @@ class Update:
     local: int = 0
     """The local worker."""
 
-    def norm(self) -> Tensor:
-        """Return the distance of the worker to the mean of its neighbors, over all buckets, shape ()."""
-        return self.square.sqrt()
+    def norm(self, shares: Sequence[float] = ()) -> Tensor:
+        """Return the distance of the worker to the mean of its neighbors, shape ().
+
+        ||sum_j W_ij x_j / sum_j W_ij - x_i|| = ||difference|| / ratio_sum
+
+        Args:
+            shares: how much the square of each bucket counts, see `Bucket.share`; by default all of it.
+        """
+        weighted = zip(self.squares, shares or [1.0] * len(self.squares), strict=True)
+        squares = [piece if share == 1.0 else share * piece for pieces, share in weighted for piece in pieces]
+        if not squares:  # everything is frozen
+            return torch.zeros((), device="cpu")
+        norm = torch.stack(squares).sum().sqrt()
+        return norm if self.ratio_sum == 1.0 else norm / self.ratio_sum
 
     def add_to(self, number: int, x: Tensor) -> None:
         """x += scale * difference, for the bucket with this number."""
@@ -59,7 +72,6 @@ def neighbors_update(
     x: Sequence[Tensor],
     neighbors: Sequence[Sequence[Tensor]],
     out: Sequence[Tensor],
-    shares: Sequence[float] = (),
 ) -> Update:
     """Form u = gamma * sum_j W_j (x_j - x) for one worker.
 
@@ -69,7 +81,6 @@ def neighbors_update(
         x: the worker's own parameters, a tensor (D,) for each bucket.
         neighbors: x_j of each neighbor, likewise.
         out: where the difference is formed, likewise. May be the first neighbor's tensors, which are read first.
-        shares: how much of each bucket's square counts, see `Bucket.share`; by default all of it.
 
     >>> x, theirs = torch.tensor([1.0]), torch.tensor([3.0])
     >>> update = neighbors_update(0.5, weights=[0.5], x=[x], neighbors=[[theirs]], out=[theirs])
@@ -77,13 +88,15 @@ def neighbors_update(
     >>> x
     tensor([1.5000])
     """
-    largest = max(weights)
-    ratios, others = [weight / largest for weight in weights], list(neighbors)
-    total = sum(ratios)
-    base = others.pop(ratios.index(1.0))
+    largest, others = max(weights), list(neighbors)
+    ratios = [weight / largest for weight in weights]
+    ratio_sum, heaviest = sum(ratios), others.pop(ratios.index(1.0))
     ratios.remove(1.0)
-    square = _subtract(base, x, out, shares, total, others, ratios)
-    return Update(gamma * largest, list(out), square / total**2)
+    squares = [
+        subtract(theirs, own, target, ratio_sum, more, ratios)
+        for theirs, own, target, *more in zip(heaviest, x, out, *others, strict=True)
+    ]
+    return Update(gamma * largest, list(out), squares, ratio_sum)
 
 
 def pair_update(
@@ -94,70 +107,41 @@ def pair_update(
     comes_first: bool,
     out: Sequence[Tensor],
     with_checksums: bool = False,
-    shares: Sequence[float] = (),
 ) -> Update:
-    """Form u = gamma * W_ij (x_j - x_i), or its opposite, for one of two workers i < j that only have each other.
+    """Form u = gamma * W_ij (x_j - x_i), or its negative, for one of two workers i < j that only have each other.
 
     Both form the difference x_j - x_i. Its bits are equal on both if each received what the other still has, so the
     workers compare its checksums.
 
     Args:
-        gamma, x, out, shares: as for `neighbors_update`; `out` may be `theirs`.
+        gamma, x, out: as for `neighbors_update`; `out` may be `theirs`.
         weight: W_ij = W_ji.
         theirs: the parameters of the other worker, a tensor (D,) for each bucket.
         comes_first: whether this worker is i.
         with_checksums: whether to sum the bits of the difference.
     """
     checksums: list[Tensor] | None = [] if with_checksums else None
-    x_i, x_j = (x, theirs) if comes_first else (theirs, x)
-    square = _subtract(x_j, x_i, out, shares, checksums=checksums)
-    scale = gamma * weight if comes_first else -gamma * weight
-    return Update(scale, list(out), square, torch.cat(checksums) if checksums else None)
+    x_i, x_j, scale = (x, theirs, gamma * weight) if comes_first else (theirs, x, -gamma * weight)
+    squares = [subtract(b, a, target, checksums=checksums) for a, b, target in zip(x_i, x_j, out, strict=True)]
+    return Update(scale, list(out), squares, checksums=torch.cat(checksums) if checksums else None)
 
 
 def group_update(
-    gamma: float,
-    weights: Sequence[float],
-    x: Sequence[Tensor],
-    total: Sequence[Tensor],
-    out: Sequence[Tensor],
-    shares: Sequence[float] = (),
+    gamma: float, num_workers: int, x: Sequence[Tensor], total: Sequence[Tensor], out: Sequence[Tensor]
 ) -> Update:
     """Form u = gamma * (total / m - x) for one of m workers that average.
 
-    With W_ij = 1 / m, scale is gamma / m and the difference is total - m x = sum_j (x_j - x).
+    With W_ij = 1 / m, the difference is sum_j (x_j - x) = total - m x.
 
     Args:
-        gamma, weights, x, out, shares: as for `neighbors_update`; `out` may be `total`.
+        gamma, x, out: as for `neighbors_update`; `out` may be `total`.
+        num_workers: m.
         total: sum of x over the whole group, a tensor (D,) for each bucket.
     """
-    others = len(weights)
-    square = _subtract(total, x, out, shares, others + 1)
-    return Update(gamma * sum(weights) / others, list(out), square / others**2)
-
-
-def _subtract(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    out: Sequence[Tensor],
-    shares: Sequence[float],
-    factor: float = 1,
-    others: Sequence[Sequence[Tensor]] = (),
-    ratios: Sequence[float] = (),
-    checksums: list[Tensor] | None = None,
-) -> Tensor:
-    """out <- a + sum_k ratio_k other_k - factor * b for each bucket, see `subtract`. Return the squared norm."""
-    squares: list[Tensor] = []
-    for number, (minuend, subtrahend, target, *more) in enumerate(zip(a, b, out, *others, strict=True)):
-        pieces = subtract(minuend, subtrahend, target, factor, more, ratios, checksums)
-        share = shares[number] if shares else 1.0
-        squares += pieces if share == 1.0 else [share * piece for piece in pieces]  # a square that is NaN stays NaN
-    return total_square(squares)
-
-
-def total_square(squares: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares, each of shape (); 0 if there are none, because all parameters are frozen."""
-    return torch.stack(list(squares)).sum() if squares else torch.zeros((), device="cpu")
+    squares = [
+        subtract(everybody, own, target, num_workers) for own, everybody, target in zip(x, total, out, strict=True)
+    ]
+    return Update(gamma / num_workers, list(out), squares, num_workers - 1.0)
 
 
 def form_updates(
@@ -175,43 +159,32 @@ def form_updates(
         with_checksums: whether to sum the bits of the difference to a partner in another process.
     """
     updates: dict[int, Update] = {}
-    for local in range(rounds.local_workers):
+    for local, worker in enumerate(rounds.workers):
         plan, partner = rounds.plan(round_, local), rounds.partner(round_, local)
-        if not plan.weights or local in updates:  # it sits the round out, or its update was formed with its partner's
+        if not plan.weights or local in updates:  # it sits the round out, or its update was formed with another's
             continue
         if plan.averaging_group:
-            updates |= _updates_in_group(gamma, plan, plan.averaging_group, rounds, buckets)
-        elif partner is not None:
-            updates |= _updates_in_pair(gamma, plan, local, partner, rounds, buckets, with_checksums)
-        else:
-            updates[local] = _update_of(gamma, plan, local, rounds, buckets)
+            updates |= _updates_in_group(gamma, plan.averaging_group, rounds, buckets)
+            continue
+        x, x_j, out = buckets.values(local), _neighbors(local, plan, rounds, buckets), buckets.received[local][0]
+        if partner is None:
+            updates[local] = neighbors_update(gamma, [plan.weights[j] for j in x_j], x, list(x_j.values()), out)
+            continue
+        here, weight = rounds.local([partner]), plan.weights[partner]
+        update = pair_update(gamma, weight, x, x_j[partner], worker < partner, out, with_checksums and not here)
+        updates[local] = update
+        for other in here:  # the difference is the same, seen from the other side
+            updates[other] = replace(update, scale=-update.scale)
     return [replace(updates[local], local=local) for local in sorted(updates)]
 
 
-def _update_of(gamma: float, plan: RoundPlan, local: int, rounds: Rounds, buckets: Buckets) -> Update:
-    elsewhere = rounds.elsewhere(plan.weights)
-    here = [worker for worker in plan.weights if worker in rounds.workers]
-    received = buckets.received[local]
-    # First those in the receive buffers, for the update takes the first buffer.
-    neighbors = [*received[: len(elsewhere)], *map(buckets.values, rounds.local(here))]
-    weights = [plan.weights[worker] for worker in elsewhere + here]
-    return neighbors_update(gamma, weights, buckets.values(local), neighbors, received[0], buckets.shares)
+def _neighbors(local: int, plan: RoundPlan, rounds: Rounds, buckets: Buckets) -> dict[int, list[Tensor]]:
+    """Return x_j of each neighbor j, those in the receive buffers first, because the update takes the first buffer."""
+    received = dict(zip(rounds.elsewhere(plan.weights), buckets.received[local], strict=False))
+    return received | {j: buckets.values(j - rounds.workers.start) for j in plan.weights if j in rounds.workers}
 
 
-def _updates_in_pair(
-    gamma: float, plan: RoundPlan, local: int, partner: int, rounds: Rounds, buckets: Buckets, with_checksums: bool
-) -> dict[int, Update]:
-    """If the partner is here, too, the pair has one difference, seen from two sides."""
-    x, out, here = buckets.values(local), buckets.received[local][0], rounds.local([partner])
-    theirs = buckets.values(here[0]) if here else out
-    weight, comes_first = plan.weights[partner], rounds.workers[local] < partner
-    update = pair_update(gamma, weight, x, theirs, comes_first, out, with_checksums and not here, buckets.shares)
-    return {local: update, **{other: replace(update, scale=-update.scale) for other in here}}
-
-
-def _updates_in_group(
-    gamma: float, plan: RoundPlan, group: tuple[int, ...], rounds: Rounds, buckets: Buckets
-) -> dict[int, Update]:
+def _updates_in_group(gamma: float, group: Sequence[int], rounds: Rounds, buckets: Buckets) -> dict[int, Update]:
     here = rounds.local(group)
     total = buckets.received[here[0]][0]  # `GroupAllReduce` has summed a group that spans processes
     if not rounds.spans_processes(group):
@@ -219,8 +192,7 @@ def _updates_in_group(
             target.copy_(first)
             for other in others:
                 target.add_(other)
-    weights, shares = list(plan.weights.values()), buckets.shares  # the same for every worker of the group
     return {  # the first worker comes last, for its receive buffer holds the sum
-        local: group_update(gamma, weights, buckets.values(local), total, buckets.received[local][0], shares)
+        local: group_update(gamma, len(group), buckets.values(local), total, buckets.received[local][0])
         for local in reversed(here)
     }

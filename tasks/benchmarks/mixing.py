@@ -194,12 +194,12 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
         with watch.span("mix"):
             mixer.add(mixer.consensus_update(1.0))
         with watch.span("copy"):
-            for flat, slots in zip(mixer.flats, mixer.buckets.received, strict=True):
+            for flat, slots in zip(mixer.buckets.flats, mixer.buckets.received, strict=True):
                 for bucket, slot in zip(flat.buckets, slots[0], strict=True):
                     slot.copy_(bucket.data)
         took = watch.take()
         if number:  # the first pass warms up
-            copied = 2 * len(mixer.flats) * mixer.parameter_bytes / took["copy"]
+            copied = 2 * len(mixer.buckets.flats) * mixer.parameter_bytes / took["copy"]
             copies.append(copied)
             of_copy.append(bytes_of_a_mix(mixer) / took["mix"] / copied)
     return copies, of_copy
@@ -212,7 +212,7 @@ def bytes_of_a_mix(mixer: Mixer) -> int:
     it is still in the cache. Then each worker reads its model and the difference, and writes its model.
     """
     norm = 0 if mixer.group.device.type == "cpu" else 1
-    return len(mixer.flats) // 2 * (3 + norm + 2 * 3) * mixer.parameter_bytes
+    return len(mixer.buckets.flats) // 2 * (3 + norm + 2 * 3) * mixer.parameter_bytes
 
 
 def lines(result: Result, config: MixingBenchmarkConfig) -> list[str]:

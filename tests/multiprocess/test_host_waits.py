@@ -238,7 +238,7 @@ def launches(rank: int, topology: str) -> list[tuple[int, int, int, int]]:
             with KernelLaunches(ignored=(torch.ops.aten._local_scalar_dense,)) as launched:
                 step.before_local_step()
                 step.after_local_step()
-        buffers = sum(len(flat.buckets) for flat in step.mixer.flats)
+        buffers = sum(len(flat.buckets) for flat in step.mixer.buckets.flats)
         buffers += sum(len(slot) for slots in step.mixer.buckets.received for slot in slots)
         gradients = len(dtypes)  # one reduction for the gradients of each dtype
         whole = launched.on(size * 4 * 9 // 10)  # the last rows of a bucket have a sum of their own

@@ -101,7 +101,7 @@ def mix_containers(rank: int) -> list[tuple[float, float]]:
         average = Average(mixer)
         for _ in range(5):
             with torch.no_grad():
-                mixer.flats[0].parameters[0].add_(rank + 1.0)
+                mixer.buckets.flats[0].parameters[0].add_(rank + 1.0)
             before = average.measure().radius
             mix(mixer)
             seen.append((before, average.measure().radius))

@@ -43,7 +43,7 @@ def train(rank: int, topology: str, options: dict) -> dict:
     accelerator, model, optimizer, scheduler, gossip = prepared(
         simulated_model(), topology=topology, power=2.0, start_step=6, timeout=30, **options
     )
-    buckets = len(gossip.mixer.flats[0].buckets)
+    buckets = len(gossip.mixer.buckets.flats[0].buckets)
     connections, batches, waits = len(fake_nccl.connections), len(fake_nccl.batches), []
     for step in range(STEPS):
         if step == STEPS - 3 and rank == 1:

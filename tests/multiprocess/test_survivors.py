@@ -94,7 +94,7 @@ def train(rank, case, folder, config):
     with accelerator.deployed_model(model) as deployed:
         average = [parameter.detach().clone() for parameter in deployed.parameters()]
     mixer = accelerator.gossip_steps[0].mixer
-    parameters = [[p.detach().clone() for p in flat.parameters] for flat in mixer.flats]
+    parameters = [[p.detach().clone() for p in flat.parameters] for flat in mixer.buckets.flats]
     return {
         "parameters": parameters, "average": average, "skipped_steps": mixer.skipped_steps,
         "mixes_from": mixer._mixes_from, "numbers": group.members.original_ranks, "evaluations": evaluations,

@@ -149,7 +149,7 @@ def test_estimates_are_as_good_as_stated(make, workers, dtype):
     errors = []
     for seed in range(count):
         projection = Projection(numbers, length, seed)
-        sketches = [projection([bucket.data for bucket in flat.buckets]) for flat in mixer.flats]
+        sketches = [projection([bucket.data for bucket in flat.buckets]) for flat in mixer.buckets.flats]
         found = consensus_of(torch.stack(sketches), mixer.step)
         errors.append((found.radius / exact.radius - 1, found.frobenius / exact.frobenius - 1))
     bound = relative_error(numbers, length)
@@ -181,7 +181,7 @@ def test_it_changes_neither_training_nor_random_streams():
         random.seed(4)
         numpy.random.seed(4)
         accelerator = train(mlp, 3, torch.float64, sketch=sketch)
-        flats = accelerator.gossip_steps[0].mixer.flats
+        flats = accelerator.gossip_steps[0].mixer.buckets.flats
         outcomes.append(([flat.buckets[0].data.clone() for flat in flats], random.random(), numpy.random.rand()))
         outcomes[-1] += (torch.rand(3),)
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -61,7 +61,7 @@ def test_a_pair_forms_one_difference_whose_bits_tell_of_any_edit(threads):
 def test_the_update_of_a_group_moves_towards_its_mean(count):
     xs = tensors(count)
     mean = torch.stack(xs).mean(0)
-    update = group_update(GAMMA, [1 / count] * (count - 1), [xs[1]], [sum(xs)], [torch.empty(7, dtype=torch.float64)])
+    update = group_update(GAMMA, count, [xs[1]], [sum(xs)], [torch.empty(7, dtype=torch.float64)])
     moved = xs[1].clone()
     update.add_to(0, moved)
     torch.testing.assert_close(moved, xs[1] + GAMMA * (mean - xs[1]))
