@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,6 @@ from tasks.common.config import ConfigError
 from tasks.common.output_dir import AnyAccelerator, OutputDir
 from tasks.common.progress import (
     Clock,
-    WaitingTime,
     progress_bar,
     progress_figures,
     require_finite,
@@ -79,11 +78,64 @@ class LossSum:
         self.total, self.weight = torch.zeros_like(self.total), 0.0
 
 
+class TrainingLoss:
+    """The training loss of the workers: since the last record, in this epoch, and its mean over the last epoch.
+
+    Args:
+        accelerator: accelerator of the run.
+    """
+
+    def __init__(self, accelerator: AnyAccelerator) -> None:
+        self.accelerator = accelerator
+        self.since_record = LossSum(torch.zeros((), device=accelerator.device))
+        self.in_epoch = LossSum(torch.zeros((), device=accelerator.device))
+        self.last_epoch = math.nan
+        """Mean over the last epoch and all workers."""
+
+    def add(self, loss: Tensor, weight: float) -> None:
+        """Add the loss of a micro-batch."""
+        self.since_record.add(loss, weight)
+        self.in_epoch.add(loss, weight)
+
+    def record(self, step: int) -> float:
+        """Return the mean since the last record. Collective."""
+        return self._mean_over_workers(self.since_record, step)
+
+    def end_epoch(self, step: int) -> None:
+        """Note the mean over this epoch as that of the last one. Collective."""
+        if self.in_epoch.weight:  # none: a run resumed after the last step
+            self.last_epoch = self._mean_over_workers(self.in_epoch, step)
+
+    def _mean_over_workers(self, losses: LossSum, step: int) -> float:
+        """Return the mean loss of all workers and clear the sum. Collective."""
+        mine = (float(losses.total), losses.weight)
+        shares = self.accelerator.group.all_gather_object(mine, f"logging step {step}")
+        mean = math.fsum(total for total, _ in shares) / math.fsum(weight for _, weight in shares)
+        require_finite(self.accelerator, mean, step)
+        losses.clear()
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses."""
+        return {
+            "since_record": (self.since_record.total, self.since_record.weight),
+            "in_epoch": (self.in_epoch.total, self.in_epoch.weight),
+            "worker_loss": self.last_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with saved losses."""
+        for losses, name in ((self.since_record, "since_record"), (self.in_epoch, "in_epoch")):
+            total, losses.weight = state[name]
+            losses.total = total.to(self.accelerator.device)
+        self.last_epoch = state["worker_loss"]
+
+
 class TrainingLoop:
     """Trains a task from the step where a checkpoint left off to the last one.
 
-    It owns the position of the run (`epoch`, `step`), the losses since the last record and the times. Registered for
-    checkpointing, it saves and restores them.
+    It owns the position of the run (`epoch`, `step`), its losses and its clock. Registered for checkpointing, it saves
+    and restores them.
 
     The recorded training loss is the mean over `logging_steps` steps, across epochs, so that all points are equally
     smooth; steps after the last complete window are not recorded, except in a run that has no complete one.
@@ -117,18 +169,10 @@ class TrainingLoop:
         self.epoch = self.step = 0
         self.lr = 0.0
         """Learning rate of the last step."""
-        self.since_record = LossSum(torch.zeros((), device=accelerator.device))
-        """Losses since the last record."""
-        self.in_epoch = LossSum(torch.zeros((), device=accelerator.device))
-        """Losses of this epoch."""
-        self.worker_loss = math.nan
-        """Mean training loss of the workers over the last epoch."""
+        self.loss = TrainingLoss(accelerator)
+        self.clock = Clock()
         self.log_bytes: int | None = None
         """Length of the log when the loaded checkpoint was saved."""
-        self.train_seconds = self.train_cpu_seconds = 0.0
-        """Wall time of training alone, and processor time of this process in it."""
-        self.waiting = WaitingTime()
-        self.clock = Clock()
         self.checkpoints = Checkpoints(config, accelerator, name, total_steps)
         self.weight_average = WeightAverage(
             config.weight_average, prepared.model, accelerator, steps_per_epoch, total_steps
@@ -142,7 +186,10 @@ class TrainingLoop:
         """Train to the last step and wait for the last checkpoint. Collective."""
         self._bar = progress_bar(self.accelerator, self.step, self.total_steps)
         while True:  # a resumed run may have no step left in its last epoch
-            self._train_epoch(task)
+            with self.clock.training():
+                self._train_epoch(task)
+            self.loss.end_epoch(self.step)
+            task.end_epoch()
             done = self.step == self.total_steps
             measure_curvature = self.config.curvature.due(self.epoch, done)
             if done or measure_curvature or (self.epoch + 1) % self.config.eval_every == 0:
@@ -156,18 +203,16 @@ class TrainingLoop:
     def _train_epoch(self, task: Task) -> None:
         model, optimizer, loader, scheduler = self.prepared
         model.train()
-        self.clock.start_lap()
         task.begin_epoch()
         rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, loader, self.epoch)
-        for batch in self.waiting.batches(rest):
+        for batch in self.clock.batches(rest):
             with self.accelerator.accumulate(model):
                 loss, weight = task.backward(batch)
                 self.lr = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            self.since_record.add(loss, weight)
-            self.in_epoch.add(loss, weight)
+            self.loss.add(loss, weight)
             if not self.accelerator.sync_gradients:
                 continue
             self.step += 1
@@ -181,12 +226,6 @@ class TrainingLoop:
             # A complete epoch has to exhaust its loader, which counts epochs there.
             if self.step == self.total_steps and not self.epoch_is_complete:
                 break
-        seconds, cpu_seconds = self.clock.end_lap()
-        self.train_seconds += seconds
-        self.train_cpu_seconds += cpu_seconds
-        if self.in_epoch.weight:  # none: a run resumed after the last step
-            self.worker_loss = self._mean_over_workers(self.in_epoch)
-        task.end_epoch()
 
     @contextmanager
     def deployed_model(
@@ -226,36 +265,28 @@ class TrainingLoop:
 
     def _record(self, values: dict[str, float], figures: dict[str, str]) -> None:
         """Log the mean training loss since the last record and further values; show the loss and figures in the bar."""
-        loss = self._mean_over_workers(self.since_record)
+        loss = self.loss.record(self.step)
         self.log({"train/loss": loss, **values})
         self._bar.set_postfix(progress_figures(self.accelerator, loss, self.lr) | figures)
-
-    def _mean_over_workers(self, losses: LossSum) -> float:
-        """Return the mean loss of all workers and clear the sum. Collective."""
-        mine = (float(losses.total), losses.weight)
-        shares = self.accelerator.group.all_gather_object(mine, f"logging step {self.step}")
-        mean = math.fsum(total for total, _ in shares) / math.fsum(weight for _, weight in shares)
-        require_finite(self.accelerator, mean, self.step)
-        losses.clear()
-        return mean
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json that all tasks share."""
         steps = self.accelerator.gossip_steps
         lost = self.accelerator.group.lost
+        train_seconds, train_cpu_seconds = self.clock.train_seconds
         return {
             "algorithm": self.config.algorithm,
             "workers": self.accelerator.num_workers,
             "topology": steps[0].mixer.topology.name if steps else "all-reduce",
             "epochs": self.epoch + 1,
             "steps": self.step,
-            "worker_train_loss": self.worker_loss,
+            "worker_train_loss": self.loss.last_epoch,
             "radius": self.radius(),
             "gamma": steps[0].gamma if steps else None,
-            "seconds": round(self.clock.seconds(), 3),
-            "train_seconds": round(self.train_seconds, 3),
-            "train_cpu_seconds": round(self.train_cpu_seconds, 3),
-            "data_share": round(self.waiting.seconds / self.train_seconds, 4),
+            "seconds": round(self.clock.seconds, 3),
+            "train_seconds": round(train_seconds, 3),
+            "train_cpu_seconds": round(train_cpu_seconds, 3),
+            "data_share": round(self.clock.waited_seconds / train_seconds, 4),
             "seed": self.config.seed,
             **({"lost_workers": lost} if lost else {}),
         }
@@ -268,21 +299,9 @@ class TrainingLoop:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the run, its losses and times."""
-        seconds, cpu_seconds = self.clock.lap()
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "lr": self.lr,
-            "since_record": (self.since_record.total, self.since_record.weight),
-            "in_epoch": (self.in_epoch.total, self.in_epoch.weight),
-            "worker_loss": self.worker_loss,
-            "log_bytes": self.output.logged_bytes(),
-            "waited": self.waiting.seconds,
-            "train_seconds": self.train_seconds + seconds,
-            "train_cpu_seconds": self.train_cpu_seconds + cpu_seconds,
-            "seconds": self.clock.seconds(),
-        }
+        """Return the position of the run, its losses and times."""
+        position = {"epoch": self.epoch, "step": self.step, "lr": self.lr, "log_bytes": self.output.logged_bytes()}
+        return position | self.loss.state_dict() | self.clock.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` saved.
@@ -295,11 +314,6 @@ class TrainingLoop:
                 f"{self.total_steps} steps. Raise num_train_epochs or max_steps."
             )
         self.epoch, self.step, self.lr = state["epoch"], state["step"], state["lr"]
-        for name in ("since_record", "in_epoch"):
-            total, weight = state[name]
-            setattr(self, name, LossSum(total.to(self.accelerator.device), weight))
-        self.worker_loss = state["worker_loss"]
         self.log_bytes = state["log_bytes"]
-        self.waiting.seconds = state["waited"]
-        self.train_seconds, self.train_cpu_seconds = state["train_seconds"], state["train_cpu_seconds"]
-        self.clock = Clock(state["seconds"])
+        self.loss.load_state_dict(state)
+        self.clock.load_state_dict(state)

@@ -221,7 +221,7 @@ class ImageRun:
         loop.log(values)
         say(
             self.accelerator,
-            f"epoch {loop.epoch + 1}/{self.config.num_train_epochs}  workers' train loss {loop.worker_loss:.4f}  "
+            f"epoch {loop.epoch + 1}/{self.config.num_train_epochs}  workers' train loss {loop.loss.last_epoch:.4f}  "
             f"deployed test loss {test_loss:.4f}  test accuracy {accuracy:.2%}  radius {loop.radius():.4g}"
             f"{f'  {curvature_line(report)}' if report else ''}",
         )

@@ -245,7 +245,7 @@ class TranslationRun:
         loop.log({**values, "validation/bleu": bleu})
         self._say(
             f"epoch {loop.epoch + 1}/{self.config.num_train_epochs}  step {loop.step}  "
-            f"workers' train loss {loop.worker_loss:.4f}  deployed validation loss {losses['loss']:.4f}  "
+            f"workers' train loss {loop.loss.last_epoch:.4f}  deployed validation loss {losses['loss']:.4f}  "
             f"perplexity {losses['perplexity']:.2f}  "
             f"BLEU {bleu:.2f} (greedy)  radius {loop.radius():.4g}"
             f"{f'  {curvature_line(self.curvature)}' if self.curvature else ''}"

@@ -58,7 +58,7 @@ class RecordingTask:
 
     def after_step(self):
         self.calls.append(f"step {self.loop.step}")
-        self.weighed = self.loop.since_record.weight
+        self.weighed = self.loop.loss.since_record.weight
 
     def record_values(self):
         return {"steps": self.weighed / ACCUMULATION}, {}
@@ -114,7 +114,7 @@ def test_steps_of_accumulated_micro_batches_end_in_an_evaluation_of_every_epoch(
     epochs = [f"begin {epoch}" for epoch in range(2)]
     steps = [[f"step {step}" for step in range(3 * epoch + 1, 3 * epoch + 4)] for epoch in range(2)]
     assert task.calls == [epochs[0], *steps[0], "end", "evaluate", epochs[1], *steps[1], "end", "evaluate last"]
-    assert loop.worker_loss == 2.5  # the mean of 0, 1, .. 5
+    assert loop.loss.last_epoch == 2.5  # the mean of 0, 1, .. 5
     assert task.saved == [1, 2, 3, 4, 5, 6, "finish"]
     assert loop.accelerator.group.steps_taken == 6
     assert loop.lr == 0.5
@@ -148,14 +148,14 @@ def test_a_run_may_end_in_the_middle_of_an_epoch(make):
 def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, calls):
     first, task = make(total_steps=saved_at)
     first.run(task)
-    first.in_epoch.add(torch.tensor(3.0), 2.0)
+    first.loss.in_epoch.add(torch.tensor(3.0), 2.0)
     state = first.state_dict()
     loop, task = make(total_steps=6)
     loop.load_state_dict(state)
-    assert (loop.epoch, loop.step, loop.lr, loop.worker_loss, loop.log_bytes) == (
-        1, saved_at, 0.5, first.worker_loss, 7,
+    assert (loop.epoch, loop.step, loop.lr, loop.loss.last_epoch, loop.log_bytes) == (
+        1, saved_at, 0.5, first.loss.last_epoch, 7,
     )  # fmt: skip
-    assert (loop.in_epoch, loop.since_record) == (first.in_epoch, first.since_record)
+    assert (loop.loss.in_epoch, loop.loss.since_record) == (first.loss.in_epoch, first.loss.since_record)
     loop.run(task)
     assert task.calls == ["begin 1", *calls, "end", "evaluate last"]
 
@@ -192,7 +192,7 @@ def test_a_window_that_a_checkpoint_interrupts_is_completed(make):
     rest.load_state_dict(states[2])
     rest.run(task)
     assert rest.accelerator.logged == whole.accelerator.logged
-    assert rest.worker_loss == whole.worker_loss
+    assert rest.loss.last_epoch == whole.loss.last_epoch
 
 
 def test_records_and_the_summary_say_where_the_run_is(make):
