@@ -95,7 +95,7 @@ class GossipOptimizer(AcceleratedOptimizer):
             closure: computes the loss and its gradient; called once, before the step.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             ValueError: `start_epoch` is set and no prepared loader is being read.
@@ -478,7 +478,7 @@ class GossipAccelerator(Accelerator):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As `Accelerator.skip_first_batches`. After `load_state` in mid-epoch, prefer `resumed_batches`.
 
-        If `num_batches` is what was taken of the loaded pass, this does the same.
+        With the number of batches that the interrupted pass has taken, both do the same.
         """
         recorder = recorder_of(dataloader)
         if recorder is not None and 0 < num_batches == recorder.loaded_batches:
@@ -623,7 +623,7 @@ class GossipAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dictionary of the average of the workers, as `save_model` saves it. Collective.
 
-        Of a sharded model, the main process gets the whole tensors, on the CPU, and all others an empty dictionary.
+        If the model is sharded, the main process gets whole tensors on the CPU, and the others an empty dictionary.
 
         Between the last step of a pass and the next step, the kept average is returned without communication. BatchNorm
         statistics are pooled; inside `deployed_model(model, calibrate=...)` they are the calibrated ones. A model that
@@ -785,7 +785,7 @@ class GossipAccelerator(Accelerator):
     def stop_on_request(self) -> AbstractContextManager[None]:
         """Inside, `request_stop` on any worker makes `should_stop` True on all, after the same step. Collective.
 
-        For programs that learn in another way than by a signal that they have to stop, or that train in a thread.
+        Use it in programs that are asked to stop by other means than signals, or that train in a thread.
 
         Raises:
             ValueError: as for `stop_on_signals`, if `asynchronous` is set.
@@ -821,7 +821,7 @@ class GossipAccelerator(Accelerator):
         """Measure the exact consensus radius and return all consensus metrics. Collective.
 
         Args:
-            again: False skips a radius that was measured at this very step.
+            again: whether to measure anew if the radius was measured at this very step.
         """
         with self.pass_average.hidden():
             return self.training.measure_consensus(again)

@@ -1,7 +1,7 @@
 """The owner of the buckets of parameters and of the receive buffers, in which updates are formed.
 
 Memory beyond the parameters: one set of receive buffers per simultaneous neighbor, which is one parameter copy for the
-one-peer topologies and for those that average whole groups. What the receive buffers hold at a time is their `Use`.
+one-peer topologies and for those that average whole groups. `Use` says what the receive buffers hold at present.
 """
 
 from __future__ import annotations
@@ -48,11 +48,8 @@ _NEXT = {
 }
 _REFUSALS = {
     Use.UPDATE: "the consensus update of this step is not added yet. Evaluate and save after the optimizer step.",
-    Use.BACKUP: ("the parameters are the deployed average now; train only after leaving `with deployed_model(...)`."),
-    Use.RELEASED: (
-        "gossip has ended for these parameters (`deploy` or `free_memory`); prepare model and optimizer again to train "
-        "on."
-    ),
+    Use.BACKUP: "the parameters are the deployed average now; train only after leaving `with deployed_model(...)`.",
+    Use.RELEASED: "gossip has ended for these parameters (`deploy` or `free_memory`). Prepare model and optimizer again.",
 }
 
 
@@ -107,7 +104,7 @@ class Buckets:
 
     @property
     def shares(self) -> list[float]:
-        """The weight of each bucket of this process in sums over its worker: 1, or 0 if it holds copies."""
+        """The share of each bucket, see `Bucket.share`."""
         return [bucket.share for bucket in self.flats[0].buckets]
 
     def read_in(self) -> None:
@@ -116,7 +113,7 @@ class Buckets:
             flat.read_in()
 
     def write_back(self) -> None:
-        """Write what was computed in the buckets into parameters that are no views of them."""
+        """Copy the buckets into the parameters that are no views of them."""
         for flat in self.flats:
             flat.write_back()
 
@@ -135,7 +132,7 @@ class Buckets:
             raise RuntimeError(_REFUSALS[self.use])
 
     def drop(self) -> None:
-        """Forget what was received, or an update that was never added because the local step failed."""
+        """Drop received parameters, or an update that was never added because the local step failed."""
         if self.use in (Use.RECEIVED, Use.UPDATE):
             self.use = Use.FREE
 

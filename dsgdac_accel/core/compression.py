@@ -7,8 +7,8 @@ sends q_j = Q(x_j - r), and both step along the same two rounded numbers,
 
 The steps are opposite whatever Q does, so the mean of the workers is kept; and the error is relative to the small
 difference, not to x, so the distance between the workers is right, too. Rounding x itself would do neither. After each
-exchange both set r <- r + q_i / 2 + q_j / 2, about the middle between them, so that references cost no message. What Q
-rounds away, r lacks, and the next message carries it. See `formats` for Q.
+exchange both set r <- r + q_i / 2 + q_j / 2, about the middle between them, so that references cost no message. The
+next message carries the difference to r, and so the rounding error of this one. See `formats` for Q.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Rounding:
 
 
 def _goes_with(reference: Tensor, values: Tensor) -> bool:
-    """Return whether operations take both as they are."""
+    """Return whether an operation takes tensors of both dtypes without a conversion."""
     return reference.dtype == values.dtype or mixes_dtypes(values.device)
 
 
@@ -285,7 +285,7 @@ class Compressor:
         self._saved, self._started = None, True
 
     def _layout(self) -> list[Any]:
-        """Return what decides which references there are: the same on all workers, so that all start anew, or none."""
+        """Return topology and bucket sizes, which saved references must fit. They are equal on all workers."""
         return [self.rounds.topology.fingerprint, [len(x) for x in self.buckets.values(0)]]
 
     def release(self) -> None:
@@ -313,7 +313,7 @@ class CompressedUpdate(Update):
         self, local: int, scale: float, near: list[Tensor], edges: list[list[Edge]], rounding: list[Rounding]
     ) -> None:
         self.edges = edges
-        """For each bucket."""
+        """[bucket] the edges to the neighbors in other processes."""
         self.rounding = rounding
         super().__init__(scale, near, [[self._square_of(number, near)] for number in range(len(rounding))], local=local)
 

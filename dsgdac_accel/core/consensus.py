@@ -1,4 +1,4 @@
-"""How far apart the workers are, and their average in place of their own parameters for a while."""
+"""The consensus error of the workers, and their average in place of their own parameters for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsgdac_accel.core.spare_buffers import SpareBuffers
 
 @dataclass(frozen=True)
 class Consensus:
-    """How far apart the workers are: Delta has the rows x_i - x_bar, each distinct value counted once."""
+    """The consensus error. Delta has the rows x_i - x_bar, each distinct value counted once."""
 
     radius: float
     """mean_i ||x_i - x_bar||."""
@@ -135,7 +135,7 @@ class Average:
         """Return x_i - x_bar of each local worker while the average is swapped in; no communication.
 
         Returns:
-            For each worker, by `id` of the parameter of the FIRST local worker, a tensor of its shape.
+            A dictionary for each local worker, with a tensor for the `id` of each parameter of the FIRST local worker.
 
         Raises:
             RuntimeError: the average is not swapped in.

@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ChecksumBlocks:
-    """How a bucket of some bytes is cut into stretches, each with a sum of its own."""
+    """The blocks into which a bucket of some bytes is cut, each with a checksum of its own."""
 
     size: Callable[[int], int]
-    """In bytes; the last ones are shorter."""
+    """Bytes of a bucket -> bytes of a block; the last ones are shorter."""
     count: Callable[[int], int]
 
 

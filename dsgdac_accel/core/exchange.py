@@ -2,7 +2,7 @@
 
 Workers of the same process read each other's parameters in place; only what other processes need is sent. Most rounds
 are point-to-point. A round that averages whole groups of three or more workers is an all-reduce on each group. The
-round alone decides which of the two, and with whom, so all workers agree without asking.
+round alone decides who communicates, and how, so all workers agree without asking.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exchange:
         self.waited_seconds = 0.0
         """Duration of the last `wait`, or with NCCL of the one before, see `DeviceStopwatch`."""
         self.bytes_sent = 0
-        """By this process in the last exchange."""
+        """Bytes that this process sent in the last exchange."""
         self._posted: futures.Future[Works] | None = None
         self._works: Works = []
         self._what = ""
@@ -46,8 +46,8 @@ class Exchange:
         self._all_reduce = GroupAllReduce(group, rounds)
         self._stopwatch = self._transport.stopwatch()
         self.channel = group.new_channel()
-        """Separates the messages of this exchange from another's. It stays the same after a loss: survivors may need
-        several attempts to connect, and not all of them equally many."""
+        """Separates the messages of this exchange from another's. It stays the same after a loss, since survivors may
+        need different numbers of attempts to connect."""
         if self._transport.connects_late:
             group.barrier("connecting the neighbors")
         group.guarded(self.connect, "connecting the neighbors")
@@ -80,8 +80,8 @@ class Exchange:
             outgoing: the tensors that a local worker sends to a receiver.
             incoming: the tensors to fill; those of an averaging group that spans processes by `GroupAllReduce`.
             encode: fills the outgoing tensors first, in the background.
-            copied: called in the background with a local worker whose parameters were copied for an all-reduce.
-            confirm: called in the background when the parameters are copied or encoded; they may change then.
+            copied: called in the background with a local worker, after its parameters were copied for an all-reduce.
+            confirm: called in the background after all parameters were copied or encoded; from then on they may change.
         """
         assert self._posted is None, "one exchange at a time"
         transport = self._transport
@@ -116,7 +116,11 @@ class Exchange:
             self._works = self.group.guarded(self._take_posted, self._what, self._only_peer)
             while self._works:
                 # No local variable for the work: it would keep open the connection that survivors wait to see closed.
-                self.group.guarded(lambda: self._wait_for_first(deadline), self._what, self._works[0][1])
+                self.group.guarded(
+                    lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
+                    self._what,
+                    self._works[0][1],
+                )
                 del self._works[0]
         finally:
             self._stopwatch.stop()
@@ -130,9 +134,6 @@ class Exchange:
         finally:
             if posted.done():
                 self._posted = None
-
-    def _wait_for_first(self, deadline: float) -> None:
-        self._transport.wait(self._works[0][0], deadline - time.perf_counter())
 
     def abandon(self) -> None:
         """Give up what is in flight: a worker was lost, and the connections are about to end.

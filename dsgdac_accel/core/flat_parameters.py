@@ -39,7 +39,7 @@ class Bucket:
     targets: list[Tensor] = field(default_factory=list)
     """The same memory with a storage of its own, which the parameter points to."""
     addresses: list[int] = field(default_factory=list)
-    """Where each view begins in memory."""
+    """The address of the first element of each view."""
     share: float = 1.0
     """0 if another process of the worker has a copy of the bucket and counts it in sums over the worker, else 1."""
 
@@ -114,8 +114,8 @@ class FlatParameters:
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.data_ptr() == view.data_ptr():
-                    place = (view.data_ptr(), view.shape, view.stride())
-                    parameter.data = copies.setdefault(place, view.clone(memory_format=torch.preserve_format))
+                    memory = (view.data_ptr(), view.shape, view.stride())
+                    parameter.data = copies.setdefault(memory, view.clone(memory_format=torch.preserve_format))
         self.parameters, self.buckets = [], []
 
 
@@ -123,7 +123,7 @@ class StagedParameters:
     """The parameters of one worker of which this process has a shard, and buckets with a copy of the shards.
 
     FSDP2 pads shards and gathers them from memory of its own, so they stay there. `bring_back` copies them into the
-    buckets, `write_back` what was computed in the buckets into the shards. Methods as in `FlatParameters`.
+    buckets, and `write_back` copies the buckets into the shards. Methods as in `FlatParameters`.
 
     Args:
         parameters, row: as for `FlatParameters`.
@@ -204,7 +204,7 @@ def changing_alike(misfits: Sequence[tuple[Parameter, Tensor]], name_of: Callabl
 
 
 def _buckets_of(parameters: Sequence[Parameter], row: Row) -> list[Bucket]:
-    """Return a bucket for each dtype, device, and answer to whether several processes have copies."""
+    """Return one bucket for each dtype and device; parameters that several processes copy get buckets of their own."""
     alike: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.dtype, parameter.device, row.is_copied(parameter)), []).append(parameter)
@@ -218,21 +218,21 @@ def _bucket_of(parameters: list[Parameter]) -> Bucket:
     """Return a bucket with the values of parameters, of one dtype and device, which stay as they are."""
     locals_ = [local_of(parameter) for parameter in parameters]
     step = ALIGNMENT // locals_[0].element_size()
-    places, total = [], 0
-    place_of: dict[tuple, int] = {}  # memory that has a place already: a second parameter there shares it
+    offsets, total = [], 0
+    offset_of: dict[tuple, int] = {}  # of memory that has one already: a second parameter there shares it
     for tensor in locals_:
         memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and memory in place_of:
-            places.append(place_of[memory])
+        if tensor.numel() and memory in offset_of:
+            offsets.append(offset_of[memory])
             continue
-        places.append(total)
-        place_of[memory] = total
+        offsets.append(total)
+        offset_of[memory] = total
         total += -(-extent(tensor) // step) * step
     bucket = Bucket(torch.zeros(total, dtype=locals_[0].dtype, device=locals_[0].device), parameters)
     targets: dict[tuple, Tensor] = {}  # parameters that share their memory share its storage
     with torch.no_grad():
-        for tensor, place in zip(locals_, places, strict=True):
-            view = bucket.data.as_strided(tensor.shape, tensor.stride(), place)
+        for tensor, offset in zip(locals_, offsets, strict=True):
+            view = bucket.data.as_strided(tensor.shape, tensor.stride(), offset)
             view.copy_(tensor)
             bucket.views.append(view)
             bucket.addresses.append(view.data_ptr())

@@ -19,7 +19,7 @@ from dsgdac_accel.core.rounds import Rounds
 logger = logging.getLogger(__name__)
 
 CHOICES = ("full", "bf16", "int8", "int4", "int2")
-"""From the one that changes least."""
+"""In order of rounding error."""
 _WARM_UP, _MEASURED = 3, 8  # mixes; the first ones allocate, connect and compile
 _EXPOSED = 0.03  # an exchange counts as hidden if nobody waits for more than this share of the step
 
@@ -30,9 +30,9 @@ class FirstSteps:
 
     step: float
     waited: float
-    """For the neighbors, in a step."""
+    """Wait for the neighbors in a step."""
     latency: float
-    """Of an exchange without bytes. With gloo that is twice a message's: the receiver first says that it is ready."""
+    """Duration of an exchange without bytes; with gloo two messages, since the receiver first says that it is ready."""
     sent: float = 1.0
     """Bytes that this worker sends in full in a round, in parameter copies."""
     messages: int = 1
@@ -134,7 +134,7 @@ class FormatChoice:
         return FirstSteps(statistics.median(steps), statistics.median(waits), latency, self._copies(), max(messages))
 
     def _copies(self) -> float:
-        """Return the bytes that this worker sends in a round, in parameter copies. Of its processes, some have few."""
+        """Return the bytes that all processes of this worker send in a round, in parameter copies."""
         mixer = self.mixer
         mine = torch.tensor([self._sent, mixer.parameter_bytes], dtype=torch.float64, device="cpu")
         sent, size = mixer.group.row.sum(mine, "measuring what a worker sends").tolist()

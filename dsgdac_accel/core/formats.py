@@ -23,8 +23,8 @@ class Format(ABC):
     bits: float
     """Size of a message, per parameter of a large bucket."""
     is_fine = True
-    """Whether Q rounds so finely that a reference may be rounded to bf16. What that adds to a difference is rounded by
-    Q, too, so it has to be small beside the difference or Q has to be fine."""
+    """Whether Q rounds so finely that a reference may be rounded to bf16. The error of that is part of the difference
+    that Q rounds, so it must be small beside the difference, or Q must be fine."""
 
     @abstractmethod
     def message(self, like: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Format(ABC):
     def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
         """message <- Q(values), from element `begin` on, a multiple of 1024; overwrites `values` and `spare`.
 
-        Where values are not finite, so is some value that `read` returns.
+        If a value is not finite, `read` returns some value that is not finite.
         """
 
     @abstractmethod

@@ -29,8 +29,9 @@ class GroupAllReduce:
         rounds, topology = self.rounds, self.rounds.topology
         for round_ in range(topology.period if rounds.all_reduce else 0):
             for workers in topology.averaging_groups(round_) or ():
-                if len(workers) > 2 and rounds.spans_processes(workers):
-                    self.group.process_groups.subgroup(rounds.processes(workers))
+                processes = rounds.processes(workers)
+                if len(workers) > 2 and len(processes) > 1:
+                    self.group.process_groups.subgroup(processes)
 
     def bytes_sent(self, groups: Sequence[tuple[int, ...]], outgoing: Outgoing) -> int:
         """Return the bytes that this process sends for averaging groups.

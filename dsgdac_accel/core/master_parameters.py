@@ -79,7 +79,7 @@ class MasterParameters:
         self._written = _fingerprints([])
         """Fingerprints of the model's parameters at the last `write_back`."""
         self._unread: tuple[HostCopy, list[bool]] | None = None
-        """Which parameters were changed before the last step, and which of these left a trace."""
+        """Flags: the parameters that were changed before the last step, and those of them that left a trace."""
         self._seen: list[Parameter] = []
         """The parameters of the optimizer at the last look."""
         self._frozen: list[Parameter] = []

@@ -17,13 +17,13 @@ from dsgdac_accel.distributed.transport import Message
 _CHANNELS, _ROUNDS, _MAX_CHUNKS = 2**7, 2**12, 2**12  # how many get tags of their own; 31 bits in all
 
 Outgoing = Callable[[int, int | None], Sequence[Tensor]]
-"""(local worker, receiver) -> the tensors to send it; without a receiver, those to sum over an averaging group."""
+"""(local worker, receiver) -> the tensors to send; if the receiver is None, those to sum over an averaging group."""
 Incoming = Sequence[Sequence[Sequence[Tensor]]]
-"""[local worker][k] -> the tensors to fill with what its k-th neighbor in another process sends."""
+"""[local worker][k] -> the tensors to fill with those that its k-th neighbor in another process sends."""
 
 
 class Messages:
-    """Says which tensors travel to and from this process in a round, and connects it to its neighbors.
+    """Lists the tensors that travel to and from this process in a round, and connects it to its neighbors.
 
     Args:
         group: the processes, by their present process groups.
@@ -81,7 +81,7 @@ class Messages:
 
     @cached_property
     def _busiest(self) -> int:
-        """How many workers' parameters a process sends and receives at most in a round, over all processes."""
+        """The most parameter sets that any process sends and receives in a round."""
         rounds = self.rounds
         counts: Counter[tuple[int, int]] = Counter()  # by round and process
         for round_ in range(rounds.topology.period):

@@ -232,7 +232,7 @@ class Mixer:
     # ---- layout
 
     def _lay_out(self) -> None:
-        self.edits.settle()  # names parameters by their places in the present buckets
+        self.edits.settle()  # names parameters by their offsets in the present buckets
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
@@ -247,13 +247,13 @@ class Mixer:
             self.compressor.reserve()
 
     def _follow_changes(self) -> None:
-        """Adopt again what was added, replaced, unfrozen or re-pointed; only a look in an undisturbed step."""
+        """Lay out parameters anew if some were added, replaced, unfrozen or converted; costs little if none was."""
         misfits = [misfit for flat in self.buckets.flats for misfit in flat.bring_back()]
         if self.parameters.changed() or misfits:
             self._lay_out()
 
     def prepare_average(self) -> None:
-        """Finish what is in flight, so that the receive buffers are free. Collective.
+        """Finish the exchange in flight, so that the receive buffers are free. Collective.
 
         The exchange of this step is posted again by `start_exchange` or the next `consensus_update`.
         """
@@ -270,7 +270,7 @@ class Mixer:
     # ---- when a worker is lost
 
     def abandon(self) -> None:
-        """Give up what is in flight, before connections end."""
+        """Give up the exchange in flight, before connections end."""
         self.exchange.abandon()
         self.group.let_go(self)
         self.edits.forget()
@@ -300,7 +300,7 @@ class Mixer:
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """Return how far the neighbors were in the latest round, and what the latest exchange took."""
+        """Return the distance to the neighbors in the latest round, and time and bytes of the latest exchange."""
         return {
             "neighbor_disagreement": self.arrivals.disagreement,
             "wait_seconds": self.exchange.waited_seconds,
@@ -308,7 +308,7 @@ class Mixer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the topology and what pairs of workers refer to; waits for what is in flight."""
+        """Return the position in the topology and the references of compression. Waits for the exchange in flight."""
         self.drain()
         self.arrivals.settle()
         state: dict[str, Any] = {
@@ -335,14 +335,14 @@ class Mixer:
         self.step = self.group.steps_taken = step
 
     def discard_exchange(self) -> None:
-        """Drop what neighbors sent, because the parameters are about to change on all workers."""
+        """Drop received parameters, because the parameters are about to change on all workers."""
         self.drain()
         self.buckets.drop()
         self.arrivals.forget()
 
     @property
     def topology(self) -> Topology:
-        """Who mixes with whom; after a lost worker, among the survivors."""
+        """The topology; after a lost worker, that of the survivors."""
         return self.rounds.topology
 
     @property

@@ -2,8 +2,8 @@
 
 A worker whose gradient is not finite skips its local update and mixes all the same (`GradientGuard`). Parameters that
 are not finite are never mixed and end the run (`ArrivalGuard`). On a GPU both are decided on the device; the host reads
-the outcome a step later. Only an optimizer that cannot skip a step on the device has to be asked for it: the host then
-reads the flags once the whole mix is queued, so that the device still has work when the host goes on.
+the outcome a step later. An optimizer that cannot skip a step on the device must be left uncalled: the host then reads
+the flags once the whole mix is queued, so that the device still has work when the host goes on.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class ArrivalGuard:
         self.buckets = buckets
         self.edits = edits
         self.checks_late = group.device.type == "cuda"
-        """Whether the host reads a step later what was found. The device then skips the update by itself."""
+        """Whether the host reads the result a step later. The device then skips the update by itself."""
         self._disagreement: HostCopy | float = 0.0
         self._unread: tuple[int, int] | None = None
-        """Step and round of a disagreement that the host has not looked at yet."""
+        """Step and round of a disagreement that the host has not read yet."""
 
     @property
     def disagreement(self) -> float:
         """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part.
 
-        That is its distance to the mean of its neighbors; for several local workers the mean of theirs. On a GPU,
-        asking waits until the mix of that round is done.
+        It is the distance of the worker to the mean of its neighbors, averaged over several local workers. On a GPU,
+        reading it waits until the mix of that round is done.
         """
         if isinstance(self._disagreement, HostCopy):
             self._disagreement = float(self._disagreement.read())
@@ -97,7 +97,7 @@ class ArrivalGuard:
         return not self.group.row.any(not finite, "looking for a shard that is not finite")
 
     def settle(self) -> None:
-        """Read what was found in the step before, if it is not read yet.
+        """Read the result of the step before, unless it was read.
 
         Raises:
             NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
@@ -111,7 +111,7 @@ class ArrivalGuard:
             self._raise_nonfinite(*unread, perhaps=", or too far away for the square of the distance")
 
     def forget(self) -> None:
-        """Drop what was not read: the run continues from a checkpoint."""
+        """Drop a result that was not read: the run continues from a checkpoint."""
         self.edits.forget()
         self._unread = None
 
@@ -163,11 +163,11 @@ class GradientGuard:
         self.skipped = 0
         """Local updates that the workers of this process have skipped."""
         self.in_a_row = [0] * parameters.local_workers
-        """For each local worker, how many of its last updates were skipped in a row."""
+        """[local worker] the number of its last updates that were skipped in a row."""
         self._step = 0
         self._by_worker: list[list[Parameter]] = []
         self._found: HostCopy | list[int] = []
-        """The local workers whose gradient is not finite, or a flag for each; for fp16 training a single flag."""
+        """The local workers with a gradient that is not finite, or a flag for each; for fp16 training a single flag."""
         self._scaler: Any = None
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._found_inf: Tensor | None = None
@@ -263,7 +263,7 @@ class GradientGuard:
             self._found_inf = None
 
     def settle(self) -> None:
-        """Count what the device skipped in the step before, if it is not counted yet. Raises NonFiniteError."""
+        """Count the update that the device skipped in the step before, if it did. Raises NonFiniteError."""
         unread, self._unread = self._unread, None
         if unread is not None:
             self._count([0] if unread[0].is_set() else [], unread[1])

@@ -1,4 +1,4 @@
-"""Who exchanges with whom in each round, seen from one process. No communication."""
+"""The rounds of a topology, seen from one process: its neighbors and groups. No communication."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rounds:
         """Plans of the local workers, by round."""
         self._partners = [[self._partner_of(round_, worker) for worker in self.workers] for round_ in period]
         self.slots = [self._slots_of(local) for local in range(self.local_workers)]
-        """For each local worker, how many sets of receive buffers it needs: one per simultaneous neighbor elsewhere."""
+        """Sets of receive buffers that each local worker needs: one per simultaneous neighbor in another process."""
 
     def follow_survivors(self) -> None:
         """Use the launched topology without the workers that were lost; see `Topology.of_survivors`."""
@@ -83,11 +83,11 @@ class Rounds:
         return plan if self.all_reduce else replace(plan, averaging_group=None)
 
     def elsewhere(self, workers: Iterable[int]) -> list[int]:
-        """Return those of `workers` that other processes hold."""
+        """Return the workers among `workers` that other processes hold."""
         return [worker for worker in workers if worker not in self.workers]
 
     def local(self, workers: Iterable[int]) -> list[int]:
-        """Return those of `workers` that this process holds, counted from its first one."""
+        """Return the workers among `workers` that this process holds, as local workers."""
         return [worker - self.workers.start for worker in workers if worker in self.workers]
 
     def partner(self, round_: int, local: int = 0) -> int | None:
@@ -112,14 +112,10 @@ class Rounds:
         """Return the ranks of the processes that hold `workers`, in order."""
         return tuple(sorted({worker // self.local_workers for worker in workers}))
 
-    def spans_processes(self, workers: Iterable[int]) -> bool:
-        """Return whether several processes hold `workers`."""
-        return len(self.processes(workers)) > 1
-
     def all_reduce_groups(self, round_: int) -> list[tuple[int, ...]]:
         """Return the averaging groups of a round with workers here and in other processes, in order."""
         groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
-        return sorted(group for group in groups if self.spans_processes(group))
+        return sorted(group for group in groups if self.elsewhere(group))
 
     def original_number(self, worker: int) -> int:
         """Return the number that a worker had before any was lost, which is what messages use."""

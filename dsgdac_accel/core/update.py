@@ -187,7 +187,7 @@ def _neighbors(local: int, plan: RoundPlan, rounds: Rounds, buckets: Buckets) ->
 def _updates_in_group(gamma: float, group: Sequence[int], rounds: Rounds, buckets: Buckets) -> dict[int, Update]:
     here = rounds.local(group)
     total = buckets.received[here[0]][0]  # `GroupAllReduce` has summed a group that spans processes
-    if not rounds.spans_processes(group):
+    if not rounds.elsewhere(group):
         for target, first, *others in zip(total, *map(buckets.values, here), strict=True):
             target.copy_(first)
             for other in others:

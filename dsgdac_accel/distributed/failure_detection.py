@@ -54,8 +54,10 @@ class Failure:
 class FailureDetector:
     """Turns transport errors into a `WorkerLostError` that names the worker and the step.
 
-    It only reads `members`. `timeout` is in seconds, after which a silent worker counts as lost. `ranks` as in
-    `FailureReports`.
+    Args:
+        members: all workers; only read here.
+        timeout: seconds after which a silent worker counts as lost.
+        ranks: as in `FailureReports`.
     """
 
     def __init__(self, members: Members, timeout: float, ranks: Sequence[int] | None = None) -> None:

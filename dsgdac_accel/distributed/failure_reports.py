@@ -56,7 +56,7 @@ class FailureReports:
         return self._ask(lambda store: _read(store, _FIRST_FAILURE), _STORE_SECONDS)
 
     def of(self, worker: int) -> str | None:
-        """The report that this worker wrote, or writes within a few seconds; None if there is none."""
+        """Return the report that a worker has written or writes within a few seconds; None if there is none."""
         key = f"{_REPORT_OF}/{self.ranks[worker]}"
 
         def read(store: Any) -> str | None:
@@ -109,7 +109,7 @@ class FailureReports:
         self._ask(write, _STORE_SECONDS)
 
     def _ask(self, ask: Callable[[Any], T], seconds: float) -> T | None:
-        """Use the store; None without an answer in time, since it may be gone with the process that kept it."""
+        """Ask the store. Return None if it does not answer in time: its process may be gone."""
         answers: list[T] = []
 
         def attempt() -> None:
@@ -131,7 +131,7 @@ def this_machine() -> str:
     """An identifier that differs between machines, and between containers with process ids of their own.
 
     Machines may have equal hostnames, and the first process namespace has the same number on all of them, but every
-    start of a kernel has an id of its own. Where that cannot be read, no other worker counts as one of this machine.
+    start of a kernel has an id of its own. If it cannot be read, no other worker counts as one of this machine.
     """
     try:
         return f"{socket.gethostname()} {os.readlink(_PID_NAMESPACE)} {_BOOT_ID.read_text().strip()}"

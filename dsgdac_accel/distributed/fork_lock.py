@@ -1,6 +1,6 @@
 """Keeps a fork, such as that of a DataLoader with workers, from happening while a thread is in a critical moment.
 
-In the child, Python destroys what the other threads held. Nothing in there may wait for a lock, or for a thread that
+In the child, Python destroys the objects of the other threads. No destructor may wait for a lock, or for a thread that
 does not exist in the child.
 """
 

@@ -17,7 +17,7 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class GuardedCollective:
-    """Does what FSDP2 does by itself, and names a lost process; for `set_custom_all_gather` and `..._reduce_scatter`.
+    """A collective of FSDP2 that names a lost process; for `set_custom_all_gather` and `set_custom_reduce_scatter`.
 
     Args:
         row: the processes of the worker.
@@ -37,10 +37,10 @@ class GuardedCollective:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the collective on a group of the row. Raises WorkerLostError if a process of it is lost."""
         call = partial(self.collective, output_tensor, input_tensor, *args, group=group, **kwargs)
-        ranks = self.row.group
-        if ranks.closed:  # the model may outlive its training
+        row = self.row.group
+        if row.closed:  # the model may outlive its training
             return call()
-        return ranks.guarded(call, self.what, peer=1 - ranks.rank if ranks.size == 2 else None)
+        return row.guarded(call, self.what, peer=1 - row.rank if row.size == 2 else None)
 
 
 def name_losses(modules: Iterable[Any], row: Row) -> None:

@@ -45,9 +45,9 @@ _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy 
 class WorkerGroup:
     """All workers of a run, with ranks 0 to `size` - 1.
 
-    If a worker is several processes, each with a shard of the model, this is a *column*: the processes in the same
-    place of each worker. `row` are then the processes of this worker, and `everyone` all processes of the run; see
-    `of_mesh`.
+    If a worker is several processes, each with a shard of the model, this group is a *column*: the processes of all
+    workers that have the same shard. `row` is then the processes of this worker, and `everyone` all processes of the
+    run; see `of_mesh`.
 
     Without a process group, or with a single process, it is a group of one and every method is local. Every wait ends
     within `timeout`; a collective's name and step appear in the error.
@@ -91,7 +91,7 @@ class WorkerGroup:
         self.members = members
         self.row = Row()
         self.same_data = 1
-        """This many ranks in a row read the same data and draw the same random numbers: those of tensor parallelism."""
+        """Number of successive ranks that read the same data and draw the same random numbers (tensor parallelism)."""
         self._everyone: WorkerGroup | None = None
         self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
         self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
@@ -104,7 +104,7 @@ class WorkerGroup:
         self._in_flight: set[Any] = set()
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._moved = False
-        """Whether it was pickled in another process, whose connections this one does not have."""
+        """Whether the group was pickled in another process; its connections did not come along."""
         self._key = uuid.uuid4().hex
         _LIVE[self._key] = self
 
@@ -159,12 +159,12 @@ class WorkerGroup:
 
     @property
     def readers(self) -> int:
-        """How many different shards of the data the ranks read."""
+        """Number of different data shards that the ranks read."""
         return self.size // self.same_data
 
     @property
     def reader(self) -> int:
-        """Which of these this rank reads."""
+        """Index of the data shard that this rank reads."""
         return self.rank // self.same_data
 
     # ---- who is here
@@ -215,7 +215,7 @@ class WorkerGroup:
         self._registered.append(weakref.ref(communicator))
 
     def registered(self) -> dict[int, Any]:
-        """Return what is registered and still exists, by order of registration, which all workers share."""
+        """Return the registered objects that still exist, by order of registration, which all workers share."""
         references = enumerate(self._registered)
         return {number: mixer for number, reference in references if (mixer := reference()) is not None}
 
@@ -227,7 +227,7 @@ class WorkerGroup:
         self._in_flight.add(mixer)
 
     def let_go(self, mixer: Any) -> None:
-        """End what `hold` began: nothing of this mixer is in flight."""
+        """Undo `hold`: no exchange of this mixer is in flight."""
         self._in_flight.discard(mixer)
 
     def _drain(self) -> None:
@@ -284,7 +284,7 @@ class WorkerGroup:
             raise
 
     def _handle(self, error: RuntimeError, what: str, peer: int | None, strict: bool = False) -> None:
-        """Raise what the loss of a worker means to the caller, if the error shows one."""
+        """Raise the error of a lost worker, if `error` shows one."""
         failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
         if failure is not None:
             self.process_groups.transport.watchdog.stop()
@@ -296,7 +296,7 @@ class WorkerGroup:
         return str(error if failure is None else self.detector.worker_lost(failure))
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
+        """Return the result of `work`, run as a section and repeated if the run continues after a loss in it."""
         return self.policy.retry_after_loss(work)
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
@@ -421,7 +421,7 @@ class WorkerGroup:
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are at different places: {self.members.named(names[:1])} in {answers[0][0]}, "
+                    f"the workers are in different collectives: {self.members.named(names[:1])} in {answers[0][0]}, "
                     f"{self.members.named([names[rank]])} in {where}. All of them must take every optimizer step and "
                     f"enter every `prepare` and `deployed_model`."
                 )

@@ -28,7 +28,7 @@ class StopOnLoss:
         self.detector = detector
 
     def handle(self, failure: Failure, error: RuntimeError) -> NoReturn:
-        """Raise the error that the failure means to the caller: WorkerLostError or WorkersChangedError."""
+        """Raise WorkerLostError or WorkersChangedError for a failure."""
         raise self.detector.worker_lost(failure) from error
 
     def collective(self, run: Callable[[], T], what: str) -> T:
@@ -44,7 +44,7 @@ class StopOnLoss:
         return nullcontext()
 
     def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done as a section. If the run continues after a loss in it, it is done once more."""
+        """Return the result of `work`, run as a section and repeated if the run continues after a loss in it."""
         return work()
 
     def complete_exchange(self, wait: Callable[[], None]) -> bool:

@@ -1,4 +1,4 @@
-"""Who belongs to a group of workers, before and after losses."""
+"""The members of a group of workers, before and after losses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Members:
     Args:
         original_rank: of this worker.
         launched: number of workers that were launched.
-        noun: what messages call a member.
-        numbers: what messages call each member after the noun, by original rank; by default that rank itself.
+        noun: the noun for a member in messages.
+        numbers: the number of each member in messages, by original rank; by default that rank itself.
 
     >>> members = Members(2, launched=4)
     >>> members.original_ranks = [0, 2, 3]

@@ -37,8 +37,8 @@ class Poster:
 
         Args:
             post: posts sends and receives.
-            small: `post` takes less time than handing it to the thread. It is then called at once, unless something is
-                waiting that was submitted before.
+            small: whether `post` takes less time than handing it to the thread. It is then called at once, unless an
+                earlier one is still waiting.
         """
         posted: Future[T] = Future()
         if self._threaded and not (small and (self._last is None or self._last.done())):

@@ -25,19 +25,19 @@ class ProcessGroups:
         """Timeout of groups when they are created; shorter while survivors of a loss connect."""
         launched = dist.is_available() and dist.is_initialized()
         self.transport = transport_for(device, launched and dist.get_world_size() > 1)
-        """For parameters."""
+        """The transport of parameters."""
         self.world: Any = dist.group.WORLD if launched else None
         """The default process group, for which these were made."""
         self.control: Any = None
-        """For objects and barriers; gloo."""
+        """The group for objects and barriers; gloo."""
         self.exchange: Any = None
-        """For parameters on their way to neighbors."""
+        """The group for the exchange with neighbors."""
         self.reduction: Any = None
-        """For reductions and broadcasts of tensors: with gloo `control`, with NCCL `exchange`, which saves a
+        """The group for reductions and broadcasts of tensors: with gloo `control`, with NCCL `exchange`, which saves a
         communicator of the GPU."""
         self.checked = False
-        """Whether torch compares how many calls each worker has made before each collective of a group, as with
-        `TORCH_DISTRIBUTED_DEBUG=DETAIL`. On gloo it counts messages, too, of which workers have unequally many."""
+        """Whether torch checks before each collective that all workers have made equally many calls, as with
+        `TORCH_DISTRIBUTED_DEBUG=DETAIL`. On gloo it also counts messages, whose numbers differ between workers."""
         self.connected: set[tuple[int, int]] = set()
         """Pairs (from, to) of ranks that have exchanged a message, where that connects them."""
         self._subgroups: dict[tuple[int, ...], Any] = {}

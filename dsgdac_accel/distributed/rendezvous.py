@@ -30,9 +30,8 @@ def announce_waiting() -> None:
 def init_method_after_restart() -> str | None:
     """The `init_method` with which restarted workers find each other; None where torch's default works.
 
-    torchrun and `accelerate launch --max_restarts` keep the rendezvous store over restarts. It still holds the
-    addresses of the ended workers, to which the new ones would try to connect (seen in torch 2.13; pytorch issue
-    135712).
+    torchrun and `accelerate launch --max_restarts` keep the rendezvous store over restarts, with the addresses of the
+    ended workers, to which the new ones would try to connect (seen in torch 2.13; pytorch issue 135712).
 
     Only on a single machine: launchers of several machines do not agree on the number of restarts.
     """

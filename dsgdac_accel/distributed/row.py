@@ -1,4 +1,4 @@
-"""The processes of one worker, each with a shard of the model: what a whole worker decides is decided here first."""
+"""The processes of one worker, each with a shard of the model, and the reductions by which they decide together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsgdac_accel.shards import is_sharded, local_of
 T = TypeVar("T")
 
 _LARGEST_DIFFERENCE = 0.02
-"""Of the gradients of copies of a parameter, relative to their norm. Order of summation and bf16 explain less."""
+"""Largest difference of the gradients of copies, relative to their norm. Summation order and bf16 cause less."""
 
 
 class Row:
@@ -85,7 +85,7 @@ class Row:
             )
 
     def is_own(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is what this process keeps, and not what FSDP has gathered for a while."""
+        """Return whether a parameter belongs to this process, and is not gathered by FSDP for a while."""
         return self.mesh is None or self.mesh.is_sharded(parameter)
 
     def require_parallelized(self, models: Iterable[nn.Module]) -> None:

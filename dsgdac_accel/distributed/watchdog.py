@@ -1,4 +1,4 @@
-"""Noticing that a device waits in vain for another worker, where the host goes on or hangs without a timeout."""
+"""A watchdog for devices that wait for a lost worker, while the host goes on or hangs without a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pending:
     works: list[Any] | None = None
     """None while it is being posted."""
     since: float | None = field(default_factory=time.monotonic)
-    """When the wait for it began, by `time.monotonic`; None between posting and waiting."""
+    """Start of the wait for it, by `time.monotonic`; None between posting and waiting."""
 
     def is_done(self) -> bool:
         """Whether the device has completed it."""
@@ -50,7 +50,7 @@ def is_ready_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
 
 
 class Watchdog:
-    """Knows the communications in flight. A thread ends the process some seconds after one of them is overdue.
+    """Lists the communications in flight. A thread ends the process some seconds after one of them is overdue.
 
     By then the host hangs in a call that nothing can interrupt, such as `loss.item()`. Otherwise it has noticed the
     loss in `wait_until`, and its group has stopped the watchdog. The message names the lost worker, and tells where
@@ -61,7 +61,7 @@ class Watchdog:
         self._pending: deque[Pending] = deque()
         self._name_loss: Callable[[Pending], str] | None = None
         self.seconds = 0.0
-        """How long a communication may be waited for."""
+        """Longest wait for a communication."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -70,7 +70,7 @@ class Watchdog:
 
         Args:
             name_loss: reports that a communication failed, and returns the message that names the lost worker.
-            seconds: how long a communication may be waited for.
+            seconds: longest wait for a communication.
         """
         self._name_loss, self.seconds = name_loss, seconds
 
@@ -121,7 +121,7 @@ class Watchdog:
 
 
 def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> tuple[Watchdog, Pending] | None:
-    """Wait for the device. If it hangs, return the communication that is overdue; it may be somebody else's."""
+    """Wait for the device. If it hangs, return the overdue communication, which may be that of another group."""
     began = Pending("waiting for the device", works=[])
     overdue: list[tuple[Watchdog, Pending]] = []
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.distributed import transport, watch
+from dsgdac_accel.distributed import transport, watchdog
 from tests import fake_nccl
 from tests.multiprocess.small_model import flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
@@ -99,7 +99,7 @@ def lose(rank: int, where: str, folder: str, options: dict) -> str:
     sys.stderr = open(f"{folder}/{rank}", "w")  # noqa: SIM115
     os.dup2(sys.stderr.fileno(), 2)
     fake_nccl.install()
-    watch._GRACE = 0.5
+    watchdog._GRACE = 0.5
     if where == "connecting" and rank == 1:
         torch.distributed.batch_isend_irecv = lambda operations: os._exit(0)
     accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="ring", **options)

@@ -24,7 +24,7 @@ from dsgdac_accel.topology import Topology
 class AsynchronousMixer:
     """Mixes the parameters of one optimizer with those of the two neighbors while training goes on.
 
-    It has those methods of `Mixer` that a step, the average and checkpoints use. `drain` and all that calls it
+    It has the methods of `Mixer` that a step, the average and checkpoints use. `drain` and all that calls it
     (`prepare_average`, `state_dict`, `load_state_dict`, `discard_exchange`, `release`) are collective here.
 
     Memory beyond the parameters: 3 parameter copies for an asker, 5 for an answerer.

@@ -1,4 +1,4 @@
-"""How two neighbors exchange: one asks, the other answers, and nobody waits for a step of the other.
+"""The exchange of two neighbors: one asks, the other answers, and neither waits for a step of the other.
 
 On a ring of an even number of workers the even ones ask and the odd ones answer. In an exchange asker i and answerer j
 each send a copy s of their parameters, and form the same d = s_j - s_i, up to its sign:

@@ -48,13 +48,13 @@ class SharedValues:
         self.progress = self.pending_progress = 0.0
         self.gamma = 1.0
         self.stepped_at = time.monotonic()
-        """When this worker took its latest step."""
+        """Time of the latest step of this worker."""
         self.disagreement = 0.0
         """||s_j - s_i|| of the last exchange."""
         self.bytes_sent = 0
-        """By this worker, in the last exchange."""
+        """Bytes that this worker sent in the last exchange."""
         self.waited_seconds = 0.0
-        """How long the last step waited for a thread that had the lock."""
+        """Duration of the last wait of a step for the lock."""
         self.history: list[Event] | None = None
         """A list here records all events in their order, for `simulation.AsynchronousSimulation.replay`."""
 
