@@ -49,7 +49,7 @@ _NEXT = {
 _REFUSALS = {
     Use.UPDATE: "the consensus update of this step is not added yet. Evaluate and save after the optimizer step.",
     Use.BACKUP: "the parameters are the deployed average now; train only after leaving `with deployed_model(...)`.",
-    Use.RELEASED: "gossip has ended (`deploy` or `free_memory`) for these parameters; prepare model and optimizer again.",
+    Use.RELEASED: "gossip has ended (`deploy` or `free_memory`); prepare model and optimizer again to train on.",
 }
 
 

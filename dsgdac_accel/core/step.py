@@ -188,7 +188,7 @@ class GossipStep:
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """Return the latest figures of this worker; no communication.
+        """Return the latest metrics of this worker; no communication.
 
         The radius is there once it was measured, with its step. The estimate of it that `GossipConfig.sketch` asks for
         is there on process 0 only, and is mostly one step old.
