@@ -41,7 +41,7 @@ _ASYNCHRONOUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GossipConfig:
-    """Which workers mix, how strongly, when, and what happens when a worker fails (DSGD-AC, Algorithm 1).
+    """Settings of gossip (DSGD-AC, Algorithm 1): topology, gamma, communication, and failures of workers.
 
     The defaults are those of the paper: a one-peer ring and gamma = (lr / max_lr)^3 from the first step.
 
@@ -86,7 +86,7 @@ class GossipConfig:
     # Communication: who exchanges what, when, and what is measured.
 
     topology: str | Topology = "one_peer_ring"
-    """Which workers mix in each round: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential,
+    """Workers that mix in each round: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential,
     grid or base_graph (any number of workers). Python code may also pass a Topology."""
 
     workers_per_process: int = 1

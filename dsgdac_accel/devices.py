@@ -112,7 +112,7 @@ def identity_of(device: torch.device) -> str | None:
 
 
 class Placement(NamedTuple):
-    """Where a process trains."""
+    """The device on which a process trains."""
 
     kernel: str
     """The running kernel, which containers of a machine share."""

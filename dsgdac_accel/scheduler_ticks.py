@@ -1,4 +1,4 @@
-"""How often a prepared scheduler ticks in an optimizer step.
+"""The number of ticks of a prepared scheduler in an optimizer step.
 
 `Accelerator` ticks `num_processes` times, because its scripts build their schedules for the loader before it is sharded
 over the processes. `SchedulerTicks` does the same where that is so, and ticks once where a schedule was built for the
@@ -107,7 +107,7 @@ def refuse_unsteady(scheduler: Any) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """How often a scheduler ticks in an optimizer step, and why."""
+    """The number of ticks of a scheduler in an optimizer step, and the reason."""
 
     ticks: int
     reason: str

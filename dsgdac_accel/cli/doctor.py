@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 """
 MOST_PARAMETERS = 1e12
 GRACE_SECONDS = 3.0
-"""How long the others wait for worker 0 to report, because launchers end all processes when the first one fails."""
+"""Seconds that the others wait for worker 0 to report: launchers end all processes when the first one fails."""
 
 
 def add_commands(commands: Any) -> None:

@@ -263,7 +263,7 @@ class Compressor:
     # ---- state and memory
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the references, if they have begun, and what they belong to."""
+        """Return the references, if they have begun, with the topology and bucket sizes that they fit."""
         if not self._started:
             return {}
         return {"references": [dict(neighbors) for neighbors in self.references], "references_of": self._layout()}

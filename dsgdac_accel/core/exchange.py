@@ -53,7 +53,7 @@ class Exchange:
         group.guarded(self.connect, "connecting the neighbors")
 
     def connect(self) -> None:
-        """Make what the rounds need in the present process group. Collective."""
+        """Make the connections that the rounds need, in the present process group. Collective."""
         self._messages = Messages(self.group, self.rounds, self.channel)
 
         def connect() -> None:
@@ -136,7 +136,7 @@ class Exchange:
                 self._posted = None
 
     def abandon(self) -> None:
-        """Give up what is in flight: a worker was lost, and the connections are about to end.
+        """Give up the exchange in flight: a worker was lost, and the connections are about to end.
 
         Raises WorkerLostError if the transport blocks, so that nobody can end them.
         """

@@ -69,7 +69,7 @@ def choose_format(measured: Sequence[FirstSteps], bits: float = 32.0) -> str:
 
 
 class FormatChoice:
-    """Measures the first mixes of a run, then has the mixer send what `choose_format` says, on all workers alike.
+    """Measures the first mixes of a run, and then lets the mixer use the format of `choose_format` on all workers.
 
     Args:
         mixer: sends parameters in full until then.

@@ -1,4 +1,4 @@
-"""float32 masters of bf16 and fp16 parameters: what the optimizer steps and the workers mix.
+"""float32 masters of bf16 and fp16 parameters, which the optimizer steps and the workers mix.
 
 An update of less than half a unit in the last place, 2^-9 of the value in bf16, would be rounded away. The model
 computes with the rounded masters.
@@ -128,7 +128,7 @@ class MasterParameters:
     # ---- the order of a step
 
     def read_model(self, in_flight: bool) -> None:
-        """Take over from the model what is new: parameters, gradients, and values that a script wrote.
+        """Take over new parameters, gradients, and values that a script wrote from the model.
 
         Args:
             in_flight: whether an exchange of the masters is in flight, so that values must wait for `apply_edits`.
@@ -140,7 +140,7 @@ class MasterParameters:
             self.apply_edits()
 
     def apply_edits(self) -> None:
-        """Write into the masters what a script wrote into the model, once."""
+        """Write the values that a script wrote into the model into the masters, once."""
         for edit in self._edits:
             edit.apply()
         self._edits = []
@@ -275,7 +275,7 @@ class MasterParameters:
 
     @torch.no_grad()
     def find_edits(self) -> None:
-        """Find what a script wrote into the model since `write_back`, for `apply_edits`.
+        """Find the values that a script wrote into the model since `write_back`, for `apply_edits`.
 
         Raises:
             RuntimeError: a parameter has another shape; or, on an accelerator, was written through `.data` before the
@@ -337,7 +337,7 @@ class MasterParameters:
 
     @torch.no_grad()
     def write_into(self, memory: Sequence[Tensor]) -> None:
-        """Round the masters into what `memory` returned; the parameters may point elsewhere meanwhile."""
+        """Round the masters into the tensors of `memory`; the parameters may point elsewhere meanwhile."""
         for pair, data in zip(self._pairs, memory, strict=True):
             data.copy_(pair.master)
         self._remember(memory)

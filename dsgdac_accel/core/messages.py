@@ -40,7 +40,7 @@ class Messages:
     def of_round(
         self, round_: int, outgoing: Outgoing, incoming: Incoming
     ) -> tuple[list[Message], list[Message], Callable[[], int]]:
-        """Return what to receive, what to send, and a function: the most messages that any process has in a round.
+        """Return receives, sends, and a function that returns the most messages that any process has in a round.
 
         Both ends of a message derive its tag alike.
         """

@@ -187,7 +187,7 @@ class Mixer:
 
     @torch.no_grad()
     def add(self, updates: list[Update]) -> None:
-        """Add what `consensus_update` returned, after the local step, and count the step."""
+        """Add the updates of `consensus_update` after the local step, and count the step."""
         if self.order == "local_first":
             self._add(updates)
         if self.order == "mix_first" or not any(update.scale for update in updates):

@@ -209,7 +209,7 @@ class GradientGuard:
             self._found = HostCopy(row.max(nonfinite_flags(parameters), what))
 
     def allows_step(self) -> bool:
-        """Return whether the optimizer is to be called at all, and hide what it has to skip until `put_back`.
+        """Return whether to call the optimizer at all, and hide the gradients that it must skip until `put_back`.
 
         Raises:
             NonFiniteError: too many skipped updates in a row.

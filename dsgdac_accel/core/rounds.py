@@ -118,6 +118,6 @@ class Rounds:
         return sorted(group for group in groups if self.elsewhere(group))
 
     def original_number(self, worker: int) -> int:
-        """Return the number that a worker had before any was lost, which is what messages use."""
+        """Return the number that a worker had before any was lost, which error messages use."""
         process, local = divmod(worker, self.local_workers)
         return self.members.original_ranks[process] * self.local_workers + local

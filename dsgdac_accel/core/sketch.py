@@ -256,7 +256,7 @@ class RadiusEstimate:
         """Do nothing: no other communication uses these connections."""
 
     def abandon(self) -> None:
-        """Give up what is in flight; the thread ends when its connections do."""
+        """Give up the messages in flight; the thread ends when its connections do."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread, self._handle = None, None

@@ -1,4 +1,4 @@
-"""Giving all workers the same tensors: what is equal already is not sent."""
+"""Gives all workers the same tensors, and sends only those that differ."""
 
 from __future__ import annotations
 

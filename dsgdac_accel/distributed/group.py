@@ -264,7 +264,7 @@ class WorkerGroup:
     # ---- lost workers
 
     def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
-        """Run `communicate`. If another worker is lost in it, raise an error that names that worker and `what`.
+        """Run `communicate`, and if it shows that another worker is lost, raise an error that names it and `what`.
 
         Args:
             communicate: posts or waits for something that needs other workers.

@@ -103,7 +103,7 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def result_within(seconds: float, posted: Future[T]) -> T:
-    """Return what was posted. Raises RuntimeError if it is not posted after `seconds`."""
+    """Return the result of a post. Raises RuntimeError if it is not there after `seconds`."""
     try:
         return posted.result(seconds)
     except TimeoutError:

@@ -59,7 +59,7 @@ class Gloo:
         return tensor.split(max(1, _GLOO_BYTES // tensor.element_size())) if tensor.numel() else ()
 
     def run(self, collective: Callable[..., Any], what: str) -> None:
-        """Run a collective of torch, so that what follows may use its result. `what` as in `WorkerGroup.guarded`."""
+        """Run a collective of torch; later operations may use its result. `what` as in `WorkerGroup.guarded`."""
         collective()
 
     def post(self, post: Callable[[], Works], what: str, peer: int | None) -> Works:
@@ -82,7 +82,7 @@ class Gloo:
         return works + [(dist.isend(x, group=handle, tag=tag, group_dst=peer), peer) for x, peer, tag in sends]
 
     def wait(self, work: Any, seconds: float) -> None:
-        """Let what follows use what has arrived. Raises RuntimeError after `seconds`."""
+        """Let later operations use the received tensors. Raises RuntimeError after `seconds`."""
         work.wait(timedelta(seconds=max(0.001, seconds)))
 
     def synchronize(self) -> None:

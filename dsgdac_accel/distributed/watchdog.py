@@ -66,7 +66,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self, name_loss: Callable[[Pending], str], seconds: float) -> None:
-        """Watch what is posted from now on.
+        """Watch the communications that are posted from now on.
 
         Args:
             name_loss: reports that a communication failed, and returns the message that names the lost worker.

@@ -1,4 +1,4 @@
-"""Which workers survive a loss, and how far they are: one answer for all survivors, agreed on in the store.
+"""The survivors of a loss and their progress, on which all of them agree in the store.
 
 No connection between the workers can be trusted after a loss, so the survivors use the rendezvous store. Each writes
 its progress, which also says that it is present. The first that finds nobody else worth waiting for proposes the
@@ -17,12 +17,12 @@ from dsgdac_accel.distributed.failure_reports import FailureReports
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 4.0
-"""How long an accused worker has to show that it is present after all."""
+"""Seconds in which an accused worker can show that it is present after all."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one worker is."""
+    """The progress of one worker."""
 
     steps: Mapping[int, int]
     """Mixes done by each registered mixer, by order of registration."""
@@ -34,7 +34,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Who continues, and the furthest progress of any of them in each respect."""
+    """The workers that continue, and the furthest progress of any of them in each respect."""
 
     members: tuple[int, ...]
     """Original ranks of the survivors, in order."""

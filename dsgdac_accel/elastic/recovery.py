@@ -60,7 +60,7 @@ class ContinueWithSurvivors(StopOnLoss):
             )
         self.group = group
         self.generation = 0
-        """How many times the workers have tried to reconnect."""
+        """Number of attempts of the workers to reconnect."""
         self._collectives = 0  # completed
         self._sections = 0  # completed
         self._open_sections = 0

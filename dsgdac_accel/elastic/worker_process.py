@@ -19,7 +19,7 @@ class Worker:
     def __init__(self, rank: int, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self.rank = rank
         self.status: int | None = None
-        """How it ended, as in `subprocess`: negative for a signal. None while it runs."""
+        """Its exit status as in `subprocess`, negative for a signal. None while it runs."""
         # A terminal, batch system or library may send signals to the whole group.
         command = ["sh", "-c", "trap '' HUP INT QUIT TERM USR1 USR2; read _; kill -KILL 0"]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)

@@ -158,7 +158,7 @@ class AsynchronousMixer:
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
-        """Return the progress, how far the neighbor was in the latest exchange, and what that took."""
+        """Return the progress, the distance to the neighbor in the latest exchange, and its time and bytes."""
         return {
             "progress": self.progress,
             "neighbor_disagreement": self.shared.disagreement,

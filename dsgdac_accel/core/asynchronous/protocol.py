@@ -183,7 +183,7 @@ def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _header(kind: float = 0.0, factor: float = 0.0, progress: float = 0.0, number: int = 0) -> Tensor:
-    """Return what travels before the values; `factor` is gamma in a question and c in an answer."""
+    """Return the header of a message; `factor` is gamma in a question and c in an answer."""
     return torch.tensor([kind, factor, progress, float(number)], dtype=torch.float64, device="cpu")
 
 
