@@ -13,7 +13,6 @@ from dsgdac_accel.core.asynchronous.links import connect_neighbors
 from dsgdac_accel.core.asynchronous.protocol import Answerer, Asker
 from dsgdac_accel.core.asynchronous.shared_values import SharedValues
 from dsgdac_accel.core.buckets import Buckets, Use
-from dsgdac_accel.core.flat_parameters import Layout
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
@@ -82,7 +81,7 @@ class AsynchronousMixer:
         began = time.perf_counter()
         self._begin_writing()
         self.shared.waited_seconds = time.perf_counter() - began
-        if self.parameters.changed() or self.flats[0].bring_back():
+        if self.parameters.changed() or self.buckets.flats[0].bring_back():
             self._end_writing()
             raise RuntimeError(
                 "parameters were added, removed, replaced, resized or unfrozen since the last step, which "
@@ -196,8 +195,3 @@ class AsynchronousMixer:
     def topology(self) -> Topology:
         """The one-peer ring."""
         return self.rounds.topology
-
-    @property
-    def flats(self) -> list[Layout]:
-        """The parameters of this worker, in a list of one."""
-        return self.buckets.flats
