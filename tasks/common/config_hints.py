@@ -46,6 +46,8 @@ MEANT = {
     "weight_average.kind": "ema swa lawa use_ema model_ema averaging",
     "weight_average.decay": "ema_decay model_ema_decay",
     "weight_average.start_epoch": "swa_start swa_epoch_start ema_start",
+    "weight_average.last": "average_last average_checkpoints checkpoint_averaging",
+    "weight_average.every": "average_every",
     "data.validation_limit": "validation_size val_size",
     "decoupled_weight_decay": "adamw",
     "gossip.workers_per_process": "gossip.num_workers",

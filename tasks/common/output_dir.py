@@ -93,7 +93,7 @@ class OutputDir:
         patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
         if resumed_at is None:
             trackers = [f"{TRACKER}/**/events.out.tfevents.*", f"{TRACKER}/**/hparams.yml"]
-            patterns += ["metrics.jsonl", "averages/*", *trackers]
+            patterns += ["metrics.jsonl", *trackers]
         for pattern in patterns:
             stale += self.folder.glob(pattern)
         for file in stale:

@@ -278,14 +278,9 @@ class TranslationConfig:
     eval_every: int = 1
     """Epochs between evaluations on the validation split (loss and greedy BLEU). The last epoch is always evaluated."""
 
-    average_last: int = 1
-    """Number of deployed models to average at the end, as is usual for this benchmark. 1 takes the last one."""
-
-    average_every: int | None = None
-    """Optimizer steps between the models to average. The last step is always among them; null takes one per epoch."""
-
     weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
-    """Average of the weights over the steps (EMA, SWA, LAWA), evaluated and deployed in place of the last weights."""
+    """Average of the weights over the steps (EMA, SWA, LAWA), evaluated and deployed in place of the last weights. lawa
+    is the average of the last checkpoints that is usual for this benchmark."""
 
     show_translations: int = 3
     """Test sentences to print with their translations at the end."""
@@ -322,16 +317,15 @@ class TranslationConfig:
     def __post_init__(self) -> None:
         check_run(self, plain_algorithm="dadam")
         refuse_augmentation(self.curvature)
-        for name in ("batch_tokens", "warmup_steps", "average_last"):
+        for name in ("batch_tokens", "warmup_steps"):
             check_integer(name, getattr(self, name), minimum=1)
         if self.warmup_learning_rate is not None:
             advice = "Use null for learning_rate."
             check_number(
                 "warmup_learning_rate", self.warmup_learning_rate, above=0, maximum=LARGEST_FLOAT32, advice=advice
             )
-        for name in ("max_steps", "average_every"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
+        if self.max_steps is not None:
+            check_integer("max_steps", self.max_steps, minimum=1)
         check_integer("dataloader_num_workers", self.dataloader_num_workers, minimum=0, maximum=MOST_LOADER_PROCESSES)
         check_integer("show_translations", self.show_translations, minimum=0)
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
@@ -346,16 +340,6 @@ class TranslationConfig:
                 f"consensus would never start. Use algorithm: dadam for none."
             )
         check_below_one("label_smoothing", self.label_smoothing, "ignores the references")
-        if self.average_every is not None and self.average_last == 1:
-            raise ValueError(
-                f"average_every needs average_last above 1; got {self.average_every} with average_last = 1, which "
-                f"averages no models. Set average_last, or leave average_every out."
-            )
-        if self.weight_average.kind != "none" and self.average_last > 1:
-            raise ValueError(
-                f"average_last must be 1 with weight_average.kind = {self.weight_average.kind}: both average the "
-                f"deployed model over steps; got {self.average_last}. Leave one of them out."
-            )
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, above=0, advice="Use null for no clipping.")
 

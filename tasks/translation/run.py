@@ -17,7 +17,6 @@ from dsgdac_accel.curvature import CurvatureReport
 from dsgdac_accel.deployed_model import cloned
 from tasks.common.algorithms import make_accelerator
 from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
-from tasks.common.config import ConfigError
 from tasks.common.diagnostics import curvature_line, curvature_metrics, measure_in_training
 from tasks.common.limits import check_steps
 from tasks.common.lr_schedules import inverse_square_root
@@ -25,7 +24,6 @@ from tasks.common.output_dir import OutputDir, writing_model
 from tasks.common.precision import check_precision
 from tasks.common.progress import say
 from tasks.common.training_loop import Prepared, TrainingLoop
-from tasks.translation.averages import DeployedAverage
 from tasks.translation.batches import Collate, TokenBatches
 from tasks.translation.config import TranslationConfig
 from tasks.translation.curvature import curvature_batches, translation_loss
@@ -91,12 +89,6 @@ class TranslationRun:
         self._check_launch()
         self.output = OutputDir(config, self.accelerator)
         checkpoint = checkpoint_to_resume(config, self.accelerator, TASK, MAY_CHANGE)
-        resumed_at = step_of_own(checkpoint, config)
-        if checkpoint is not None and resumed_at is None and config.average_last > 1:
-            raise ConfigError(
-                f"resume_from_checkpoint: average_last = {config.average_last} needs the models that the earlier run "
-                f"left in its own output_dir. Resume there, with resume_from_checkpoint: auto."
-            )
         prepared = Prepared(*self.accelerator.prepare(*self._build()))
         self.model, self.optimizer, self.loader, _ = prepared
         self.step_loss = StepLoss(config, self.accelerator, self.batches)
@@ -109,8 +101,7 @@ class TranslationRun:
         self.loop = TrainingLoop(TASK, config, self.accelerator, prepared, self.output, steps_per_epoch, total_steps)
         if checkpoint is not None:
             self.accelerator.load_state(checkpoint)
-        self.output.begin(resumed_at, self.loop.log_bytes)
-        self.average = DeployedAverage(config, self.accelerator, resumed_at)
+        self.output.begin(step_of_own(checkpoint, config), self.loop.log_bytes)
 
     def _plan_batches(self) -> TokenBatches:
         config, train = self.config, self.data.train
@@ -204,12 +195,9 @@ class TranslationRun:
         return total, tokens
 
     def after_step(self) -> None:
-        """Count the tokens of the step; keep the deployed model if it is due."""
-        loop = self.loop
+        """Count the tokens of the step."""
         self._micro_step = 0
-        self._timed_tokens += int(self._step_tokens[loop.step - 1 - self._first_step_of_epoch])
-        last_of_run = loop.step == loop.total_steps
-        self.average.keep_if_due(self.model, loop.step, loop.epoch_is_complete or last_of_run, last_of_run)
+        self._timed_tokens += int(self._step_tokens[self.loop.step - 1 - self._first_step_of_epoch])
 
     def record_values(self) -> tuple[dict[str, float], dict[str, str]]:
         """Tokens of all workers per second of training since the last record, or since the run was resumed."""
@@ -274,24 +262,21 @@ class TranslationRun:
         seen = train.__getitems__(sample)
         with self.loop.deployed_model() as deployed:
             model = self._bare(deployed)
-            with self.average.averaged(model, self.loop.step) as averaged:
-                if self.accelerator.is_main_process:  # before scoring, in which a run may still fail
-                    self._save_model(model)
-                train_losses = self.evaluator.losses(model, seen["source_ids"], seen["target_ids"])
-                losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
-                found = self.evaluator.translations(model, pairs)
+            if self.accelerator.is_main_process:  # before scoring, in which a run may still fail
+                self._save_model(model)
+            train_losses = self.evaluator.losses(model, seen["source_ids"], seen["target_ids"])
+            losses = self.evaluator.losses(model, pairs.source_ids, pairs.target_ids)
+            found = self.evaluator.translations(model, pairs)
         scores = self.evaluator.scores(found.texts, pairs)
         values = {f"test/{name}": value for name, value in losses.items()}
         values |= {f"test/{name}": scores[name] for name in ("bleu", "chrf")}
         self.loop.log({**values, "train/deployed_loss": train_losses["loss"]})
         if self.accelerator.is_main_process:
             write_translations(self.output.folder, pairs, found.texts)
-            counts = {"averaged_models": averaged, "translations_at_limit": found.at_limit}
-            self.output.write_summary({**self._summary(losses, train_losses, scores), **counts})
+            summary = self._summary(losses, train_losses, scores)
+            self.output.write_summary({**summary, "translations_at_limit": found.at_limit})
         # If the main worker is lost while it writes, the next one finishes again.
         self.accelerator.group.barrier("writing the results")
-        if self.config.average_last > 1:
-            self._say(f"deployed is the average of {averaged} models (average_last: {self.config.average_last})")
         self._report(found, losses, scores)
 
     def _save_model(self, model: Translator) -> None:

@@ -133,7 +133,7 @@ def test_a_wmt14_config_has_the_settings_of_the_paper_or_says_that_it_is_not_in_
         (0.1, 0.0, 0.0) if size == "base" else (0.3, 0.3, 0.3)
     )
     assert (decoding.beams, decoding.length_penalty, decoding.extra_length) == (4, 0.6, 50)
-    assert (decoding.length_penalty_kind, config.average_last) == ("gnmt", 1)
+    assert (decoding.length_penalty_kind, config.weight_average.kind) == ("gnmt", "none")
     assert config.warmup_learning_rate is None
     if size == "big":
         assert config.learning_rate == (5e-4 if algorithm == "adam" else 1.3e-3)

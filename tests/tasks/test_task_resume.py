@@ -70,8 +70,7 @@ batch_tokens: 700
 learning_rate: 5e-3
 warmup_steps: 3
 logging_steps: 3
-average_last: 2
-average_every: 4
+weight_average: {kind: lawa, last: 2, every: 4}
 max_grad_norm: 1.0
 """
 

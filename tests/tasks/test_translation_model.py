@@ -9,15 +9,8 @@ import torch.nn.functional as F
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from dsgdac_accel import AdaptiveConsensus, WorkerGroup
+from dsgdac_accel import AdaptiveConsensus
 from tasks.common.lr_schedules import inverse_square_root
-from tasks.translation.averages import (
-    LastModels,
-    average_files,
-    averaged_parameters,
-    load_trained_state,
-    trained_state,
-)
 from tasks.translation.batches import IGNORED, Collate, TokenizedPairs
 from tasks.translation.config import DecodingConfig, ModelConfig
 from tasks.translation.loss import losses_and_tokens, smoothed_loss
@@ -229,53 +222,6 @@ def test_a_greedy_search_is_saved_too(tmp_path, tokenizer):
     model = tiny(len(tokenizer))
     save_translator(model, model.state_dict(), tokenizer, DecodingConfig(beams=1), tmp_path / "deployed")
     assert load_translator(tmp_path / "deployed")[2].beams == 1
-
-
-def test_the_average_of_the_last_models_is_their_mean_and_leaves_no_trace(tmp_path):
-    model = tiny()
-    (tmp_path / "deployed-000000001.safetensors.partial").write_text("of a killed run")
-    (tmp_path / "deployed-000000009.safetensors").write_text("of an earlier run")
-    last = LastModels(tmp_path, count=3)
-    states = []
-    for step in (10, 20, 30, 100):
-        states.append({name: torch.randn_like(p) for name, p in trained_state(model).items()})
-        last.add(step, states[-1])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"deployed-{s:09d}.safetensors" for s in (20, 30, 100)]
-    before = trained_state(model)
-    with averaged_parameters(model, last.files(), WorkerGroup(torch.device("cpu"))) as count:
-        assert count == 3
-        for name, tensor in trained_state(model).items():
-            torch.testing.assert_close(tensor, torch.stack([state[name] for state in states[1:]]).mean(0))
-    after = trained_state(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_a_model_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
-    last = LastModels(tmp_path, count=2)
-    (tmp_path / "deployed-000000007.safetensors").mkdir()  # in the way of the file
-    with pytest.raises(OSError, match=r"cannot write .*deployed-000000007\.safetensors: .* Free space"):
-        last.add(7, {"weight": torch.ones(2)})
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_averages_of_nothing_or_of_different_models_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one"):
-        average_files([])
-    last = LastModels(tmp_path, count=2)
-    last.add(1, trained_state(tiny()))
-    last.add(2, trained_state(tiny(70)))
-    with pytest.raises(ValueError, match=r"same tensors; .*000000002"):
-        average_files(last.files())
-
-
-def test_trained_state_holds_tied_weights_once_and_no_sinusoids():
-    model = tiny()
-    state = trained_state(model)
-    assert sum(tensor.numel() for tensor in state.values()) == trained_parameters(model)
-    other = tiny(dropout=0.1)
-    torch.nn.init.ones_(other.model.shared.weight)
-    load_trained_state(other, state)
-    torch.testing.assert_close(other.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
 
 
 def test_a_dataclass_of_sizes_names_every_field_of_a_size():

@@ -20,7 +20,6 @@ from tasks.common.weight_average import WeightAverage, WeightAverageConfig
 from tasks.images.config import CifarConfig, DataConfig
 from tasks.images.curvature import to_measure
 from tasks.images.run import ImageRun
-from tasks.translation.config import TranslationConfig
 from tests.workers import run_workers
 
 STEPS, PER_EPOCH = 12, 3
@@ -254,13 +253,6 @@ def test_a_resumed_run_deploys_the_same_average(tmp_path):
 def test_averages_that_cannot_be_meant_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(CifarConfig, words)
-
-
-def test_translation_averages_its_last_models_or_its_weights_but_not_both():
-    words = ["--weight_average.kind", "ema"]
-    assert parse_config(TranslationConfig, words).weight_average.kind == "ema"
-    with pytest.raises(ConfigError, match=r"average_last must be 1 with weight_average.kind = ema.*got 2"):
-        parse_config(TranslationConfig, [*words, "--average_last", "2"])
 
 
 def test_a_run_that_ends_before_the_first_snapshot_is_refused():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from dsgdac_accel.checkpoint import worker_parameters
 from tasks.common.config import load_config, parse_config
 from tasks.translation.commands import COMMANDS
 from tasks.translation.config import TranslationConfig
@@ -217,17 +218,16 @@ def test_dadam_starts_from_the_weights_and_the_batches_of_adam(work):
     assert not (runs["dadam"] / "tracker").exists()
 
 
-def test_the_last_deployed_models_are_averaged(work):
-    every = ["--average_last", "2", "--average_every", "3", "--max_steps", "8", "--max_grad_norm", "1"]
-    folder, out = train(forked(2), work, "averaged", *every)
-    assert "deployed is the average of 2 models" in out
-    files = sorted((folder / "averages").iterdir())
-    assert [file.name for file in files] == ["deployed-000000006.safetensors", "deployed-000000008.safetensors"]
-    assert summary(folder)["averaged_models"] == 2
-    first, second, deployed = (load_file(file) for file in (*files, folder / "deployed" / "model.safetensors"))
-    for name, tensor in first.items():
-        torch.testing.assert_close(deployed[name], (tensor + second[name]) / 2)
-    assert not all(torch.equal(first[name], second[name]) for name in first)
+def test_the_average_over_steps_is_deployed(work):
+    every = ["--weight_average.kind", "lawa", "--weight_average.last", "1", "--weight_average.every", "3"]
+    folder, _ = train(
+        forked(2), work, "averaged", *every, "--max_steps", "4", "--save_steps", "3", "--max_grad_norm", "1"
+    )
+    workers = worker_parameters(folder / "checkpoints" / "step-00000003")
+    deployed = load_file(folder / "deployed" / "model.safetensors")
+    for name in set(deployed) & set(workers[0]):
+        torch.testing.assert_close(deployed[name], (workers[0][name] + workers[1][name]) / 2)
+    assert "model.encoder.layers.0.fc1.weight" in set(deployed) & set(workers[0])
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def broken(work):
         ("--betas 0.9", ["betas"]),
         ("--algorithm sgd", ["'adam', 'dadam'"]),
         ("--mixed_precision fp16 --data.path absent", ["fp16 needs a GPU"]),
-        ("--average_every 3", ["average_every", "average_last = 1"]),
+        ("--average_last 2", ["average_last", "weight_average.last"]),
         ("--label_smoothing 1", ["label_smoothing must be in [0, 1), below 1"]),
         ("--data.target german", ["target_language", "german"]),
     ],
@@ -328,11 +328,11 @@ def test_a_refusal_is_one_line_and_status_2(broken, arguments, words):
 
 def test_a_refused_command_leaves_the_results_of_an_earlier_run(broken):
     folder = broken / "finished"
-    kept = [folder / name for name in ("summary.json", "test.hypotheses.txt", "averages/deployed-1.safetensors")]
+    kept = [folder / name for name in ("summary.json", "test.hypotheses.txt", "deployed/model.safetensors")]
     for file in kept:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("of an earlier run", encoding="utf-8")
-    arguments = ["--output_dir", "finished", "--model.heads", "3", "--average_last", "2"]
+    arguments = ["--output_dir", "finished", "--model.heads", "3"]
     status, _, err = run(forked(), broken, "--config", "settings.yaml", *arguments)
     assert status == 2, err
     assert "multiple of 2 x heads" in error_lines(err)[0]
