@@ -16,13 +16,13 @@ from dsgdac_accel.checks import (
     check_flag,
     check_integer,
     check_number,
-    did_you_mean,
 )
+from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
+_SCHEDULE = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
 _COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
 _ORDERS = ("local_first", "mix_first")
-_MAX_LR_WORDS = ("active", "run")
 _ON_WORKER_LOSS = ("stop", "continue")
 _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
 _ASYNCHRONOUS = {
@@ -146,18 +146,11 @@ class GossipConfig:
         self._check_asynchronous()
 
     def _check_schedule(self) -> None:
-        self._number("power", minimum=0, advice="Use 0 for plain DSGD (gamma is 1 throughout).")
-        self._number("floor", minimum=0, maximum=1, advice="It is the smallest gamma.")
-        if self.constant is not None:
-            advice = f"It is a gamma, and no gamma is below floor = {self.floor:g}. Leave it out for the power law."
-            self._number("constant", minimum=self.floor, maximum=1, advice=advice)
-        self._set("max_lr", _checked_max_lr(self.max_lr))
-        for name in ("start_step", "start_epoch"):
-            if getattr(self, name) is not None:
-                self._integer(name, minimum=0, advice="Counting starts at 0. Leave it out to start at the first step.")
-        if self.start_step is not None and self.start_epoch is not None:
-            got = f"start_step={self.start_step} and start_epoch={self.start_epoch}"
-            raise ValueError(f"start_step and start_epoch exclude each other; got {got}. Keep one.")
+        schedule = {name: getattr(self, name) for name in _SCHEDULE}
+        checked = AdaptiveConsensus(**schedule)
+        for name, value in schedule.items():
+            if value is not None:  # what is left out stays so
+                self._set(name, getattr(checked, name))
         if self.total_steps is not None:
             self._integer("total_steps", minimum=1)
             if self.start_step is not None and self.start_step > self.total_steps:
@@ -216,15 +209,6 @@ def _check_topology(topology: object) -> None:
         got = f"{topology!r} ({type(topology).__name__})"
         raise ValueError(f"topology must be a name or a Topology; got {got}. Names: {', '.join(TOPOLOGIES)}.")
     check_choice("topology", topology, TOPOLOGIES)
-
-
-def _checked_max_lr(max_lr: Any) -> Any:
-    if not isinstance(max_lr, str):
-        return check_number("max_lr", max_lr, above=0, advice="Or use 'active' or 'run'.")
-    if max_lr not in _MAX_LR_WORDS:
-        suggestion = did_you_mean(max_lr, _MAX_LR_WORDS)
-        raise ValueError(f"max_lr must be 'active', 'run' or a number > 0; got {max_lr!r}.{suggestion}")
-    return max_lr
 
 
 def config_to_dict(config: Any, *, spell: Callable[[Topology], str] = attrgetter("name")) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR, ReduceLROnPlateau, SequentialLR
 
-from dsgdac_accel.checks import check_integer, check_number
+from dsgdac_accel.checks import check_integer, check_number, did_you_mean
+
+_MAX_LR_WORDS = ("active", "run")
 
 
 def adaptive_gamma(lr: float, max_lr: float, power: float) -> float:
@@ -80,15 +82,16 @@ class AdaptiveConsensus:
         planned_lrs: Sequence[float] | None = None,
     ) -> None:
         if start_step is not None and start_epoch is not None:
-            raise ValueError(
-                f"start_step and start_epoch exclude each other; got {start_step} and {start_epoch}. Give one of them."
-            )
-        self.power = _nonnegative("power", power, "Use 0 for plain DSGD.")
-        self.start_step = _count_or_none("start_step", 0 if start_epoch is None and start_step is None else start_step)
-        self.start_epoch = _count_or_none("start_epoch", start_epoch)
+            got = f"start_step={start_step} and start_epoch={start_epoch}"
+            raise ValueError(f"start_step and start_epoch exclude each other; got {got}. Keep one.")
+        self.power = _nonnegative("power", power, "Use 0 for plain DSGD (gamma is 1 throughout).")
+        start_step = 0 if start_epoch is None and start_step is None else start_step
+        advice = "Counting starts at 0. Leave it out to start at the first step."
+        self.start_step = _count_or_none("start_step", start_step, advice)
+        self.start_epoch = _count_or_none("start_epoch", start_epoch, advice)
         self.max_lr = _checked_max_lr(max_lr)
-        self.floor = check_number("floor", floor, minimum=0, maximum=1, advice="Use 0 for none.")
-        self.constant = None if constant is None else check_number("constant", constant, minimum=self.floor, maximum=1)
+        self.floor = check_number("floor", floor, minimum=0, maximum=1, advice="It is the smallest gamma.")
+        self.constant = None if constant is None else self._checked_constant(constant)
         self.planned_lrs = [] if planned_lrs is None else [_nonnegative("each planned lr", lr) for lr in planned_lrs]
         # The state of the run: its first active step, and the largest learning rate that counts for max_lr so far.
         self._active_since: int | None = None
@@ -144,6 +147,10 @@ class AdaptiveConsensus:
         names = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
         return f"AdaptiveConsensus({settings})"
+
+    def _checked_constant(self, constant: float) -> float:
+        advice = f"It is a gamma, and no gamma is below floor = {self.floor:g}. Leave it out for the power law."
+        return check_number("constant", constant, minimum=self.floor, maximum=1, advice=advice)
 
     def _is_active(self, step: int, epoch: int | None) -> bool:
         if self.start_epoch is not None and epoch is None:
@@ -298,13 +305,15 @@ def _nonnegative(name: str, value: Any, advice: str = "") -> float:
 
 
 def _checked_max_lr(value: Any) -> float | str:
-    if isinstance(value, str) and value in ("active", "run"):
-        return value
-    return check_number("max_lr", _plain(value), above=0, advice="Or use 'active' or 'run'.")
+    if not isinstance(value, str):
+        return check_number("max_lr", _plain(value), above=0, advice="Or use 'active' or 'run'.")
+    if value not in _MAX_LR_WORDS:
+        suggestion = did_you_mean(value, _MAX_LR_WORDS)
+        raise ValueError(f"max_lr must be 'active', 'run' or a number > 0; got {value!r}.{suggestion}")
+    return value
 
 
-def _count_or_none(name: str, value: Any) -> int | None:
-    advice = "Counting starts at 0; leave it out for none."
+def _count_or_none(name: str, value: Any, advice: str = "") -> int | None:
     return None if value is None else check_integer(name, value, minimum=0, advice=advice)
 
 
