@@ -19,6 +19,7 @@ from dsgdac_accel.checkpoint.serialization import write_whole
 from dsgdac_accel.config import config_to_dict
 from tasks.common.algorithms import SynchronousAccelerator
 from tasks.common.config import config_fingerprint, dump_config
+from tasks.common.known_tasks import flat_values
 from tasks.common.plotting import PANELS, plot_run
 
 TRACKER = "tracker"
@@ -149,9 +150,7 @@ def writing_model(folder: Path) -> Iterator[None]:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all, with null for NaN and infinity."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(without_nan(values), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, [(json.dumps(without_nan(values), indent=2) + "\n").encode()])
 
 
 def without_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -163,16 +162,11 @@ def without_nan(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def flat_config(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_config(values: dict[str, Any]) -> dict[str, Any]:
     """Flatten nested sections to dotted keys with plain values, as trackers take them.
 
     >>> flat_config({"seed": 0, "data": {"name": "digits", "path": None}})
     {'seed': 0, 'data.name': 'digits', 'data.path': 'None'}
     """
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flat_config(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat
+    flat = flat_values(values)
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in flat.items()}

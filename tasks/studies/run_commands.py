@@ -83,7 +83,9 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    summaries = [_flat(read_summary(folder)) for folder in options.runs]
+    from tasks.common.known_tasks import flat_values
+
+    summaries = [flat_values(read_summary(folder)) for folder in options.runs]
     known = list(dict.fromkeys(key for summary in summaries for key in summary))
     keys = [*(key for key in FIRST_KEYS if key in known), *(key for key in known if key not in FIRST_KEYS)]
     rows = [[key, *(_shown(summary.get(key)) for summary in summaries)] for key in keys]
@@ -93,13 +95,6 @@ def _show(options: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
-
-
-def _flat(values: dict[str, Any], parent: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{parent}{key}.") if isinstance(value, dict) else {f"{parent}{key}": value}
-    return flat
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from dsgdac_accel.checkpoint.serialization import write_whole
 from tasks.common.known_tasks import base_values
 from tasks.common.plotting import Records, read_metrics
 from tasks.studies.plan import PlannedRun
@@ -113,9 +114,7 @@ def write_record(run: PlannedRun, status: int | None = None, seconds: float | No
     }
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / EXIT_STATUS).unlink(missing_ok=True)
-    partial = run.folder / f"{RECORD}.partial"
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, run.folder / RECORD)
+    write_whole(run.folder / RECORD, [(json.dumps(values, indent=2) + "\n").encode()])
 
 
 def _changes(run: PlannedRun, record: dict[str, Any]) -> list[str]:
