@@ -138,11 +138,6 @@ class TestLines:
     def test_ends_and_marks(self, tmp_path, content, lines):
         assert list(read_lines(write_bytes(tmp_path / "train.en", content))) == lines
 
-    @pytest.mark.parametrize("character", OTHER_BREAKS[1:])
-    def test_no_other_character_ends_a_line(self, tmp_path, character):
-        file = write_lines(tmp_path / "train.en", [f"a{character}b", f"c{character}"])
-        assert list(read_lines(file)) == [f"a{character}b", f"c{character}"]
-
     def test_bytes_that_are_not_utf8(self, tmp_path):
         file = write_bytes(tmp_path / "train.de", "gut\nM\xfchle\n".encode("latin-1"))
         with pytest.raises(
@@ -175,10 +170,6 @@ class TestLines:
 
 
 class TestPairs:
-    def test_side_by_side(self, tmp_path):
-        write_text_split(tmp_path)
-        assert list(read_pairs(tmp_path / "train.en", tmp_path / "train.de")) == PAIRS
-
     @pytest.mark.parametrize(("english", "german"), [(5, 6), (6, 5), (0, 1)])
     def test_unequal_counts(self, tmp_path, english, german):
         write_text_split(tmp_path, "train", ["a"] * english, ["b"] * german)
@@ -313,13 +304,6 @@ class TestLocalFiles:
         with pytest.raises(ValueError, match=r"there is no .*/train\.fr\."):
             opened(tmp_path / "data", target="fr")
 
-    def test_unequal_counts_in_the_second_split(self, tmp_path, opened):
-        write_text_split(tmp_path / "data")
-        write_text_split(tmp_path / "data", "test", ["a"] * 5, ["b"] * 6)
-        with pytest.raises(ValueError, match=r"test\.en has 5, .*test\.de has 6\."):
-            opened(tmp_path / "data")
-        assert not list((tmp_path / "cache").glob("**/*.partial"))
-
     def test_bytes_that_are_not_utf8(self, tmp_path, opened):
         write_text_split(tmp_path / "data", sources=["a", "b"], targets=["c", "d"])
         (tmp_path / "data" / "train.de").write_bytes(b"\xfc\nd\n")
@@ -342,14 +326,6 @@ class TestLocalFiles:
         assert pairs_of(corpus) == PAIRS
         assert pairs_of(corpus, "test") == [("a", "b")]
         assert pairs_of(opened(tmp_path / "data" / "test.parquet")) == [("a", "b")]
-
-    def test_the_translation_feature_of_datasets(self, tmp_path, opened):
-        features = datasets.Features(translation=datasets.Translation(languages=["de", "en"]))
-        (tmp_path / "data").mkdir()
-        datasets.Dataset.from_dict({"translation": translations()}, features).to_parquet(
-            tmp_path / "data/train.parquet"
-        )
-        assert pairs_of(opened(tmp_path / "data")) == PAIRS
 
     @pytest.mark.parametrize(
         "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str

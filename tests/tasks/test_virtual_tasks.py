@@ -144,13 +144,6 @@ def test_two_runs_do_not_write_into_one_folder(work):
     assert "another run is writing into it" in error_lines(err)[0]
 
 
-def test_one_image_is_no_batch_to_measure_on_with_batch_norm(work):
-    command = [*forked(), str(ROOT / "tasks" / "cifar.py"), "--config", "images.yaml", "--curvature.batch_size", "1"]
-    status, _, err = finish(start(command, work))
-    assert status == 2
-    assert "curvature.batch_size: the model has BatchNorm" in error_lines(err)[0]
-
-
 def rows_of(config, seed):
     return [rows.tolist() for rows in config.training_batches(50, seed, lambda number, rows: rows)]
 

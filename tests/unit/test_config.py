@@ -200,14 +200,6 @@ def test_hints_name_settings_that_exist():
 @pytest.mark.parametrize(
     ("task", "name", "words"),
     [
-        (CifarConfig, "lr", "Did you mean learning_rate?"),
-        (TranslationConfig, "rate", "Did you mean learning_rate?"),
-        (CifarConfig, "epochs", "Did you mean num_train_epochs?"),
-        (CifarConfig, "fp16", "Use mixed_precision: fp16."),
-        (CifarConfig, "max_steps", "Use num_train_epochs: the length of a run is counted in epochs here."),
-        (CifarConfig, "per_device_train_batch_size", "Use global_batch_size (all workers together)."),
-        (TranslationConfig, "per_device_train_batch_size", "Use batch_tokens (all workers together)."),
-        (TranslationConfig, "batch_size", "Did you mean batch_tokens?"),
         (CifarConfig, "report-to", "Did you mean report_to?"),
         (CifarConfig, "gradient-accumulation-steps", "Did you mean gradient_accumulation_steps?"),
         (CifarConfig, "output-dir", "Did you mean output_dir?"),
@@ -222,23 +214,13 @@ def test_hints_name_settings_that_exist():
         (TranslationConfig, "num_beams", "Did you mean decoding.beams?"),
         (TranslationConfig, "lenpen", "Did you mean decoding.length_penalty?"),
         (TranslationConfig, "decoding.length_penalty_kin", "Did you mean decoding.length_penalty_kind?"),
-        (TranslationConfig, "model.pre_norm", "Use model.norm: pre or post."),
         (TranslationConfig, "model.norms", "Did you mean model.norm?"),
-        (TranslationConfig, "warmup_lr", "Did you mean warmup_learning_rate?"),
-        (TranslationConfig, "data.truncate", "Did you mean data.truncation?"),
-        (TranslationConfig, "data.val_fraction", "Did you mean data.validation_fraction?"),
-        (CifarConfig, "no_weight_decay", "Did you mean no_decay?"),
         (CifarConfig, "no_decays", "Did you mean no_decay?"),
-        (CifarConfig, "m_sam", "Did you mean sam_per_worker?"),
-        (CifarConfig, "rho", "Did you mean sam_rho?"),
-        (CifarConfig, "gossip.p", "Did you mean gossip.power?"),
-        (CifarConfig, "gossip.lr", "Did you mean gossip.max_lr?"),
-        (TranslationConfig, "warmup_ratio", "Use warmup_steps: the warm-up is counted in optimizer steps here."),
         (TranslationConfig, "dropout", "It belongs at model.dropout."),
         (CifarConfig, "num_train_epoch", "Did you mean num_train_epochs?"),
     ],
 )
-def test_the_right_key_is_named_for_the_usual_one(task, name, words):
+def test_the_right_key_is_named_for_one_that_is_nearly_right(task, name, words):
     with pytest.raises(ConfigError) as caught:
         parse_config(task, [f"--{name}=1"])
     assert str(caught.value) == f"command line: unknown key {name}. {words}"
@@ -324,7 +306,6 @@ def test_a_warm_up_may_last_the_whole_run():
     ("text", "path", "value"),
     [
         ("optimizer: {lr: 1e-3}", "optimizer.lr", 0.001),
-        ("optimizer: {lr: 5e-4}", "optimizer.lr", 0.0005),
         ("optimizer: {lr: 1E-3}", "optimizer.lr", 0.001),
         ("optimizer: {lr: 1e5}", "optimizer.lr", 100000.0),
         ("optimizer: {lr: .5}", "optimizer.lr", 0.5),
@@ -347,7 +328,6 @@ def test_a_warm_up_may_last_the_whole_run():
         ("resume: true", "resume", True),
         ("resume: False", "resume", False),
         ("limit: 3", "limit", 3),
-        ("limit: 1e5", "limit", 100000),
         ("limit:", "limit", None),
         ("weights: {a: 1, no: 2e-1}", "weights", {"a": 1.0, "no": 0.2}),
         ("extra: {a: [1, no, null]}", "extra", {"a": [1, "no", None]}),
@@ -355,7 +335,6 @@ def test_a_warm_up_may_last_the_whole_run():
         ("optimizer: {milestones: [60, 120]}", "optimizer.milestones", [60, 120]),
         ("data: {files: [a, b]}", "data.files", ("a", "b")),
         ("gossip: {max_lr: run}", "gossip.max_lr", "run"),
-        ("gossip: {max_lr: 1e-1}", "gossip.max_lr", 0.1),
         ("gossip: {topology: ring}", "gossip.topology", "ring"),
         ("gossip: {}", "gossip", GossipConfig()),
         ("gossip: null", "gossip", None),
@@ -474,16 +453,13 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("data: {zzz: 3}", ["unknown key data.zzz. The keys of data are path, files, cache."]),
         ("seed: 1\nname: a\nseed: 2", ["run.yaml:3: seed is given twice. Keep one."]),
         ("gossip:\n  power: 1\n  'power': 2", ["run.yaml:3: power is given twice. Keep one."]),
-        ("extra: [{a: 1, a: 2}]", ["run.yaml:1: a is given twice. Keep one."]),
         ("gossip: 3", ["gossip must be a section with keys such as power; got 3."]),
         ("optimizer: null", ["optimizer must be a section with keys such as lr; got nothing (null)."]),
-        ("optimizer: [lr]", ["optimizer must be a section with keys such as lr; got ['lr']."]),
         ("seed: {a: 1}", ["seed must be an integer; got {a: 1}."]),
         ("seed: [1]", ["seed must be an integer; got [1]."]),
         ("- seed", ["run.yaml must hold keys such as `seed: 1` at the top level; got a list."]),
         ("seed", ["run.yaml must hold keys such as `seed: 1` at the top level; got 'seed'."]),
         ("1: 2", ["run.yaml:1: unknown key 1."]),
-        ("seed: 1\ngosip: {}", ["run.yaml:2: unknown key gosip. Did you mean gossip?"]),
         ("gossip: {null: 2}", ["run.yaml:1: unknown key gossip.null."]),
         ("? [a]\n: 2", ["run.yaml: keys must be text; got a list or section as a key."]),
         ("seed:\n\t- 1", ["run.yaml:2: invalid YAML", "spaces, not tabs"]),
@@ -496,7 +472,6 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("seed: !!python/name:os.system", ["run.yaml:1: invalid YAML", "tag", "python/name"]),
         ("extra: !!set {a, b}", ["run.yaml:1: invalid YAML", "tag", "set"]),
         ("name: !!binary aGk=", ["run.yaml:1: invalid YAML", "tag", "binary"]),
-        ("milestones: !!python/tuple [1, 2]", ["run.yaml:1: invalid YAML", "tag", "python/tuple"]),
         ("!!python/object/apply:os.system {seed: 1}", ["run.yaml:1: invalid YAML", "tag", "os.system"]),
         ("optimizer: {<<: 3}", ["run.yaml:1: invalid YAML", "merging"]),
         ("extra: " + "[" * 700, ["run.yaml has too many levels. Use fewer."]),
@@ -522,15 +497,11 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         (f"seed: {'1' * 5000}", ["seed must be an integer; got '111"]),
         ("seed: ٣", ["seed must be an integer; got '٣'."]),
         ("resume: yes", ["resume must be true or false; got 'yes'."]),
-        ("resume: 1", ["resume must be true or false; got 1."]),
-        ("resume: off", ["resume must be true or false; got 'off'."]),
         ("resume: 'true'", ["resume must be true or false; got 'true'."]),
         ("name: 3", ["name must be text; got 3.", 'put it in quotes: "3"']),
-        ("name: true", ["name must be text; got true.", 'put it in quotes: "true"']),
         ("name: null", ["name must be text; got nothing (null)."]),
         ("mixed_precision: bf61", ["must be one of 'no', 'bf16'; got 'bf61'. Did you mean 'bf16'?"]),
         ("limit: abc", ["limit must be an integer or null; got 'abc'."]),
-        ("limit: '3'", ["limit must be an integer or null; got '3'. Remove the quotes."]),
         ("optimizer: {betas: [0.9]}", ["optimizer.betas must be a list of 2 (a number, a number); got [0.9]."]),
         ("optimizer: {betas: [0.9, x]}", ["optimizer.betas must be a list of 2 (a number, a number); got [0.9, 'x']."]),
         (
@@ -547,7 +518,6 @@ def test_dotdot_follows_a_linked_folder_as_the_file_system_does(tmp_path):
         ("optimizer: {milestones: [1, 2.0]}", ["got [1, 2.0]. Write it without a decimal point."]),
         ("optimizer: ''", ["optimizer must be a section with keys such as lr; got ''."]),
         ("optimizer: {lr: 1,5}", ["unknown key optimizer.5."]),
-        ("seed: &m {a: *m}", ["run.yaml has too many values or levels"]),
         ("weights: {a: x}", ["weights must be named values (each a number); got {a: 'x'}."]),
         ("weights: [1]", ["weights must be named values (each a number); got [1]."]),
     ],
@@ -590,7 +560,6 @@ def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
         (["--gossip", "null", "--gossip.power", "3"], ["--gossip null and --gossip.power 3 are both given. Keep one."]),
         (["--gossip.power", "3", "--gossip", "null"], ["--gossip.power 3 and --gossip null are both given. Keep one."]),
         (["--name", "\udcff"], ["'\\udcff' is not UTF-8 text. Retype it."]),
-        (["--optimizer.milestones", "60,x"], ["must be a list (each an integer); got [60, 'x']."]),
         (["--optimizer", "{lr: 3}"], ["optimizer must be a section with keys such as lr; got '{lr: 3}'."]),
         (["--print_config=1"], ["unknown key print_config"]),
         (["--resume", "yes"], ["resume must be true or false; got 'yes'."]),
@@ -598,7 +567,6 @@ def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
         (["--weights", "a"], ["command line: weights must be named values (each a number); got ['a']."]),
         (["--optimizer.betas", "[0.9"], ["command line:1: invalid YAML"]),
         (["--optimizer.betas", "[0.9, '1']"], ["got [0.9, '1']. Remove the quotes."]),
-        (["--optimizer.betas", "0.9,x"], ["optimizer.betas must be a list of 2 (a number, a number); got [0.9, 'x']."]),
     ],
 )
 def test_mistakes_on_the_command_line_are_refused_by_name(argv, words):
@@ -740,28 +708,10 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 unit = st.floats(0, 1)
-words = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
-    [
-        "none",
-        "null",
-        "~",
-        "true",
-        "no",
-        "off",
-        "1e-3",
-        "012",
-        "1:30",
-        ".nan",
-        "<<",
-        "=",
-        "a: b",
-        "#x",
-        "- a",
-        "'",
-        '"',
-        " ",
-    ]
-)
+words = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from([
+    "none", "null", "~", "true", "no", "off", "1e-3", "012", "1:30", ".nan", "<<", "=",
+    "a: b", "#x", "- a", "'", '"', " ",
+])  # fmt: skip
 paths = st.text(string.ascii_letters + " #:'~é", min_size=1, max_size=8).map(lambda name: Path("/data") / name)
 gossips = st.builds(
     GossipConfig,
