@@ -59,8 +59,8 @@ class PassAverage:
       `TrainingPhase.is_training`;
     - in `save_pretrained` of a prepared model.
 
-    Where there is no average to show, the first such pass, and the first `state_dict()` of a worker's own weights, log
-    a warning with the line to write.
+    The first such pass without an average to show, and the first `state_dict()` of a worker's own weights, log a
+    warning that says what to write instead.
 
     Args:
         training: the models and GossipSteps of the accelerator.
@@ -137,7 +137,8 @@ class PassAverage:
             self._trained_in = fresh[0]
             fresh[0].trained_in = True
             steps = fresh[0].steps
-            ends = [pass_.last for pass_ in fresh[1:] if pass_.steps == steps > 1]  # 1: as well a sample, of one worker
+            # After a single step, the other pass may also be a worker's that only takes a sample.
+            ends = [pass_.last for pass_ in fresh[1:] if pass_.steps == steps > 1]
             return fresh[0].loader(), fresh[0].last or any(ends)
         # No new batch: a second optimizer steps on the same one.
         return (None, False) if self._trained_in is None else (self._trained_in.loader(), self._at_end)

@@ -263,8 +263,8 @@ class AsynchronousSimulation:
     def replay(self, history_N: Sequence[Sequence[tuple[Any, ...]]], fill_gradients: Callable[[int], None]) -> None:
         """Replay the recorded events of all workers.
 
-        Only the order of the events of each worker is used, and that both workers of an exchange have taken their
-        snapshots before any of them applies it.
+        The events of a worker keep their order. Those of different workers may change places, but both workers of an
+        exchange take their snapshots before either applies it.
 
         Args:
             history_N: events of each worker in order, as `core.asynchronous.SharedValues.history` records them.

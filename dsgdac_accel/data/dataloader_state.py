@@ -46,7 +46,7 @@ class OpenPass:
     last: bool = False
     """Whether the batch that it handed out is its last."""
     steps: int = 0
-    """Optimizer steps before which it handed out a batch."""
+    """Optimizer steps for which it handed out at least one batch, after the step before."""
     evaluation: bool = False
     """Whether it counted as one of evaluation when it began."""
     trained_in: bool = False
@@ -283,7 +283,11 @@ class PassRecorder:
         return base.num_workers == 0 or self._replay is False
 
     def before_fetch(self) -> None:
-        """Keep the random streams before a fetch. A resumed pass that still catches up returns to the kept ones."""
+        """Keep the random streams as they are before a fetch.
+
+        A resumed pass draws from the streams at its start while it fetches the batches that it skips, and nothing is
+        kept. The streams are set to the saved ones at the fetch whose batch had not been handed out, and at the next.
+        """
         pass_ = self._advancing
         if pass_ is None:
             return
@@ -364,7 +368,7 @@ class PassRecorder:
         self._resumes = False
 
     def resume(self, replay: bool | None) -> None:
-        """Let the next pass be the rest of the loaded one. See `ResumedBatches` for `replay`."""
+        """Let the next pass be the rest of the loaded one. See `GossipAccelerator.resumed_batches` for `replay`."""
         self._resumes, self._replay = self._loaded is not None, replay
 
     @property
@@ -520,9 +524,7 @@ class ResumedBatches:
 
     Args:
         loader: a prepared loader.
-        replay: how to skip the batches taken before. True fetches and drops them, which also brings random streams of
-            loader processes and datasets to their saved state. False skips them in the sampler, which takes no time.
-            None replays where loader processes or an iterable dataset need it.
+        replay: how to skip the batches taken before, see `GossipAccelerator.resumed_batches`.
     """
 
     def __init__(self, loader: Any, replay: bool | None = None) -> None:

@@ -32,11 +32,12 @@ _ORDERED_BY_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weig
 
 
 def share_sampler_seed(loader: DataLoader, group: WorkerGroup) -> None:
-    """Give a generator that all workers share to torch's samplers that would use the global random stream.
+    """Give those samplers of torch that would draw from the global random stream a generator that all workers share.
 
-    Accelerate distributes the batches of one order over the workers. The global streams differ between workers, so a
-    sampler that uses them (`WeightedRandomSampler`, `SubsetRandomSampler`) would give overlapping shards of different
-    orders. Accelerate synchronizes `RandomSampler` itself. For a user's own samplers see `SharedStream`.
+    Accelerate distributes the batches of one order over the workers. The global streams differ between workers, so
+    with a sampler that draws from them (`WeightedRandomSampler`, `SubsetRandomSampler`) each worker would take its
+    shard of an order of its own, and shards would overlap. Accelerate synchronizes `RandomSampler` itself. For a user's
+    own samplers see `SharedStream`.
     """
     if group.size == 1:
         return
