@@ -237,7 +237,9 @@ def number(value: Any) -> float:
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
     """Name each run by its algorithm, and add its folder if several runs have the same one."""
-    algorithms = [_summary(folder).get("algorithm", _config(folder).get("algorithm")) for folder in folders]
+    algorithms = [
+        json_object(folder / "summary.json").get("algorithm", _config(folder).get("algorithm")) for folder in folders
+    ]
     return [
         name
         if not isinstance(algorithm, str)
@@ -261,7 +263,7 @@ def _folder_names(folders: Sequence[Path]) -> list[str]:
 def facts_of(folder: Path, records: Records) -> dict[str, str]:
     """Return what the title of a run says, by name, from its configuration, summary and log: what is known of
     task, algorithm, data, workers, topology and seed, and whether it is unfinished."""
-    summary, config = _summary(folder), _config(folder)
+    summary, config = json_object(folder / "summary.json"), _config(folder)
     known = {
         "task": script_for(folder / "config.yaml").stem if config else None,
         "algorithm": summary.get("algorithm", config.get("algorithm")),
@@ -307,13 +309,13 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """Return summary.json of a run; {} if there is none that can be read."""
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is none that can be read."""
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 # ---- panels

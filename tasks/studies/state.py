@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dsgdac_accel.checkpoint.serialization import write_whole
 from tasks.common.known_tasks import base_values
-from tasks.common.plotting import Records, read_metrics
+from tasks.common.plotting import Records, json_object, read_metrics
 from tasks.studies.plan import PlannedRun
 
 RECORD = "sweep.json"
@@ -63,7 +63,7 @@ class RunState:
 def state_of(run: PlannedRun) -> RunState:
     """Read the state of a run from its folder."""
     record = read_record(run.folder)
-    summary = _read_json(run.folder / "summary.json")
+    summary = json_object(run.folder / "summary.json")
     changes = tuple(_changes(run, record))
     if summary:
         return RunState(run, "changed", changes) if changes else RunState(run, "finished", (), summary)
@@ -77,7 +77,7 @@ def state_of(run: PlannedRun) -> RunState:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the sweep's record in the folder of a run; {} if there is none."""
-    return _read_json(folder / RECORD)
+    return json_object(folder / RECORD)
 
 
 def exit_status(run: PlannedRun) -> int | None:
@@ -164,13 +164,3 @@ def _differ(old: Any, new: Any) -> bool:
 
 def _change(key: str, old: Any, new: Any) -> str:
     return f"{key}: {old} -> {new}"
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except ValueError:  # truncated
-        return {}
-    return values if isinstance(values, dict) else {}
