@@ -2,7 +2,6 @@
 
 import io
 import os
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -25,14 +24,7 @@ from tasks.images.data import (
 )
 from tasks.images.decoding import decode_image
 from tasks.images.sources import choose_splits, find_image_column, find_label_column
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-
-
-def real_data(name):
-    if not (DATA / name).is_dir():
-        pytest.skip(f"development data set '{name}' is not beside the repository")
-    return DATA / name
+from tests.selection import real_data
 
 
 def png(value=0, mode="RGB", size=(4, 4)):

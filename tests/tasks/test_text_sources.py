@@ -30,21 +30,15 @@ from tasks.translation.text_files import (
     read_lines,
     read_pairs,
 )
+from tests.selection import real_data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DATA = REPOSITORY.parent / "shared" / "data"
 
 # All that str.splitlines takes for the end of a line, with "\n" left out.
 OTHER_BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 EN = ["The ferry leaves at nine.", "", "A mill\u2028by the water.", "She lost it.\x85"]
 DE = ["Die Fähre geht um neun.", "Nichts.", "Eine Mühle\x0b am Wasser.", "Sie verlor ihn."]
-
-
-def real_data(name):
-    if not (DATA / name).is_dir():
-        pytest.skip(f"development data set '{name}' is not beside the repository")
-    return DATA / name
 
 
 def write_bytes(path, content):
@@ -585,10 +579,11 @@ class TestRealData:
         ],
     )
     def test_all_rows_in_order(self, opened, name, counts):
-        corpus = opened(real_data(name))
+        folder = real_data(name)
+        corpus = opened(folder)
         assert {split: len(rows) for split, rows in corpus.splits.items()} == counts
         for split in counts:
-            table = pq.read_table(DATA / name / f"{split}.parquet")["translation"].to_pylist()
+            table = pq.read_table(folder / f"{split}.parquet")["translation"].to_pylist()
             assert pairs_of(corpus, split) == [(row["en"], row["de"]) for row in table]
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -29,9 +28,8 @@ from tasks.translation.scores import (
     one_line,
     paper_tokens,
 )
+from tests.selection import real_data
 from tests.workers import run_workers
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 REFERENCES = [
     "The ferry leaves at nine from the north pier.",
@@ -131,9 +129,7 @@ def corrupted(sentences):
 @pytest.fixture(scope="module")
 def newstest():
     """German side of newstest2014, and a corruption of it."""
-    if not (DATA / "newstest").is_dir():
-        pytest.skip("development data set 'newstest' is not beside the repository")
-    pairs = pd.read_parquet(DATA / "newstest" / "test.parquet")["translation"]
+    pairs = pd.read_parquet(real_data("newstest") / "test.parquet")["translation"]
     references = [pair["de"] for pair in pairs]
     return corrupted(references), references
 

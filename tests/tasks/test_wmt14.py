@@ -21,6 +21,7 @@ from tasks.translation.model import load_translator
 from tasks.translation.run import TranslationRun
 from tasks.translation.tokenizer import encode
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
+from tests.selection import real_data
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
 
@@ -436,12 +437,9 @@ SHRUNK = """
 @pytest.mark.data
 @pytest.mark.parametrize("algorithm", ["adam", "dadam", "dadam_ac"])
 def test_the_papers_configurations_learn_on_a_slice_of_wmt14_at_their_learning_rates(tmp_path, algorithm):
-    shared = ROOT.parent / "shared" / "data"
-    if not (shared / "wmt14_10k").is_dir():
-        pytest.skip("development data set 'wmt14_10k' is not beside the repository")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.parquet").symlink_to(shared / "wmt14_10k" / "train.parquet")
-    pandas.read_parquet(shared / "newstest" / "test.parquet").head(20).to_parquet(tmp_path / "data" / "test.parquet")
+    (tmp_path / "data" / "train.parquet").symlink_to(real_data("wmt14_10k") / "train.parquet")
+    pandas.read_parquet(real_data("newstest") / "test.parquet").head(20).to_parquet(tmp_path / "data" / "test.parquet")
     config = ROOT / "configs" / f"wmt14_big_{algorithm}.yaml"
     succeed(forked(), tmp_path, "--config", str(config), "--output_dir", "run", *SHRUNK.split())
     losses = records(tmp_path / "run", "train/loss")

@@ -1,7 +1,6 @@
 """All topologies, numbers of workers and optimizers follow Algorithm 1, with virtual workers in this process."""
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 from tests.multiprocess.test_against_simulation import ALLOWED
 from tests.multiprocess.test_virtual_workers import assert_follows, simulate, train
@@ -26,11 +25,8 @@ CASES += [
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch):
+def on_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize(("topology", "num_workers", "optimizer", "options"), CASES)

@@ -16,13 +16,6 @@ from dsgdac_accel.core.sketch import Projection, consensus_of, relative_error
 LENGTH = 63
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def dense(projection: Projection, size: int) -> torch.Tensor:
     """The matrix of a projection, (k, D), one column at a time."""
     return torch.stack([projection([row]) for row in torch.eye(size, dtype=torch.float64)], dim=1)

@@ -11,20 +11,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers.utils import ModelOutput
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers
 from dsgdac_accel.data.batch_parts import batch_size, cut, even_sizes, join
 from dsgdac_accel.randomness import WorkerStreams, seed_workers_differently
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def make_model() -> nn.Sequential:
