@@ -4,11 +4,10 @@ import re
 import time
 
 import pytest
-from safetensors.torch import load_file
-from test_task_resume import IMAGES, SMALL_IMAGES, TEXT, assert_same_tensors, logged, write_pairs
+from test_task_resume import IMAGES, SMALL_IMAGES, TEXT, assert_same_run, write_pairs
 
 from dsgdac_accel import EXIT_STOPPED
-from dsgdac_accel.checkpoint import load_worker, newest_checkpoint, read_manifest
+from dsgdac_accel.checkpoint import newest_checkpoint, read_manifest
 from tests.launching import ROOT, finish, forked, start, summary, torchrun
 
 pytestmark = [pytest.mark.task, pytest.mark.timeout(200)]
@@ -54,19 +53,6 @@ def ends_of_all(script):
     statuses = [process.exitcode for process in script.processes]
     _, out, err = finish(script, timeout=10)
     return statuses, out + err
-
-
-def assert_same_run(one, other, workers):
-    assert logged(one) == logged(other)
-    measured = [key for key in summary(one) if key != "data_share" and not key.endswith("seconds")]
-    assert [summary(other)[key] for key in measured] == [summary(one)[key] for key in measured]
-    for file in (one / "deployed").glob("*.safetensors"):
-        assert_same_tensors(load_file(file), load_file(other / "deployed" / file.name))
-    ends = [newest_checkpoint(folder / "checkpoints") for folder in (one, other)]
-    assert [read_manifest(end).step for end in ends] == [summary(one)["steps"]] * 2
-    for rank in range(workers):
-        last, same = (load_worker(end, rank) for end in ends)
-        assert_same_tensors(last["models"][0]["parameters"], same["models"][0]["parameters"])
 
 
 @pytest.mark.parametrize(

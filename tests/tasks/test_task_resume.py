@@ -102,6 +102,20 @@ def assert_same_tensors(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_same_run(one, other, workers):
+    assert logged(other) == logged(one)
+    measured = [key for key in summary(one) if key != "data_share" and not key.endswith("seconds")]
+    assert [summary(other)[key] for key in measured] == [summary(one)[key] for key in measured]
+    for file in (one / "deployed").glob("*.safetensors"):
+        assert_same_tensors(load_file(file), load_file(other / "deployed" / file.name))
+    ends = [newest_checkpoint(folder / "checkpoints") for folder in (one, other)]
+    assert [read_manifest(end).step for end in ends] == [summary(one)["steps"]] * 2
+    for rank in range(workers):
+        last, same = (load_worker(end, rank) for end in ends)
+        assert_same_tensors(last["models"][0]["parameters"], same["models"][0]["parameters"])
+        assert torch.equal(last["random"]["torch"], same["random"]["torch"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "settings", "algorithm", "kill_at", "resumed_at"),
@@ -126,17 +140,7 @@ def test_a_killed_run_started_again_is_the_unbroken_one(tmp_path, script, settin
     (step,) = re.findall(r"resumed at step (\d+)", out)
     assert int(step) in resumed_at  # the newest one may have been incomplete, since it is written in the background
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "broken"
-    assert logged(resumed) == logged(unbroken)
-    measured = [key for key in summary(unbroken) if key != "data_share" and not key.endswith("seconds")]
-    assert [summary(resumed)[key] for key in measured] == [summary(unbroken)[key] for key in measured]
-    for file in (unbroken / "deployed").glob("*.safetensors"):
-        assert_same_tensors(load_file(file), load_file(resumed / "deployed" / file.name))
-    ends = [newest_checkpoint(folder / "checkpoints") for folder in (unbroken, resumed)]
-    assert [read_manifest(end).step for end in ends] == [summary(unbroken)["steps"]] * 2
-    for rank in range(2):
-        one, other = (load_worker(end, rank) for end in ends)
-        assert_same_tensors(one["models"][0]["parameters"], other["models"][0]["parameters"])
-        assert torch.equal(one["random"]["torch"], other["random"]["torch"])
+    assert_same_run(unbroken, resumed, workers=2)
     assert len(list((resumed / "checkpoints").iterdir())) == 2
 
 
