@@ -58,7 +58,9 @@ class Common:
 
     listed: tuple[CommonTensor, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those to store, by digest."""
+    """Those to store, by digest. Sharded workers store equal ones under each name, by longer keys."""
+    names: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
+    """The path in a worker's state by the path in `tensors`, for who reads the file with other programs."""
 
 
 def tensors_by_place(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, Tensor]:
@@ -138,6 +140,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
 
     listed = []
     stored: dict[str, Tensor] = {}
+    names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for place, (found, plain) in first.items():
         if place not in equal:
             continue
@@ -146,9 +149,10 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
         source = place._replace(name=in_first_replica(place.name))
         keep = plain and not (unchanged(place) and unchanged(source))
         listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
-        if keep:
-            stored.setdefault(found, tensor)
-    return Common(tuple(listed), stored)
+        if keep and (found not in stored or group.row.group is not None):
+            key = found if found not in stored else f"{found} for {place}"
+            stored[key], names[(key,)] = tensor, ("models", *place)
+    return Common(tuple(listed), stored, names)
 
 
 def put_common(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from dsgdac_accel.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SHARDED_FORMAT = 3
-"""Version of the manifest of workers that consist of several ranks, with a file for each of them."""
+SHARDED_FORMAT = 4
+"""Version of the manifest of workers that consist of several ranks, with a folder for each worker."""
+
+_SHARDED_FORMATS = (3, SHARDED_FORMAT)
+"""Format 3 has the files of all workers in one folder, without the offsets that torch.distributed.checkpoint reads."""
 
 MANIFEST = "gossip.json"
 WORKERS = "workers"
@@ -35,11 +39,10 @@ RECEIPT = ".receipt"
 """Suffix of the file that reports a worker's file as written; it exists only while a checkpoint is being saved."""
 
 # Names are matched as a whole, so that a manifest from elsewhere cannot point outside its folder.
-_SHARD = r"(?:\.(?P<shard>\d{3,}))?"
-WORKER_FILE = re.compile(rf"workers/(?P<worker>\d{{5,}}){_SHARD}(?:-(?P<generation>\d+))?\.safetensors")
-COMMON_FILE = re.compile(rf"workers/common{_SHARD}(?:-(?P<generation>\d+))?\.safetensors")
-OURS = re.compile(rf"(\d{{5,}}|common)(\.\d{{3,}})?(-\d+)?(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
-"""Names of the files that saving writes into the folder of the workers."""
+_STEM = r"workers/(?P<owner>\d{5,}|common)(?:\.(?P<old>\d{3,}))?(?:-(?P<generation>\d+))?(?:/(?P<shard>\d{3,}))?"
+_SAVED = re.compile(rf"{_STEM}\.safetensors")
+_OURS = re.compile(rf"{_STEM}(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
+"""Names of the files that saving writes, relative to the checkpoint's folder. `old` is the shard in format 3."""
 
 
 class WorkerCountError(CheckpointError):
@@ -87,7 +90,7 @@ class Manifest:
 
     def common_file_of(self, shard: int) -> SavedFile | None:
         """Return the file of the common tensors that the ranks at one place of all workers share."""
-        return next((file for file in self.common_files if _shard_of(COMMON_FILE, file) == shard), None)
+        return next((file for file in self.common_files if _place_of(file) == ("common", shard)), None)
 
     def content(self) -> dict[str, Any]:
         """Return what the manifest's file holds. Without shards it is what older versions read, too."""
@@ -119,7 +122,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found not in (*READABLE_FORMATS, SHARDED_FORMAT):
+    if found not in (*READABLE_FORMATS, *_SHARDED_FORMATS):
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
         raise CheckpointError(
             f"{path} has format {found}{wrote}; this is {__version__}, which reads formats up to "
@@ -139,21 +142,20 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("its mesh has no sizes")
     if type(manifest.workers) is not int or not 0 < manifest.workers * manifest.shards == len(manifest.files):
         raise ValueError("its files are not those of its workers")
-    names = [WORKER_FILE.fullmatch(file.name) for file in manifest.files]
-    places = itertools.product(range(manifest.workers), range(manifest.shards))
-    found = [(int(name["worker"]), int(name["shard"] or 0)) for name in names if name]
-    if found != list(places):
+    owners = [f"{worker:05d}" for worker in range(manifest.workers)]
+    if list(map(_place_of, manifest.files)) != list(itertools.product(owners, range(manifest.shards))):
         raise ValueError("its files are not those of its workers")
     if type(manifest.step) is not int or not isinstance(manifest.facts, dict):
         raise ValueError("workers, step and facts are not as this library writes them")
     stored = {tensor.shard for tensor in manifest.common if tensor.stored}
-    if sorted(stored) != [_shard_of(COMMON_FILE, file) for file in manifest.common_files]:
+    if [("common", shard) for shard in sorted(stored)] != list(map(_place_of, manifest.common_files)):
         raise ValueError("its common files are not those of its common tensors")
 
 
-def _shard_of(pattern: re.Pattern[str], file: SavedFile) -> int | None:
-    match = pattern.fullmatch(file.name)
-    return None if match is None else int(match["shard"] or 0)
+def _place_of(file: SavedFile) -> tuple[str, int] | None:
+    """Return the number of the worker, or "common", and the rank within it; None for another name."""
+    match = _SAVED.fullmatch(file.name)
+    return match and (match["owner"], int(match["shard"] or match["old"] or 0))
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
@@ -194,9 +196,25 @@ def is_complete(folder: Path | str) -> bool:
 
 def is_leftover(folder: Path) -> bool:
     """Return whether `folder` holds only what an interrupted save left."""
-    workers = folder / WORKERS
-    ours = workers.is_dir() and all(OURS.fullmatch(file.name) for file in workers.iterdir())
+    everything = [path for path in (folder / WORKERS).rglob("*") if not path.is_dir()]
+    ours = (folder / WORKERS).is_dir() and set(everything) == set(our_files(folder))
     return ours and not (folder / MANIFEST).exists()
+
+
+def our_files(folder: Path) -> dict[Path, int]:
+    """Return the files in a checkpoint's folder that saving wrote, complete or not, with their generations."""
+    matches = {path: _OURS.fullmatch(path.relative_to(folder).as_posix()) for path in (folder / WORKERS).rglob("*")}
+    return {path: int(match["generation"] or 0) for path, match in matches.items() if match}
+
+
+def delete_files(files: Iterable[Path]) -> None:
+    """Delete files, and folders of workers that are empty then. What permissions forbid stays."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        if file.parent.name != WORKERS:
+            with contextlib.suppress(OSError):  # not empty
+                file.parent.rmdir()
 
 
 def delete_checkpoint(folder: Path) -> bool:

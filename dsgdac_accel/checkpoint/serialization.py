@@ -13,8 +13,8 @@ import os
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ LOAD_ANOTHER = "Load another checkpoint."
 
 _TREE = "dsgdac_accel.tree"
 _FORMAT = "dsgdac_accel.format"
+_DCP_OFFSETS = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint's HuggingFaceStorageReader
 _MAX_DEPTH = 100
 _STORED_AS_IS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -53,6 +54,9 @@ _STORED_AS_IS = {
 }  # fmt: skip
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _ARRAY_KINDS = "biufc"  # numbers only; other dtypes may hold objects
+
+
+_NO_NAMES: Mapping[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 class CheckpointError(RuntimeError):
@@ -76,9 +80,13 @@ class Encoded:
     """Contiguous tensors on the CPU, by name."""
     wait: Callable[[], None] = _do_nothing
     """Returns when their values are there; from a GPU they are on their way."""
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The places of parts of larger tensors in them, by name."""
 
 
-def encode(state: Any, copy: bool = False) -> Encoded:
+def encode(
+    state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple[Any, ...], tuple[Any, ...]] = _NO_NAMES
+) -> Encoded:
     """Split a tree into JSON and tensors.
 
     A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
@@ -89,6 +97,9 @@ def encode(state: Any, copy: bool = False) -> Encoded:
     Args:
         state: the tree.
         copy: copy tensors that are on the CPU already, so that later changes of `state` do not reach the result.
+        place: number of this rank within its worker. Names of tensors that are no part of a larger one begin with it,
+            because every rank has its own; those of rank 0 stand for the worker.
+        names: paths of tensors, by the path in `state`, that their names in the file are to show instead.
 
     Raises:
         CheckpointError: the tree contains anything else; the message names its place.
@@ -96,10 +107,10 @@ def encode(state: Any, copy: bool = False) -> Encoded:
     >>> encode({"step": 3, "momentum": [torch.ones(2)]}).text
     '{"step": 3, "momentum": [{"$tensor": "momentum/0"}]}'
     """
-    encoder = _Encoder(copy)
+    encoder = _Encoder(copy, place, names)
     tree = encoder.encoded(state, ())
     on_host = staged(encoder.tensors)
-    return Encoded(json.dumps(tree), on_host.tensors, on_host.wait)
+    return Encoded(json.dumps(tree), on_host.tensors, on_host.wait, encoder.offsets)
 
 
 def decode(encoded: Encoded) -> Any:
@@ -118,10 +129,14 @@ def decode(encoded: Encoded) -> Any:
 
 
 class _Encoder:
-    def __init__(self, copy: bool) -> None:
+    def __init__(self, copy: bool, place: int, names: Mapping[tuple[Any, ...], tuple[Any, ...]]) -> None:
         self.copy = copy
+        self.place = place
+        self.names = names
         self.tensors: dict[str, Tensor] = {}
         """Contiguous tensors, on their devices."""
+        self.offsets: dict[str, tuple[int, ...]] = {}
+        """As in `Encoded`."""
 
     def encoded(self, value: Any, path: tuple) -> Any:
         kind = type(value)
@@ -173,7 +188,7 @@ class _Encoder:
             return dict(items)
         return {_DICTS[type(value)]: [[self.encoded(key, (*path, "key")), item] for key, item in items]}
 
-    def _encoded_tensor(self, value: Tensor, path: tuple) -> Any:
+    def _encoded_tensor(self, value: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> Any:
         if is_sharded(value):
             return self._encoded_shard(value, path)
         if is_traceable_wrapper_subclass(value):
@@ -189,7 +204,7 @@ class _Encoder:
             # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
             stored = self._encoded_values(own.permute(order), value, path)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
-        return self._encoded_values(own.contiguous(), value, path)
+        return self._encoded_values(own.contiguous(), value, path, offsets)
 
     def _encoded_shard(self, value: Tensor, path: tuple) -> Any:
         try:
@@ -197,7 +212,7 @@ class _Encoder:
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{_named(path)} is a DTensor that a checkpoint cannot keep: {error}.") from error
         where = [list(shard.shape), list(shard.offsets), list(shard.dims), list(shard.placements)]
-        return {"$shard": [self._encoded_tensor(shard.values, path), *where]}
+        return {"$shard": [self._encoded_tensor(shard.values, path, shard.offsets), *where]}
 
     def _encoded_subclass(self, value: Any, path: tuple) -> Any:
         kind, (inner, context) = type(value), value.__tensor_flatten__()
@@ -212,22 +227,29 @@ class _Encoder:
         parts = {name: self.encoded(getattr(value, name), (*path, name)) for name in inner}
         return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
-    def _encoded_values(self, own: Tensor, original: Tensor, path: tuple) -> Any:
+    def _encoded_values(
+        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None
+    ) -> Any:
         if self.copy and own.device.type == "cpu" and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
-            return {"$tensor": self._put(own, path)}
+            return {"$tensor": self._put(own, path, offsets)}
         octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
         return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
-    def _put(self, tensor: Tensor, path: tuple) -> str:
-        # Names only have to be unique, since the tree refers to them; the path is for people who open the file.
-        plain = "/".join(str(key) for key in path).encode("utf-8", "replace").decode() or "state"
+    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> str:
+        # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
+        # the file, and for torch.distributed.checkpoint, which takes equal names for parts of one tensor.
+        plain = "/".join(str(key) for key in self.names.get(path, path)).encode("utf-8", "replace").decode() or "state"
+        if offsets is None and self.place:
+            plain = f"rank {self.place}/{plain}"
         name, number = plain, 1
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{plain}#{number}"
         self.tensors[name] = tensor
+        if offsets is not None:
+            self.offsets[name] = offsets
         return name
 
 
@@ -409,6 +431,12 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
     `safetensors.torch.save_file` refuses tensors that share memory, and hashing its file would mean reading it again.
     """
     header: dict[str, Any] = {"__metadata__": {_FORMAT: str(FORMAT), _TREE: encoded.text, "format": "pt"}}
+    if encoded.offsets:
+        places = {
+            name: {"saved_offsets": list(encoded.offsets.get(name, (0,) * tensor.ndim))}
+            for name, tensor in encoded.tensors.items()
+        }
+        header["__metadata__"][_DCP_OFFSETS] = json.dumps(places)
     place = 0
     for name, tensor in encoded.tensors.items():
         size = tensor.numel() * tensor.element_size()

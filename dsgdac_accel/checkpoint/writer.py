@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgdac_accel.checkpoint.common import Common
-from dsgdac_accel.checkpoint.manifest import COMMON_FILE, MANIFEST, OURS, RECEIPT, WORKER_FILE, WORKERS, Manifest
+from dsgdac_accel.checkpoint.manifest import MANIFEST, RECEIPT, WORKERS, Manifest, delete_files, our_files
 from dsgdac_accel.checkpoint.serialization import (
     CheckpointError,
     Encoded,
@@ -228,16 +228,12 @@ class PendingCheckpoint:
         self.suffix = f"-{plans[0][2]}" if plans[0][2] else ""
 
     def _clear(self) -> int:
-        """Delete old receipts. Return a number that no file of a checkpoint in the folder has in its name."""
-        files = list((self.folder / WORKERS).glob("*"))
+        """Delete what interrupted saves left. Return a number that no file of a checkpoint in the folder has."""
+        files, replaced = our_files(self.folder), (self.folder / MANIFEST).exists()
         for file in files:
-            if file.suffix == RECEIPT:
+            if file.suffix == RECEIPT or not replaced:
                 file.unlink(missing_ok=True)
-        if not (self.folder / MANIFEST).exists():
-            return 0
-        names = [f"{WORKERS}/{file.name}" for file in files]
-        matches = [WORKER_FILE.fullmatch(name) or COMMON_FILE.fullmatch(name) for name in names]
-        return 1 + max((int(match["generation"] or 0) for match in matches if match), default=0)
+        return 1 + max(files.values(), default=0) if replaced else 0
 
     def path(self, rank: int, suffix: str = ".safetensors") -> Path:
         """Return the path of a process's file."""
@@ -249,8 +245,8 @@ class PendingCheckpoint:
         return self._path("common", self.rank, ".safetensors")
 
     def _path(self, name: str, rank: int, suffix: str) -> Path:
-        shard = f".{rank % self.shards:03d}" if self.mesh else ""
-        return self.folder / WORKERS / f"{name}{shard}{self.suffix}{suffix}"
+        shard = f"/{rank % self.shards:03d}" if self.mesh else ""
+        return self.folder / WORKERS / f"{name}{self.suffix}{shard}{suffix}"
 
     def _who(self, rank: int) -> str:
         return self.group.members.named([self.numbers[rank]])
@@ -260,9 +256,10 @@ class PendingCheckpoint:
     def encoded(self, state: Any, copy: bool = False) -> dict[Path, Encoded] | str:
         """Return what this process writes by path, encoded: its state, in worker 0 the common tensors. Or the error."""
         try:
-            files = {self.path(self.rank): encode(state, copy)}
+            place = self.rank % self.shards
+            files = {self.path(self.rank): encode(state, copy, place)}
             if self.rank < self.shards and self.common.tensors:
-                files[self.common_path] = encode(dict(self.common.tensors), copy)
+                files[self.common_path] = encode(dict(self.common.tensors), copy, place, self.common.names)
             return files
         except Exception as error:
             return str(error)
@@ -317,6 +314,8 @@ class PendingCheckpoint:
         try:
             self._require_shared([*files, *common_files])
             text = json.dumps(manifest.content(), indent=2, allow_nan=False)
+            if self.mesh:
+                sync_folder(self.folder / WORKERS)  # it has a folder for each worker
             with contextlib.suppress(OSError):  # the parent folder need not be readable
                 sync_folder(self.folder.parent)
             write_whole(path, [text.encode() + b"\n"])
@@ -325,10 +324,7 @@ class PendingCheckpoint:
             return
         self.commit_error = ""
         named = {self.folder / file.name for file in (*files, *common_files)}
-        for file in (self.folder / WORKERS).glob("*"):
-            if file not in named and OURS.fullmatch(file.name):
-                with contextlib.suppress(OSError):  # the checkpoint is complete without it
-                    file.unlink(missing_ok=True)
+        delete_files(our_files(self.folder).keys() - named)
 
     def _require_shared(self, files: Sequence[SavedFile]) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS
@@ -381,9 +377,7 @@ class PendingCheckpoint:
 
     def _discard(self) -> None:
         mine = [self.path(self.rank), self.path(self.rank, RECEIPT)]
-        for file in (*mine, self.common_path) if self.rank < self.shards else mine:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+        delete_files((*mine, self.common_path) if self.rank < self.shards else mine)
         self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")
         if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):

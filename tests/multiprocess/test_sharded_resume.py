@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def train_and_save(rank: int, folder: Path, optimizer: str, shards: int, tensor:
         "end": training.local(),
         "notes": training.notes,
         "radius": radius,
-        "files": sorted(file.name for file in (folder / "c" / "workers").iterdir()),
+        "files": sorted(f"{file.parent.name}/{file.name}" for file in (folder / "c" / "workers").rglob("*.*")),
     }
 
 
@@ -299,8 +300,8 @@ def test_sharded_workers_resume_and_load_elsewhere(tmp_path, case):
     ranks = max(1, shards) * max(1, tensor)
     first = run_workers(train_and_save, 2 * ranks, tmp_path, optimizer, shards, tensor)
     assert first[0]["files"] == [
-        *(f"{worker:05d}.{place:03d}.safetensors" for worker in range(2) for place in range(ranks)),
-        *(f"common.{place:03d}.safetensors" for place in range(ranks)),
+        *(f"{worker:05d}/{place:03d}.safetensors" for worker in range(2) for place in range(ranks)),
+        *(f"common/{place:03d}.safetensors" for place in range(ranks)),
     ]
     manifest = read_manifest(tmp_path / "c")
     mesh = {name: size for name, size in (("dp_shard", shards), ("tp", tensor)) if size}
@@ -370,10 +371,8 @@ def mean_of(saved: dict[int, dict[str, Tensor]], name: str) -> Tensor:
 def test_what_cannot_be_loaded_or_saved_is_refused_before_anything_changes(tmp_path):
     run_workers(train_and_save, 4, tmp_path, "sgd", 2, 0)
     for damage in ("missing", "altered"):
-        (tmp_path / damage / "workers").mkdir(parents=True)
-        for file in ("gossip.json", *(f"workers/{name.name}" for name in (tmp_path / "c" / "workers").iterdir())):
-            (tmp_path / damage / file).write_bytes((tmp_path / "c" / file).read_bytes())
-        part = tmp_path / damage / "workers" / "00001.001.safetensors"
+        shutil.copytree(tmp_path / "c", tmp_path / damage)
+        part = tmp_path / damage / "workers" / "00001" / "001.safetensors"
         if damage == "missing":
             part.unlink()
         else:
@@ -383,7 +382,7 @@ def test_what_cannot_be_loaded_or_saved_is_refused_before_anything_changes(tmp_p
     messages = {
         "another model": "the checkpoint is of another model: parameter 'first.weight' is",
         "another optimizer": "the state of SGD for optimizer 0, and AdamW is prepared",
-        "missing": "00001.001.safetensors cannot be read",
+        "missing": "00001/001.safetensors cannot be read",
         "altered": "was altered since it was written",
         "window": "Save and load after an optimizer step",
     }

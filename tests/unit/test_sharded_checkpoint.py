@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +50,8 @@ from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, rev
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.shards import is_sharded, local_of, whole_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WORKERS = 2
 SHAPES = {"weight": (7, 5), "bias": (7,), "thin": (1, 3), "norm": (5,)}
@@ -192,13 +195,13 @@ def parts() -> dict[str, list[list[dict[str, Tensor]]]]:
     return {name: [cut(name, whole(worker)) for worker in range(WORKERS)] for name in MESHES}
 
 
-def save(folder, name, parts) -> list[Any]:
+def save(folder, name, parts, step=5) -> list[Any]:
     mesh, _ = MESHES[name]
     ranks = len(parts[name][0])
 
     def work(group: Together) -> None:
         state = state_of(parts[name][group.rank // ranks][group.rank % ranks])
-        save_checkpoint(folder, state, group, step=5, mesh=mesh)
+        save_checkpoint(folder, state, group, step=step, mesh=mesh)
 
     return in_threads(WORKERS * ranks, work)
 
@@ -219,6 +222,39 @@ def placements_of(tensor: Tensor) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def load_by_torch(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Fill the tensors from the files of one worker, as a program without this library would."""
+    state = {f"models/0/parameters/{name}": tensor for name, tensor in parameters.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@pytest.mark.parametrize("saved", [name for name, (mesh, _) in MESHES.items() if mesh])
+def test_torch_reads_a_worker_without_this_library(tmp_path, parts, saved):
+    for step in (5, 6):  # the second one replaces the first in the same folder
+        save(tmp_path / "c", saved, parts, step)
+    for worker in range(WORKERS):
+        for loading in ("one process", "one", "three", "columns", "with tp"):
+            zeros = cut(loading, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+            for own, found in zip(parts[loading][worker], zeros, strict=True):
+                load_by_torch(tmp_path / "c" / "workers" / f"{worker:05d}-1", found)
+                for name, tensor in own.items():
+                    assert torch.equal(local(found[name]), local(tensor)), (saved, loading, name)
+
+
+def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts):
+    def work(group: Together) -> None:
+        state = {"random": torch.full((3,), float(group.rank)), "weight": parts["three"][group.rank // 3][0]["weight"]}
+        save_checkpoint(tmp_path / "c", state, group, step=5, mesh=MESHES["three"][0])
+
+    in_threads(WORKERS * 3, work)
+    for worker in range(WORKERS):
+        state = {"random": torch.zeros(3), "rank 2/random": torch.zeros(3)}
+        reader = dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "workers" / f"{worker:05d}"))
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert state["random"].tolist() == [3 * worker] * 3
+        assert state["rank 2/random"].tolist() == [3 * worker + 2] * 3
 
 
 @pytest.mark.parametrize("saved", MESHES)
@@ -290,12 +326,12 @@ def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkey
     save(tmp_path / "c", "with tp", parts)
     read: list[str] = []
     whole_file = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or whole_file(path))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append("/".join(path.parts[-2:])) or whole_file(path))
     load(tmp_path / "c", "with tp", parts)
     assert sorted(set(read)) == sorted(
-        ["gossip.json", *(f"{worker:05d}.{place:03d}.safetensors" for worker in range(WORKERS) for place in range(4))]
+        ["c/gossip.json", *(f"{worker:05d}/{place:03d}.safetensors" for worker in range(WORKERS) for place in range(4))]
     )
-    assert len([name for name in read if name != "gossip.json"]) == WORKERS * 4
+    assert len([name for name in read if name != "c/gossip.json"]) == WORKERS * 4
 
 
 def test_what_the_background_writes_is_a_copy_of_the_shards():
@@ -339,7 +375,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
     assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {"base", "zeros", "more zeros"}
-    stored = [file for file in (tmp_path / "c" / "workers").iterdir() if file.name.startswith("common")]
+    stored = list((tmp_path / "c" / "workers" / "common").iterdir())
     assert len(stored) == ranks
     copies = mesh.get("tp", 1)
     numel = sum(tensor.numel() for file in stored for tensor in load_file(file).values())
@@ -347,6 +383,9 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     for worker in range(WORKERS):
         parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
         assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen(worker).items())
+    found = {name: torch.zeros_like(tensor) for name, tensor in frozen(0).items() if name != "ends"}
+    load_by_torch(tmp_path / "c" / "workers" / "common", found)
+    assert all(torch.equal(found[name], frozen(0)[name]) for name in found)
     for loading in ("one process", "two", "with tp", "four"):
         others = [cut(loading, frozen(worker)) for worker in range(WORKERS)]
         places = len(others[0])
@@ -372,7 +411,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("missing", "00001.001.safetensors cannot be read"),
+        ("missing", "00001/001.safetensors cannot be read"),
         ("altered", "was altered since it was written"),
         ("another part", r"parts of state\['models'\]\[0\]\['parameters'\]\['weight'\] are in none of the files"),
         ("another mesh", "its files are not those of its workers"),
@@ -383,14 +422,14 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
     folder = tmp_path / "c"
     save(folder, "two", parts)
     manifest = json.loads((folder / "gossip.json").read_text())
-    part = folder / "workers" / "00001.001.safetensors"
+    part = folder / "workers" / "00001" / "001.safetensors"
     if damage == "missing":
         part.unlink()
     elif damage == "altered":
         content = part.read_bytes()
         part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     elif damage == "another part":
-        part.write_bytes((folder / "workers" / "00001.000.safetensors").read_bytes())
+        part.write_bytes((folder / "workers" / "00001" / "000.safetensors").read_bytes())
         manifest["files"][3] = manifest["files"][2] | {"name": manifest["files"][3]["name"]}
     elif damage == "another mesh":
         manifest["mesh"] = {"dp_shard": 4}
@@ -417,7 +456,7 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_ranks(tmp_path, parts
     save(folder, "two", parts)
 
     def full_disk(path: Path, content: Any) -> Any:
-        if path.name.startswith("00001.001-1"):
+        if path.as_posix().endswith("00001-1/001.safetensors"):
             raise OSError(28, "No space left on device")
         return really(path, content)
 
@@ -435,27 +474,27 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_ranks(tmp_path, parts
     errors = in_threads(4, work)
     assert {str(error) for error in errors} == {str(errors[0])}
     assert re.search(
-        r"Rank 1 of worker 1: .*00001\.001-1\.safetensors: No space left on device\. Free space", str(errors[0])
+        r"Rank 1 of worker 1: .*00001-1/001\.safetensors: No space left on device\. Free space", str(errors[0])
     )
     assert read_manifest(folder).step == 5
     assert is_complete(folder)
-    assert len(list((folder / "workers").iterdir())) == 4
+    assert len(list((folder / "workers").rglob("*.*"))) == 4
     monkeypatch.undo()
     assert in_threads(4, work) == [None] * 4
     assert read_manifest(folder).step == read_manifest(tmp_path / "new").step == 6
-    assert len(list((folder / "workers").iterdir())) == 4, "the files of step 5 are deleted"
+    assert len(list((folder / "workers").rglob("*.*"))) == 4, "the files of step 5 are deleted"
 
 
 def test_old_checkpoints_and_what_interrupted_saves_left_are_deleted(tmp_path, parts):
-    begun = tmp_path / "step-1" / "workers"
-    begun.mkdir(parents=True)
-    for name in ("00000.001.safetensors.partial", "00001.000-2.safetensors", "common.001.safetensors"):
-        (begun / name).touch()
+    for name in ("00000/001.safetensors.partial", "00001-2/000.safetensors", "common/001.safetensors"):
+        left = tmp_path / "step-1" / "workers" / name
+        left.parent.mkdir(parents=True)
+        left.touch()
     for step in (2, 3, 4):
         save(tmp_path / f"step-{step}", "two", parts)
     manifest = json.loads((tmp_path / "step-2" / "gossip.json").read_text())
     assert [file["name"] for file in manifest["files"]] == [
-        f"workers/{worker:05d}.{place:03d}.safetensors" for worker in range(2) for place in range(2)
+        f"workers/{worker:05d}/{place:03d}.safetensors" for worker in range(2) for place in range(2)
     ]
     prune_checkpoints(tmp_path, keep=2)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4"]
