@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from dsgdac_accel.shards import is_sharded, local_of
 
 Dims = tuple[str, ...]
 """Names of the dimensions of a device mesh."""
+
+Path = tuple[Any, ...]
+"""The keys that lead to a value in a tree of state."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,22 @@ def box_of(like: Tensor) -> Box:
 
 
 def placed(state: Any) -> Any:
-    """Return a tree of state with DTensors in place of every `LocalShard`. No communication."""
-    if isinstance(state, LocalShard):
-        return state.tensor()
-    if isinstance(state, dict):
-        return type(state)((key, placed(value)) for key, value in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(map(placed, state))
-    return state
+    """Return a tree of state with DTensors in place of every `LocalShard`, as `mapped`. No communication."""
+    return mapped(state, lambda path, leaf: leaf.tensor() if isinstance(leaf, LocalShard) else leaf)
+
+
+def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a tree of state with `change(path, leaf)` for every leaf. Dictionaries and lists are changed in place."""
+    if isinstance(tree, dict):
+        for key in tree:  # in place, because a Counter would count pairs of keys and values
+            tree[key] = mapped(tree[key], change, (*path, key))
+        return tree
+    if type(tree) is list:
+        tree[:] = [mapped(value, change, (*path, number)) for number, value in enumerate(tree)]
+        return tree
+    if type(tree) is tuple:
+        return tuple(mapped(value, change, (*path, number)) for number, value in enumerate(tree))
+    return change(path, tree)
 
 
 def template(saved: LocalShard, meshes: Mapping[Dims, Any]) -> Tensor | None:

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, box_of, local_shard, template
+from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, Path, box_of, local_shard, mapped, template
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
 from dsgdac_accel.shards import is_sharded
-
-Path = tuple[Any, ...]
-"""The keys that lead to a value in a tree of state."""
 
 Saved = Tensor | LocalShard | Flattened
 """A tensor in a file: whole, the part that one rank held, or made of several."""
@@ -152,7 +149,8 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
     missing = [part for part in needed.values() if not part.is_complete]
     if missing:
         raise CheckpointError(f"parts of {missing[0].name} are in none of the files of its worker. {LOAD_ANOTHER}")
-    return _replaced(state, (), {path: part.result() for path, part in needed.items()})
+    found = {path: part.result() for path, part in needed.items()}
+    return mapped(state, lambda path, leaf: found.get(path, leaf))
 
 
 def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, Any]]:
@@ -225,17 +223,3 @@ def leaves(tree: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
         yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in tree.items())
     elif isinstance(tree, list | tuple):
         yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in enumerate(tree))
-
-
-def _replaced(tree: Any, path: Path, values: Mapping[Path, Any]) -> Any:
-    """Return a tree with other values at some paths; dictionaries and lists are changed in place."""
-    if path in values:
-        return values[path]
-    if isinstance(tree, dict):
-        for key in tree:
-            tree[key] = _replaced(tree[key], (*path, key), values)
-    elif isinstance(tree, list):
-        tree[:] = [_replaced(value, (*path, key), values) for key, value in enumerate(tree)]
-    elif type(tree) is tuple:
-        return tuple(_replaced(value, (*path, key), values) for key, value in enumerate(tree))
-    return tree

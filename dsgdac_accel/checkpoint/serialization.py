@@ -25,7 +25,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard
+from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard, mapped
 from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
 
@@ -346,7 +346,7 @@ class Flattened:
 
 
 def revived(state: Any) -> Any:
-    """Return a decoded tree with tensors in place of every `Flattened`.
+    """Return a decoded tree with tensors in place of every `Flattened`, as `local_shards.mapped`.
 
     A file cannot make the program import anything: their classes must have been imported already, as they are once the
     optimizer that uses them exists.
@@ -354,18 +354,13 @@ def revived(state: Any) -> Any:
     Raises:
         CheckpointError: such a class is not there.
     """
-    if isinstance(state, Flattened):
-        return state.tensor()
-    if isinstance(state, LocalShard):
-        state.values = revived(state.values)
-        return state
-    if isinstance(state, dict):
-        for key in state:
-            state[key] = revived(state[key])
-        return state
-    if type(state) in (list, tuple):
-        return type(state)(map(revived, state))
-    return state
+
+    def revived_leaf(path: tuple, leaf: Any) -> Any:
+        if isinstance(leaf, LocalShard):
+            leaf.values = revived_leaf(path, leaf.values)
+        return leaf.tensor() if isinstance(leaf, Flattened) else leaf
+
+    return mapped(state, revived_leaf)
 
 
 def _tensor_class(module: str, qualname: str) -> type[Tensor]:
