@@ -59,8 +59,8 @@ class Common:
     listed: tuple[CommonTensor, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Those to store, by digest. Sharded workers store equal ones under each name, by longer keys."""
-    names: Mapping[tuple[Any, ...], tuple[Any, ...]] = field(default_factory=dict)
-    """The path in a worker's state by the path in `tensors`, for who reads the file with other programs."""
+    names: Mapping[tuple, tuple] = field(default_factory=dict)
+    """Their paths in a worker's state by their paths in `tensors`, which other programs find in the file."""
 
 
 def tensors_by_place(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, Tensor]:
@@ -140,7 +140,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
 
     listed = []
     stored: dict[str, Tensor] = {}
-    names: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    names: dict[tuple, tuple] = {}
     for place, (found, plain) in first.items():
         if place not in equal:
             continue

@@ -56,9 +56,6 @@ _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$co
 _ARRAY_KINDS = "biufc"  # numbers only; other dtypes may hold objects
 
 
-_NO_NAMES: Mapping[tuple[Any, ...], tuple[Any, ...]] = {}
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or the one to load is damaged, incomplete, or of another run."""
 
@@ -84,9 +81,7 @@ class Encoded:
     """The places of parts of larger tensors in them, by name."""
 
 
-def encode(
-    state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple[Any, ...], tuple[Any, ...]] = _NO_NAMES
-) -> Encoded:
+def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple, tuple] | None = None) -> Encoded:
     """Split a tree into JSON and tensors.
 
     A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
@@ -97,9 +92,9 @@ def encode(
     Args:
         state: the tree.
         copy: copy tensors that are on the CPU already, so that later changes of `state` do not reach the result.
-        place: number of this rank within its worker. Names of tensors that are no part of a larger one begin with it,
-            because every rank has its own; those of rank 0 stand for the worker.
-        names: paths of tensors, by the path in `state`, that their names in the file are to show instead.
+        place: number of this rank within its worker. It becomes part of the names of tensors that are no part of a
+            larger one, unless it is 0: to other programs, those of rank 0 are the worker's.
+        names: for tensors whose names in the file show another path than the one in `state`, that path by this one.
 
     Raises:
         CheckpointError: the tree contains anything else; the message names its place.
@@ -107,7 +102,7 @@ def encode(
     >>> encode({"step": 3, "momentum": [torch.ones(2)]}).text
     '{"step": 3, "momentum": [{"$tensor": "momentum/0"}]}'
     """
-    encoder = _Encoder(copy, place, names)
+    encoder = _Encoder(copy, place, names or {})
     tree = encoder.encoded(state, ())
     on_host = staged(encoder.tensors)
     return Encoded(json.dumps(tree), on_host.tensors, on_host.wait, encoder.offsets)
@@ -129,7 +124,7 @@ def decode(encoded: Encoded) -> Any:
 
 
 class _Encoder:
-    def __init__(self, copy: bool, place: int, names: Mapping[tuple[Any, ...], tuple[Any, ...]]) -> None:
+    def __init__(self, copy: bool, place: int, names: Mapping[tuple, tuple]) -> None:
         self.copy = copy
         self.place = place
         self.names = names

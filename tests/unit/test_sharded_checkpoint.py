@@ -230,12 +230,12 @@ def load_by_torch(folder: Path, parameters: Mapping[str, Tensor]) -> None:
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-@pytest.mark.parametrize("saved", [name for name, (mesh, _) in MESHES.items() if mesh])
+@pytest.mark.parametrize("saved", ["three", "with tp", "tp"])
 def test_torch_reads_a_worker_without_this_library(tmp_path, parts, saved):
     for step in (5, 6):  # the second one replaces the first in the same folder
         save(tmp_path / "c", saved, parts, step)
     for worker in range(WORKERS):
-        for loading in ("one process", "one", "three", "columns", "with tp"):
+        for loading in ("one process", "columns", "with tp"):
             zeros = cut(loading, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
             for own, found in zip(parts[loading][worker], zeros, strict=True):
                 load_by_torch(tmp_path / "c" / "workers" / f"{worker:05d}-1", found)
