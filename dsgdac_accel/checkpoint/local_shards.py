@@ -15,7 +15,7 @@ from dsgdac_accel.shards import is_sharded, local_of
 Dims = tuple[str, ...]
 """Names of the dimensions of a device mesh."""
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 """The keys that lead to a value in a tree of state."""
 
 
@@ -135,7 +135,7 @@ def placed(state: Any) -> Any:
     return mapped(state, lambda path, leaf: leaf.tensor() if isinstance(leaf, LocalShard) else leaf)
 
 
-def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def mapped(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
     """Return a tree of state with `change(path, leaf)` for every leaf. Dictionaries and lists are changed in place."""
     if isinstance(tree, dict):
         for key in tree:  # in place, because a Counter would count pairs of keys and values

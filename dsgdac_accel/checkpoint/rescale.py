@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.local_shards import LocalShard
+from dsgdac_accel.checkpoint.local_shards import KeyPath, LocalShard, mapped
 from dsgdac_accel.checkpoint.manifest import Manifest, read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
-from dsgdac_accel.checkpoint.resharding import Targets, readers_per_worker
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, readers_per_worker
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 
 logger = logging.getLogger(__name__)
@@ -104,20 +104,11 @@ def _state_of_worker(folder: Path, rank: int, warn: bool, targets: Targets) -> A
 
 def _holds_codes(values: dict[str, Any]) -> bool:
     """Return whether the state of a parameter has elements that are not values; a single integer is a count."""
-    tensors = [tensor for holder, name in _leaves(values) if isinstance(tensor := _own(holder[name]), Tensor)]
+    tensors = [_own(found) for _, found in leaves(values)]
     if any(not tensor.is_floating_point() and tensor.numel() > 1 for tensor in tensors):
         return True
     subclasses = {type(tensor) for tensor in tensors if hasattr(tensor, "__tensor_flatten__")}
     return any(kind.dequantize is Tensor.dequantize for kind in subclasses)
-
-
-def _leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the dictionary and the name of every value; bitsandbytes keeps most of them one level deeper."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield values, name
 
 
 def _rescale_position(position: dict[str, Any], saved: int, launched: int) -> None:
@@ -133,59 +124,57 @@ class _Means:
     """Running sums over the workers of every averaged tensor, by its path in the state."""
 
     def __init__(self) -> None:
-        self.sums: dict[tuple, Tensor] = {}
-        self.squares: dict[tuple, Tensor] = {}
-        self.counts: dict[tuple, int] = {}
+        self.sums: dict[KeyPath, Tensor] = {}
+        self.squares: dict[KeyPath, Tensor] = {}
+        self.counts: dict[KeyPath, int] = {}
 
     def add(self, state: dict[str, Any]) -> None:
         """Add the state of one more worker."""
-        for path, holder in _averaged(state).items():
-            value = _values(holder[path[-1]]).double()
+        for path, found in leaves(state):
+            if not _is_averaged(path, found):
+                continue
+            value = _values(found).double()
             self.sums[path] = self.sums[path] + value if path in self.sums else value
             self.counts[path] = self.counts.get(path, 0) + 1
-            if path[0] == "buffers" and path[-1].endswith("running_mean"):
+            if _in_buffers(path) and path[-1].endswith("running_mean"):
                 self.squares[path] = value.square() + self.squares.get(path, 0)
 
     def write_into(self, state: dict[str, Any]) -> None:
         """Replace the values of worker 0 by the averages."""
-        for path, holder in _averaged(state).items():
-            mean = self._mean(path)
-            *place, name = path
-            if place[0] == "buffers" and name.endswith("running_var"):
-                of_means = (*place, name.removesuffix("var") + "mean")
-                if of_means in self.squares:  # total variance = mean of the variances + variance of the means
-                    mean_of_squares = self.squares[of_means] / self.counts[of_means]
-                    mean += (mean_of_squares - self._mean(of_means).square()).clamp_(min=0)
-            values = _own(holder[name])
-            if hasattr(values, "__tensor_flatten__"):
-                values.copy_(mean.to(values.dtype))  # quantizes
-            elif isinstance(holder[name], LocalShard):
-                holder[name].values = mean.to(values.dtype)
-            else:
-                holder[name] = mean.to(values.dtype)
+        mapped(state, lambda path, found: self._averaged(path, found) if _is_averaged(path, found) else found)
 
-    def _mean(self, path: tuple) -> Tensor:
+    def _averaged(self, path: KeyPath, found: Tensor | LocalShard) -> Tensor | LocalShard:
+        mean = self._mean(path)
+        if _in_buffers(path) and path[-1].endswith("running_var"):
+            of_means = (*path[:-1], path[-1].removesuffix("var") + "mean")
+            if of_means in self.squares:  # total variance = mean of the variances + variance of the means
+                mean_of_squares = self.squares[of_means] / self.counts[of_means]
+                mean += (mean_of_squares - self._mean(of_means).square()).clamp_(min=0)
+        values = _own(found)
+        if hasattr(values, "__tensor_flatten__"):
+            values.copy_(mean.to(values.dtype))  # quantizes
+            return found
+        if isinstance(found, LocalShard):
+            found.values = mean.to(values.dtype)
+            return found
+        return mean.to(values.dtype)
+
+    def _mean(self, path: KeyPath) -> Tensor:
         return self.sums[path] / self.counts[path]
 
 
-def _averaged(state: dict[str, Any]) -> dict[tuple, Any]:
-    """Return the dictionary or list that holds each averaged tensor, by the tensor's path, which ends with its key."""
-    holders: dict[tuple, Any] = {}
-    for index, model in state["models"].items():
-        holders |= {("parameters", index, name): model["parameters"] for name in model["parameters"]}
-        statistics = [name for name in model["buffers"] if name.endswith(("running_mean", "running_var"))]
-        holders |= {("buffers", index, name): model["buffers"] for name in statistics}
-    for number, parameters in enumerate(state["loose"]):
-        holders |= {("loose", number, place): parameters for place in range(len(parameters))}
-    for number, optimizer in enumerate(state["optimizers"]):
-        for parameter, values in optimizer["state"].items():
-            moments = [(holder, name) for holder, name in _leaves(values) if name != "step"]  # a count, though a float
-            holders |= {("optimizers", number, parameter, name): holder for holder, name in moments}
+def _is_averaged(path: KeyPath, found: Any) -> bool:
+    """Return whether a value at this path of a state is averaged over the workers."""
+    if not (isinstance(_own(found), Tensor) and _own(found).is_floating_point()):
+        return False
+    if path[0] == "optimizers":
+        return path[2] == "state" and path[-1] != "step"  # a count, though a float
+    statistics = _in_buffers(path) and path[-1].endswith(("running_mean", "running_var"))
+    return statistics or path[0] == "loose" or (path[0] == "models" and path[2] == "parameters")
 
-    def is_averaged(value: Any) -> bool:
-        return isinstance(_own(value), Tensor) and _own(value).is_floating_point()
 
-    return {path: holder for path, holder in holders.items() if is_averaged(holder[path[-1]])}
+def _in_buffers(path: KeyPath) -> bool:
+    return path[0] == "models" and path[2] == "buffers"
 
 
 def _own(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.local_shards import Box, Dims, LocalShard, Path, box_of, local_shard, mapped, template
+from dsgdac_accel.checkpoint.local_shards import Box, Dims, KeyPath, LocalShard, box_of, local_shard, mapped, template
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
 from dsgdac_accel.shards import is_sharded
 
@@ -52,7 +52,7 @@ def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
 class Targets:
     """Where the tensors of a state go to in this rank, which decides the parts that it needs of them."""
 
-    own: Mapping[Path, Tensor] = field(default_factory=dict)
+    own: Mapping[KeyPath, Tensor] = field(default_factory=dict)
     """The tensors to load into. One at ("optimizers", 0, "state", 3) places all states of that parameter."""
     meshes: Mapping[Dims, Any] = field(default_factory=dict)
     """Device meshes for everything else, by the names of their dimensions."""
@@ -67,7 +67,7 @@ class Targets:
         return math.prod(self.mesh.values())
 
     @cached_property
-    def parameters(self) -> Mapping[int, Path]:
+    def parameters(self) -> Mapping[int, KeyPath]:
         """The paths of parameters outside the states of optimizers, by the id of the tensor."""
         return {id(tensor): path for path, tensor in self.own.items() if path[0] in ("models", "loose")}
 
@@ -96,11 +96,11 @@ class Targets:
             order = [first, *(file for file in order if file != first)]
         return order
 
-    def parameter(self, path: Path) -> Path | None:
+    def parameter(self, path: KeyPath) -> KeyPath | None:
         """Return the path of the parameter that a state of an optimizer, at `path`, belongs to."""
         return self.parameters.get(id(self.own.get(path[:4])))
 
-    def like(self, path: Path, saved: Saved) -> Tensor | None:
+    def like(self, path: KeyPath, saved: Saved) -> Tensor | None:
         """Return the DTensor whose part of the saved tensor is needed; None if all of it is, as a plain tensor."""
         for length in range(len(path), 0, -1):
             mine = self.own.get(path[:length])
@@ -109,7 +109,7 @@ class Targets:
         return template(saved, self.meshes) if isinstance(saved, LocalShard) else None
 
 
-def targets_of(own: Mapping[Path, Tensor], place: int, mesh: Mapping[str, int]) -> Targets:
+def targets_of(own: Mapping[KeyPath, Tensor], place: int, mesh: Mapping[str, int]) -> Targets:
     """Return the targets for these tensors, and their meshes for everything else. Other arguments as `Targets` has."""
     sharded = [tensor for tensor in own.values() if is_sharded(tensor)]
     meshes = {tuple(tensor.device_mesh.mesh_dim_names or ()): tensor.device_mesh for tensor in sharded}  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
         CheckpointError: parts are missing or overlap, or quantized values would have to be cut.
     """
     state: Any = None
-    needed: dict[Path, _Needed] = {}
+    needed: dict[KeyPath, _Needed] = {}
     for number, read in enumerate(files):
         tree = read()
         if number == 0:
@@ -153,7 +153,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
     return mapped(state, lambda path, leaf: found.get(path, leaf))
 
 
-def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, Any]]:
+def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
     whole = {path for path, saved in leaves(tree) if not isinstance(saved, LocalShard)}
     for path, saved in leaves(tree):
@@ -170,7 +170,7 @@ def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[Path, A
 class _Needed:
     """The part of a tensor that this rank needs, filled from one file after another."""
 
-    def __init__(self, path: Path, saved: Saved, like: Tensor | None) -> None:
+    def __init__(self, path: KeyPath, saved: Saved, like: Tensor | None) -> None:
         self.name = "state" + "".join(f"[{key!r}]" for key in path)
         self.like = like
         self.saved = saved
@@ -215,7 +215,7 @@ class _Needed:
         return LocalShard(self.values, tuple(self.like.shape), self.box.offsets, like=self.like)
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
+def leaves(tree: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors of a tree of state with their paths."""
     if isinstance(tree, Tensor | LocalShard | Flattened):
         yield path, tree
