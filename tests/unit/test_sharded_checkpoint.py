@@ -257,6 +257,24 @@ def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts
         assert state["rank 2/random"].tolist() == [3 * worker + 2] * 3
 
 
+def test_format_3_is_read_and_replaced(tmp_path, parts):
+    """It has the files of all workers side by side."""
+    folder = tmp_path / "c"
+    save(folder, "two", parts)
+    content = json.loads((folder / "gossip.json").read_text()) | {"format": 3}
+    for file in content["files"]:
+        name = re.sub(r"/(?=\d{3}\.)", ".", file["name"])
+        (folder / file["name"]).rename(folder / name)
+        file["name"] = name
+    (folder / "gossip.json").write_text(json.dumps(content))
+    for rank, state in enumerate(load(folder, "three", parts)):
+        for name, tensor in parts["three"][rank // 3][rank % 3].items():
+            assert torch.equal(local(state["models"][0]["parameters"][name]), local(tensor))
+    save(folder, "two", parts)
+    kept = {file.relative_to(folder / "workers").as_posix() for file in (folder / "workers").rglob("*.*")}
+    assert kept == {f"{worker:05d}-1/{place:03d}.safetensors" for worker in range(2) for place in range(2)}
+
+
 @pytest.mark.parametrize("saved", MESHES)
 def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
     assert save(tmp_path / "c", saved, parts) == [None] * (WORKERS * len(parts[saved][0]))
@@ -353,6 +371,7 @@ def frozen(worker: int) -> dict[str, Tensor]:
     return {
         "base": torch.arange(320.0).view(40, 8),
         "zeros": torch.zeros(300),
+        "zeros again": torch.zeros(300),
         "more zeros": torch.zeros(299),
         "ends": ends,
     }
@@ -374,12 +393,17 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         save_checkpoint(tmp_path / "c", state, group, step=5, common=common, mesh=mesh)
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
-    assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {"base", "zeros", "more zeros"}
+    assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {
+        "base",
+        "zeros",
+        "zeros again",
+        "more zeros",
+    }
     stored = list((tmp_path / "c" / "workers" / "common").iterdir())
     assert len(stored) == ranks
     copies = mesh.get("tp", 1)
     numel = sum(tensor.numel() for file in stored for tensor in load_file(file).values())
-    assert numel == 320 + copies * (300 + 299)  # "base" is cut along `tp`, too
+    assert numel == 320 + copies * (300 + 300 + 299)  # "base" is cut along `tp`, too
     for worker in range(WORKERS):
         parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
         assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen(worker).items())
