@@ -190,8 +190,8 @@ def _gossip(
         lambda: _tensors_of(optimizer),
         fill_gradients=lambda: workload.loss(workload.model).backward(),
         settle=gossip.mixer.drain,
-        waited=lambda: gossip.mixer.figures()["wait_seconds"],
-        bytes_sent=lambda: gossip.mixer.figures()["bytes_sent"],
+        waited=lambda: gossip.mixer.metrics()["wait_seconds"],
+        bytes_sent=lambda: gossip.mixer.metrics()["bytes_sent"],
     )
 
 

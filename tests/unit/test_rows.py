@@ -190,15 +190,16 @@ def test_one_collective_tells_whether_a_worker_skips_and_how_far_its_neighbors_a
     ranks = TwoShards(torch.tensor([16.0, 0.0]))  # the other shard's square, and whether its gradient is not finite
     rounds = SimpleNamespace(workers=range(1), original_number=int)
     group = SimpleNamespace(row=Row(ranks, MESH), device=CPU)
-    arrivals = ArrivalGuard(group, rounds, Buckets(), SimpleNamespace(settle=lambda: None))
+    buckets = SimpleNamespace(shares=[1.0])
+    arrivals = ArrivalGuard(group, rounds, buckets, SimpleNamespace(settle=lambda: None))
     weight = parameter(torch.zeros(2))
     guard = GradientGuard(torch.optim.SGD([weight]), MixedParameters([weight]), arrivals, limit=9)
     for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):
         ranks.other[1] = other
         weight.grad.fill_(mine)
-        guard.look(step)
+        guard.find_nonfinite(step)
         if mixes:
-            arrivals.check([Update(1.0, [torch.tensor([3.0])])], step, step)
+            arrivals.check([Update(1.0, [torch.tensor([3.0])], [[torch.tensor(9.0)]])], step, step)
             assert arrivals.disagreement == 5.0
         assert guard.allows_step() == (mine == other == 0.0)
         assert len(ranks.seen) == step + 1
