@@ -11,6 +11,7 @@ them or save the whole storage.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,20 +133,23 @@ class StagedParameters:
     def __init__(self, parameters: Sequence[Parameter], row: Row | None = None) -> None:
         self.parameters = list(parameters)
         self.buckets = _buckets_of(self.parameters, row or Row())
+        self._in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        self._views = [view for bucket in self.buckets for view in bucket.views]
+        self._kinds = list(map(_kind, self._views))
 
     def moved(self) -> list[tuple[Parameter, Tensor]]:
         return []
 
-    @torch.no_grad()
     def read_in(self) -> None:
         """Copy the shards into the buckets."""
-        views, shards = self._fitting()
+        self.bring_back()
+
+    @torch.no_grad()
+    def bring_back(self) -> list[tuple[Parameter, Tensor]]:
+        views, shards, misfits = self._fitting()
         if views:
             torch._foreach_copy_(views, shards)
-
-    def bring_back(self) -> list[tuple[Parameter, Tensor]]:
-        self.read_in()
-        return [(p, view) for p, view in self._pairs() if _kind(local_of(p)) != _kind(view)]
+        return misfits
 
     def repoint(self) -> None:
         """Do nothing: `write_back` gives every shard its value."""
@@ -153,22 +157,26 @@ class StagedParameters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the buckets into the shards."""
-        views, shards = self._fitting()
+        views, shards, _ = self._fitting()
         if views:
             torch._foreach_copy_(shards, views)
 
-    def _fitting(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the views of the buckets, and the shard of each, but for shards that were converted since."""
-        pairs = [(view, local_of(p)) for p, view in self._pairs()]
-        pairs = [(view, shard) for view, shard in pairs if _kind(shard) == _kind(view)]
-        return [view for view, _ in pairs], [shard for _, shard in pairs]
-
-    def _pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
-        for bucket in self.buckets:
-            yield from zip(bucket.parameters, bucket.views, strict=True)
+    def _fitting(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Parameter, Tensor]]]:
+        """Return views of the buckets and the shard of each, and what `bring_back` returns: shards converted since."""
+        shards = list(map(local_of, self._in_buckets))
+        if list(map(_kind, shards)) == self._kinds:
+            return self._views, shards, []
+        fits = [_kind(shard) == kind for shard, kind in zip(shards, self._kinds, strict=True)]
+        misfits = zip(self._in_buckets, self._views, fits, strict=True)
+        return (
+            list(itertools.compress(self._views, fits)),
+            list(itertools.compress(shards, fits)),
+            [(parameter, view) for parameter, view, fit in misfits if not fit],
+        )
 
     def release(self) -> None:
         self.parameters, self.buckets = [], []
+        self._in_buckets, self._views, self._kinds = [], [], []
 
 
 Layout = FlatParameters | StagedParameters

@@ -54,6 +54,10 @@ class ArrivalGuard:
         self.edits = edits
         self.checks_late = group.device.type == "cuda"
         """Whether the host reads the result a step later. The device then skips the update by itself."""
+        self._process_skips = False
+        """Whether this process wants its worker to skip the local update."""
+        self._row_skips: Tensor | None = None
+        """More than 0 if a process of the worker wants it, shape (); None until the row was asked."""
         self._disagreement: HostCopy | float = 0.0
         self._unread: tuple[int, int] | None = None
         """Step and round of a disagreement that the host has not read yet."""
@@ -80,7 +84,7 @@ class ArrivalGuard:
         norms = [update.norm(self.buckets.shares) for update in updates]
         total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
         if self.group.row.size > 1:
-            total = self.group.row.sum(total.double().square(), f"comparing the shards at step {step}").sqrt()
+            total = self._sum_over_row(total.double().square(), step).sqrt()
         if self.checks_late:
             skip = nonfinite(total)
             for update in updates:
@@ -90,6 +94,23 @@ class ArrivalGuard:
         self.disagreement = float(total)
         if not math.isfinite(self.disagreement):
             self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
+
+    def ask_row(self, skips: bool) -> None:
+        """Say whether this process wants its worker to skip the local update; the next `check` asks the others."""
+        self._process_skips, self._row_skips = skips, None
+
+    def row_skips(self, step: int) -> bool:
+        """Return whether a process of this worker wants to skip the local update of `step`. Collective in the row."""
+        if self._row_skips is None:  # nothing was mixed in this step
+            self._sum_over_row(torch.zeros((), device=self.group.device), step)
+        return bool(self._row_skips)
+
+    def _sum_over_row(self, square: Tensor, step: int) -> Tensor:
+        """Return the sum of a square, shape (), over the row. The same collective decides what `row_skips` returns."""
+        square = square.double()
+        both = torch.stack([square, torch.full_like(square, float(self._process_skips))])
+        total, self._row_skips = self.group.row.sum(both, f"comparing the shards of a worker at step {step}")
+        return total
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
         numbers = range(len(self.buckets.values(0)))
@@ -196,8 +217,9 @@ class GradientGuard:
         if row.mesh is not None:
             settle_gradients(self.parameters.find())
         if not self.arrivals.checks_late:
-            found = nonfinite_workers(parameters)
-            self._found = found if row.size == 1 else [0] * row.any(bool(found), what)
+            self._found = nonfinite_workers(parameters)
+            if row.size > 1:
+                self.arrivals.ask_row(bool(self._found))
         elif len(parameters) == 1 and skips_on_device(self.optimizer):
             self._found_inf = nonfinite_flag(parameters[0])
             if row.size > 1:
@@ -221,6 +243,8 @@ class GradientGuard:
         found = self._found
         if isinstance(found, HostCopy):
             found = [number for number, flag in enumerate(found.read().tolist()) if flag]
+        elif self.arrivals.group.row.size > 1:
+            found = [0] * self.arrivals.row_skips(self._step)
         if self._scaler is not None:
             # Overflows while the loss scale is still falling are how fp16 training finds its scale.
             self._count(range(len(self.in_a_row)) if found and self._scaler.get_scale() <= 1 else (), self._step)

@@ -18,10 +18,10 @@ DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 _COMM_DTYPES = tuple(FORMATS)
 _EVERY = re.compile(r"every_([1-9]\d*)")
 _OPTIONS = {
-    "local": ("undisturbed",),
+    "local": ("undisturbed", "bytes"),
     "ddp": ("bf16",),
     "decent_dp": (),
-    "fsdp": (),
+    "fsdp": ("bytes",),
     "hsdp": (),
     "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded", "async"),
 }

@@ -29,9 +29,9 @@ from collections.abc import Callable
 
 from tasks.benchmarks.link import Network
 
-_PIECE_SECONDS = 0.001
-"""Time of a piece on the line: short enough that messages interleave like packets, long enough to be few."""
-_SMALLEST_PIECE, _LARGEST_PIECE = 4096, 65536
+_PIECE_SECONDS = 0.005
+"""Time of a piece on the line: much shorter than a full queue takes, and long enough for pieces to be few."""
+_SMALLEST_PIECE, _LARGEST_PIECE = 4096, 65536  # bytes; Linux, too, hands on what came in by up to 64 KiB at a time
 _LAST_SECONDS = 10.0
 """Longest time for data on its way after standard input ended."""
 _KERNEL_BUFFER = 128 * 1024

@@ -17,7 +17,7 @@ from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
 from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
 
-REFERENCES = ("local", "ddp", "decent_dp", "fsdp", "hsdp")
+REFERENCES = ("local", "local+bytes", "ddp", "decent_dp", "fsdp", "fsdp+bytes", "hsdp")
 """Variants that the others are compared with, if they are measured."""
 
 

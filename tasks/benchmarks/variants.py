@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from tasks.benchmarks.config import BenchmarkConfig, StallConfig
 from tasks.benchmarks.models import Workload, build_workload
 from tasks.benchmarks.names import VariantName
 from tasks.benchmarks.sharding import mesh_of, shard_model
+from tasks.benchmarks.traffic import Traffic
 
 DECENT_DP = "0.2.3"
 """Version of decent-dp to compare with."""
@@ -128,12 +129,30 @@ def _synchronous(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Variant(
+    variant = Variant(
         workload,
         step,
         lambda: _tensors_of(optimizer),
         fill_gradients=lambda: workload.loss(model).backward(),
         bytes_sent=lambda: bytes_sent,
+    )
+    return _beside_traffic(variant, optimizer, config, group) if "bytes" in name.options else variant
+
+
+def _beside_traffic(
+    variant: Variant, optimizer: torch.optim.Optimizer, config: BenchmarkConfig, group: WorkerGroup
+) -> Variant:
+    """Exchange as many bytes as gossip behind each step, from one optimizer step to the next."""
+    if group.size == 1:
+        raise LeftOut("it needs several workers")
+    traffic = Traffic(variant.workload.model.parameters(), config.gossip, group)
+    optimizer.register_step_pre_hook(lambda *_: traffic.wait())
+    optimizer.register_step_post_hook(lambda *_: traffic.post())
+    return replace(
+        variant,
+        settle=traffic.wait,
+        waited=lambda: traffic.waited_seconds,
+        bytes_sent=lambda: traffic.bytes_sent,
     )
 
 
@@ -171,8 +190,8 @@ def _gossip(
         lambda: _tensors_of(optimizer),
         fill_gradients=lambda: workload.loss(workload.model).backward(),
         settle=gossip.mixer.drain,
-        waited=lambda: gossip.metrics()["wait_seconds"],
-        bytes_sent=lambda: gossip.metrics()["bytes_sent"],
+        waited=lambda: gossip.mixer.metrics()["wait_seconds"],
+        bytes_sent=lambda: gossip.mixer.metrics()["bytes_sent"],
     )
 
 

@@ -145,12 +145,14 @@ def test_growth_starts_its_processes_itself_and_ends_with_them(tmp_path):
 def test_sharded_workers_send_what_the_formulas_say_and_have_one_staging_buffer_more(tmp_path):
     parameters, file = 400_000, tmp_path / "result.json"
     words = ["--model", f"sleeping-{parameters}", "--workers", "2", "--shards", "2", "--network.rate_mbit", "1000"]
-    words += ["--network.delay_ms", "1", "--variants", "[fsdp, hsdp, gossip, gossip+bf16]", "--output", str(file)]
+    words += ["--network.delay_ms", "1", "--output", str(file)]
+    words += ["--variants", "[fsdp, fsdp+bytes, hsdp, gossip, gossip+bf16]"]
     status, out, err = finish(start([*forked(), SCRIPT, *words, "--gossip.log_every", "0", *SMALL], tmp_path))
     assert (status, error_lines(err)) == (0, []), err
     assert "2 workers of 2 processes" in out
     measured, shard = json.loads(file.read_text())["variants"], 4 * parameters / 2
     expected = {"fsdp": 0, "hsdp": ring_all_reduce(2, shard).bytes_sent, "gossip": shard, "gossip+bf16": shard / 2}
+    expected["fsdp+bytes"] = shard
     assert sorted(measured) == sorted(expected)
     for name, row in measured.items():
         assert row["bytes_sent"] == pytest.approx(expected[name], rel=0.01), name

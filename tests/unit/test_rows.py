@@ -20,7 +20,10 @@ from dsgdac_accel.core.flat_parameters import StagedParameters
 from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
+from dsgdac_accel.core.nonfinite import ArrivalGuard, GradientGuard
+from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.sketch import RadiusEstimate
+from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
@@ -180,6 +183,27 @@ def test_the_radius_is_that_of_the_shards_as_they_are_now():
     with torch.no_grad():
         workers[1].fill_(2.0)
     assert Average(mixer).measure().radius == pytest.approx(2.0)  # each is at a distance of 1 in 4 places
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_one_collective_tells_whether_a_worker_skips_and_how_far_its_neighbors_are(mixes):
+    ranks = TwoShards(torch.tensor([16.0, 0.0]))  # the other shard's square, and whether its gradient is not finite
+    rounds = SimpleNamespace(workers=range(1), original_number=int)
+    group = SimpleNamespace(row=Row(ranks, MESH), device=CPU)
+    buckets = SimpleNamespace(shares=[1.0])
+    arrivals = ArrivalGuard(group, rounds, buckets, SimpleNamespace(settle=lambda: None))
+    weight = parameter(torch.zeros(2))
+    guard = GradientGuard(torch.optim.SGD([weight]), MixedParameters([weight]), arrivals, limit=9)
+    for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):
+        ranks.other[1] = other
+        weight.grad.fill_(mine)
+        guard.find_nonfinite(step)
+        if mixes:
+            arrivals.check([Update(1.0, [torch.tensor([3.0])], [[torch.tensor(9.0)]])], step, step)
+            assert arrivals.disagreement == 5.0
+        assert guard.allows_step() == (mine == other == 0.0)
+        assert len(ranks.seen) == step + 1
+    assert guard.skipped == 2
 
 
 def test_a_released_estimate_closes_its_connections_after_what_is_under_way():
