@@ -23,6 +23,7 @@ from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update, form_updates
+from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
@@ -77,6 +78,7 @@ class Mixer:
         if compressed or comm_dtype == "auto":
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
+        self.changes = WorkerChanges(self.parameters, group)
         self.buckets = Buckets()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
@@ -157,7 +159,8 @@ class Mixer:
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         if self.buckets.use is Use.UPDATE:
             self.buckets.drop()  # the local step before failed
-        self.parameters.equalize_newcomers(self.group)
+        if self.changes.may_join():
+            self.parameters.equalize_newcomers(self.group)
         self.start_exchange(watched=False)
         self.drain()
         self.arrivals.settle()
@@ -235,9 +238,13 @@ class Mixer:
         self.edits.settle()  # names parameters by their offsets in the present buckets
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
         selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
+        if self.group.row.size > 1:  # each process compares only its shards below
+            names = [(self.parameters.name_of(p), tuple(p.shape)) for p in selected[0]]
+            self.group.everyone.require_equal(names, "trainable parameters (name, shape)")
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected, self.group.row)
         self.edits.forget_meetings()
+        self.changes.laid_out()
         self._reserve()
 
     def _reserve(self) -> None:
@@ -248,9 +255,13 @@ class Mixer:
 
     def _follow_changes(self) -> None:
         """Lay out parameters anew if some were added, replaced, unfrozen or converted; costs little if none was."""
-        misfits = [misfit for flat in self.buckets.flats for misfit in flat.bring_back()]
-        if self.parameters.changed() or misfits:
+        if self.changes.follows(self._any_misfit()):
             self._lay_out()
+
+    def _any_misfit(self) -> bool:
+        """Adopt what was re-pointed, and return whether something no longer fits into its bucket."""
+        misfits = [flat.bring_back() for flat in self.buckets.flats]
+        return any(misfits)
 
     def prepare_average(self) -> None:
         """Finish the exchange in flight, so that the receive buffers are free. Collective.
@@ -265,6 +276,7 @@ class Mixer:
             self.edits.compare_meetings(f"averaging the workers at step {self.step}")
             self.drain()
             self.buckets.drop()
+        self.changes.compare(self._any_misfit(), f"averaging the workers at step {self.step}", self.step)
         self._follow_changes()
 
     # ---- when a worker is lost

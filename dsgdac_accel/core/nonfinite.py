@@ -31,6 +31,7 @@ from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.shards import settle_gradients
 
@@ -75,12 +76,12 @@ class ArrivalGuard:
 
     def check(self, updates: Sequence[Update], step: int, round_: int) -> None:
         """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not."""
-        if not updates:  # every local worker sits the round out: the last disagreement stays
-            return
         norms = [update.norm(self.buckets.shares) for update in updates]
-        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean() if norms else None
         if self.group.row.size > 1:
-            total = self.group.row.sum(total.double().square(), f"comparing the shards at step {step}").sqrt()
+            total = self._of_worker(total, step)
+        if total is None:  # every local worker sits the round out: the last disagreement stays
+            return
         if self.checks_late:
             skip = nonfinite(total)
             for update in updates:
@@ -90,6 +91,20 @@ class ArrivalGuard:
         self.disagreement = float(total)
         if not math.isfinite(self.disagreement):
             self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
+
+    def _of_worker(self, norm: Tensor | None, step: int) -> Tensor | None:
+        """Return the norm over all shards of the worker, whose processes also agree on what `EditGuard` found.
+
+        Raises:
+            RuntimeError: parameters were changed while their exchange was in flight; on a GPU `settle` raises it.
+        """
+        found = self.edits.flag().double()
+        squares = torch.stack([found, found.new_zeros(()) if norm is None else norm.to(found).square()])
+        squares = self.group.row.sum(squares, f"comparing the shards at step {step}")
+        self.edits.agree(squares[0])
+        if not self.checks_late:
+            self.edits.settle()
+        return None if norm is None else squares[1].sqrt()
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
         numbers = range(len(self.buckets.values(0)))
@@ -151,15 +166,22 @@ class GradientGuard:
         parameters: those that it trains.
         arrivals: the guard of the same mixer.
         limit: this many skipped updates of one worker in a row end the run.
+        changes: what the processes of a sharded worker tell each other beside their gradients.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: MixedParameters, arrivals: ArrivalGuard, limit: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: MixedParameters,
+        arrivals: ArrivalGuard,
+        limit: int,
+        changes: WorkerChanges,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
         self.arrivals = arrivals
         self.limit = limit
+        self.changes = changes
         self.skipped = 0
         """Local updates that the workers of this process have skipped."""
         self.in_a_row = [0] * parameters.local_workers
@@ -183,30 +205,52 @@ class GradientGuard:
 
         Raises:
             NonFiniteError: too many skipped updates in a row, if the device has skipped them by itself.
+            RuntimeError: the processes of a sharded worker have changed their parameters in different ways.
         """
         self._unhide()  # the last local step raised if `put_back` was not called, and there are new gradients now
         self._hidden.clear()
         self.settle()
+        self.changes.settle()
         self._step, self._scaler, self._found = step, None, []
         if scaler is not None and scaler.is_enabled():
             self._scaler, self._found = scaler, HostCopy(self._agree_on_overflow(step, scaler))
             return
         parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
-        row, what = self.arrivals.group.row, f"comparing the gradients of a worker's shards at step {step}"
+        row, late = self.arrivals.group.row, self.arrivals.checks_late
+        on_device = late and len(parameters) == 1 and skips_on_device(self.optimizer)
         if row.mesh is not None:
             settle_gradients(self.parameters.find())
-        if not self.arrivals.checks_late:
-            found = nonfinite_workers(parameters)
-            self._found = found if row.size == 1 else [0] * row.any(bool(found), what)
-        elif len(parameters) == 1 and skips_on_device(self.optimizer):
+        if row.size > 1:
+            flag = (
+                nonfinite_flag(parameters[0])
+                if late
+                else torch.tensor(bool(nonfinite_workers(parameters)), device="cpu")
+            )
+            largest = self._largest_flag(flag, step)
+            if not late:
+                self._found = [0] * bool(largest)
+                self.changes.settle()
+            elif on_device:
+                self._found_inf = largest
+            else:
+                self._found = HostCopy(largest.view(1))
+        elif on_device:
             self._found_inf = nonfinite_flag(parameters[0])
-            if row.size > 1:
-                nothing = torch.zeros((), device=self.arrivals.group.device)
-                self._found_inf = row.max(nothing if self._found_inf is None else self._found_inf, what)
-            if self._found_inf is not None:
-                self._unread = HostCopy(self._found_inf), step
+        elif late:
+            self._found = HostCopy(nonfinite_flags(parameters))
         else:
-            self._found = HostCopy(row.max(nonfinite_flags(parameters), what))
+            self._found = nonfinite_workers(parameters)
+        if self._found_inf is not None:
+            self._unread = HostCopy(self._found_inf), step
+
+    def _largest_flag(self, flag: Tensor | None, step: int) -> Tensor:
+        """Return 1 if the gradient of some process of the worker is not finite, else 0, (). Collective in the row."""
+        words = self.changes.words()
+        mine = words.new_zeros(1) if flag is None else flag.to(words).view(1)
+        what = f"comparing the gradients of a worker's shards at step {step}"
+        largest = self.arrivals.group.row.max(torch.cat([mine, words]), what)
+        self.changes.agree(largest[1:], step)
+        return largest[0]
 
     def allows_step(self) -> bool:
         """Return whether to call the optimizer at all, and hide the gradients that it must skip until `put_back`.
@@ -291,7 +335,8 @@ class GradientGuard:
             self.skipped += 1
             self.in_a_row[local] += 1
             where = f"worker {rounds.original_number(worker)}, step {step}"
-            logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
+            if self.arrivals.group.row.rank == 0:  # a sharded worker says it once
+                logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self.in_a_row[local] >= self.limit:
                 message = f"{where}: {self.in_a_row[local]} steps in a row had a gradient that is not finite"
                 self.arrivals.group.report(message)

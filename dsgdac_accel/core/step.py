@@ -74,7 +74,11 @@ class GossipStep:
             raise
         self.schedule = GammaSchedule(optimizer, group, config)
         self.guard = GradientGuard(
-            optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
+            optimizer,
+            self.mixer.parameters,
+            self.mixer.arrivals,
+            config.max_consecutive_nonfinite,
+            self.mixer.changes,
         )
         self.average = Average(self.mixer)
         self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
@@ -136,11 +140,19 @@ class GossipStep:
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
         if self.group.row.copies is not None and (first or self._is_logged()):
-            named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
-            self.group.row.require_equal_gradients(named, f"comparing copies of parameters at step {self.mixer.step}")
+            self._compare_copies()
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
         return self.guard.allows_step()
+
+    def _compare_copies(self) -> None:
+        """Raise ValueError on all processes if copies of a parameter along `tp` have different gradients."""
+        named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
+        what = f"comparing copies of parameters at step {self.mixer.step}"
+        found = self.group.row.unequal_gradients(named, what)
+        refusal = self.group.everyone.first(found and f"{self.group.members.me}: {found}", what)
+        if refusal is not None:
+            raise ValueError(refusal)
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""

@@ -16,6 +16,7 @@ from dsgdac_accel.core.buckets import Buckets, Use
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
@@ -48,6 +49,7 @@ class AsynchronousMixer:
         self.progress = 0.0
         """The largest value of the averaged clock at an own step, which schedules and the end of a run follow."""
         self.parameters = MixedParameters(parameters, names)
+        self.changes = WorkerChanges(self.parameters, group)
         self.buckets = Buckets()
         selected = self.parameters.select(group.device)
         group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
