@@ -226,14 +226,14 @@ class GradientGuard:
                 if late
                 else torch.tensor(bool(nonfinite_workers(parameters)), device="cpu")
             )
-            largest = self._largest_flag(flag, step)
+            some = self._flag_of_some(flag, step)
             if not late:
-                self._found = [0] * bool(largest)
+                self._found = [0] * bool(some)
                 self.changes.settle()
             elif on_device:
-                self._found_inf = largest
+                self._found_inf = some
             else:
-                self._found = HostCopy(largest.view(1))
+                self._found = HostCopy(some.view(1))
         elif on_device:
             self._found_inf = nonfinite_flag(parameters[0])
         elif late:
@@ -243,14 +243,14 @@ class GradientGuard:
         if self._found_inf is not None:
             self._unread = HostCopy(self._found_inf), step
 
-    def _largest_flag(self, flag: Tensor | None, step: int) -> Tensor:
+    def _flag_of_some(self, flag: Tensor | None, step: int) -> Tensor:
         """Return 1 if the gradient of some process of the worker is not finite, else 0, (). Collective in the row."""
         words = self.changes.words()
         mine = words.new_zeros(1) if flag is None else flag.to(words).view(1)
         what = f"comparing the gradients of a worker's shards at step {step}"
-        largest = self.arrivals.group.row.max(torch.cat([mine, words]), what)
-        self.changes.agree(largest[1:], step)
-        return largest[0]
+        sums = self.arrivals.group.row.sum(torch.cat([mine, words]), what)
+        self.changes.agree(sums[1:], step)
+        return sums[0].ne(0.0).float()
 
     def allows_step(self) -> bool:
         """Return whether to call the optimizer at all, and hide the gradients that it must skip until `put_back`.

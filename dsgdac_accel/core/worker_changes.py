@@ -15,7 +15,7 @@ from dsgdac_accel.distributed.group import WorkerGroup
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _MOST_NAMES = 8
-_CODES = 2**24  # integers that float32 holds exactly
+_CODES = 2**16  # so that float64 holds the sum of the squares of some exactly
 
 
 class WorkerChanges:
@@ -67,20 +67,20 @@ class WorkerChanges:
     # ---- at every step of a sharded worker
 
     def words(self) -> Tensor:
-        """Return what this process tells the others of its worker: the maxima over them are for `agree`, (3,).
+        """Return what this process tells the others of its worker: the sums over them are for `agree`, (3,), float64.
 
-        Whether something changed, and a number for what is trained with both signs, which shows whether all are equal.
+        Whether something changed, and a number for what is trained and its square, which show whether all are equal.
         """
         changed = self._has_changed()
         code = hash((changed, *map(_REQUIRES_GRAD, self.parameters.find()))) % _CODES
-        words = torch.zeros(3, device=self.group.device)
-        for place, value in enumerate((changed, code, -code)):
+        words = torch.zeros(3, dtype=torch.float64, device=self.group.device)
+        for place, value in enumerate((changed, code, code * code)):
             words[place] = value  # a tensor made of a list would let the host wait for a GPU
         return words
 
-    def agree(self, largest: Tensor, step: int) -> None:
-        """Keep the maxima of `words` over the worker for `settle`."""
-        self._unread = HostCopy(largest), self._trained_now(), step
+    def agree(self, sums: Tensor, step: int) -> None:
+        """Keep the sums of `words` over the worker for `settle`."""
+        self._unread = HostCopy(sums), self._trained_now(), step
 
     def settle(self) -> None:
         """Read what the worker agreed on last, if it is not read yet.
@@ -91,9 +91,9 @@ class WorkerChanges:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        largest, trained, step = unread
-        changed, code, minus = largest.read().tolist()
-        if code != -minus:
+        sums, trained, step = unread
+        changed, codes, squares = map(round, sums.read().tolist())
+        if codes * codes != squares * self.group.row.size:  # they have a variance
             what = f"comparing the changed parameters of a worker at step {step}"
             self._raise(self.group.row.ranks.all_gather_object(self._story(), what), step)
         self.due, self._trained = bool(changed), trained

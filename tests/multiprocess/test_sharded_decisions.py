@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,15 +133,26 @@ def test_what_all_processes_unfreeze_is_mixed(late):
 # ---- faults that one process finds
 
 
-def edit_in_flight(rank: int, late: bool, how: str) -> None:
-    training = Training(rank, constant=0.0)
-    training.accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
-    for step in range(4):
-        if step == 2 and rank == ALONE:
-            time.sleep(0.5)  # once everything was sent
-            own = next(bucket for flat in training.mixer.flats for bucket in flat.buckets)
-            own.data.add_(1.0)
+def edit_in_flight(rank: int, how: str, late: bool) -> None:
+    training = Training(rank)
+    mixer = training.accelerator.gossip_steps[0].mixer
+    mixer.arrivals.checks_late = late
+    for step in range(5):
+        if step == 2 and rank == ALONE and how == "in place":
+            with torch.no_grad():
+                training.parameters[0].add_(1.0)
+        elif step == 2 and rank == ALONE:
+            time.sleep(0.5)  # everything has arrived at the partner
+            mixer.buckets.values(0)[0].add_(1.0)
         training.step(step)
+
+
+@pytest.mark.parametrize(("how", "late"), [("in place", False), ("in place", True), ("sent", False)])
+def test_what_one_process_finds_edited_is_raised_by_all_of_its_worker(how, late):
+    outcomes = try_workers(edit_in_flight, 4, how, late)
+    found = "worker 0: .* was changed while its exchange was in flight at step 2"
+    ended(outcomes[:2], f"RuntimeError: {found}")
+    ended(outcomes[2:], f"WorkerLostError: .*{found}")
 
 
 def lack_a_plan(rank: int) -> None:
@@ -158,8 +173,115 @@ def start_apart(rank: int) -> None:
     ("act", "words"),
     [
         (lack_a_plan, ["ValueError: worker 1: norm.bias has different gradients on rank 2 and rank 3"]),
-        (start_apart, ["ValueError: worker 1: .*norm.weight.*rank 2 has .*float64.* and rank 3 has .*float32"]),
+        (start_apart, ["ValueError: worker 1: .*rank 2 has .*norm.weight.*float64.* and rank 3 has .*float32"]),
     ],
 )
 def test_copies_that_differ_in_one_worker_are_named_by_all_processes(act, words):
     ended(try_workers(act, 4), *words)
+
+
+def not_finite(rank: int) -> list[str]:
+    """Return what is logged where the gradient of one process is not finite."""
+    training, said = Training(rank), []
+    logging.getLogger("dsgdac_accel.core.nonfinite").addFilter(lambda record: said.append(record.getMessage()) or True)
+    training.model.register_forward_hook(lambda model, x, out: out * (torch.nan if rank == 3 else 1.0))
+    training.step(0)
+    return said
+
+
+def test_a_worker_says_once_that_its_gradient_is_not_finite():
+    assert [len(said) for said in run_workers(not_finite, 4)] == [0, 0, 1, 0]
+
+
+# ---- several models, and trainings that end
+
+
+def evaluate_another(rank: int) -> dict[str, bool]:
+    """Run a second model before, inside and after an evaluation of the first one; FSDP keeps its root gathered."""
+    training = Training(rank)
+    second = sharded(make_model(), training.mesh)
+    second, optimizer = training.accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+    for step in range(3):
+        training.step(step)
+        training.accelerator.backward(loss_of(second, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        own = loss_of(second, 0, 0)
+        with training.accelerator.deployed_model(training.model):
+            inside = loss_of(second, 0, 0)
+        after = loss_of(second, 0, 0)
+        with training.accelerator.deployed_model(second):
+            mean = loss_of(second, 0, 0)
+    return {"restored": torch.equal(own, after), "averaged": torch.equal(inside, mean), "differs": own != mean}
+
+
+def test_every_prepared_model_is_gathered_anew_at_both_ends_of_an_evaluation():
+    for result in run_workers(evaluate_another, 4):
+        assert result == {"restored": True, "averaged": True, "differs": True}
+
+
+def drop(rank: int) -> list[int]:
+    """Return how many process groups there are with a training, once it is dropped, and with the next one."""
+    counts = []
+    for _ in range(2):
+        training = Training(rank, sketch=16)
+        training.step(0)
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        training.accelerator.group.everyone.barrier("testing")
+        del training.accelerator.training.steps[:]
+        del training.optimizer.gossip
+        gc.collect()
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_dropped_training_closes_the_connections_of_its_sketch():
+    for first, dropped, *_ in run_workers(drop, 4):
+        assert dropped == first - 1
+
+
+# ---- lost processes
+
+STAGES = ["prepare", "deployed model", "measure", "save", "load", "end"]
+PATIENCE = 10.0
+
+
+def lose_a_process(rank: int, stage: str, folder: Path) -> None:
+    """Process 3 dies as soon as the others enter a stage."""
+    dies = rank == 3
+
+    def enter(name: str) -> None:
+        if dies and name == stage:
+            os._exit(0)
+
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=PATIENCE))
+    model = sharded(make_model(), mesh_of(2, 2))
+    optimizer = make_optimizer("sgd", model)
+    enter("prepare")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(2):
+        accelerator.backward(loss_of(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    enter("measure")
+    accelerator.measure_consensus()
+    enter("deployed model")
+    with accelerator.deployed_model(model):
+        pass
+    enter("save")
+    accelerator.save_state(folder)
+    enter("load")
+    accelerator.load_state(folder)
+    accelerator.backward(loss_of(model, rank, 2))
+    optimizer.step()
+    enter("end")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_that_dies_in_any_stage_ends_all_others_by_its_name(stage, tmp_path):
+    outcomes = try_workers(lose_a_process, 4, stage, tmp_path / "saved")
+    lost = "WorkerLostError: .*(worker 1|rank 3) was lost in"
+    # In the end nothing is left to be received: the barrier behind the test notices it.
+    ended(outcomes[:3], lost if stage != "end" else f"{lost}|Connection", soon=PATIENCE + 10)
