@@ -386,6 +386,13 @@ class GossipAccelerator(Accelerator):
     def _gossip_schedulers(self) -> list[GossipScheduler]:
         return [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
 
+    def _prepare_tp(self, *args: Any) -> Any:
+        """Leave parameters outside the plan of `tp` as they are if FSDP2 shards the model: it takes ordinary tensors.
+
+        Accelerate would make DTensors of them by `ReplicateParallel`, which Transformers 5 does not have any more.
+        """
+        return args if self.is_fsdp2 else super()._prepare_tp(*args)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
