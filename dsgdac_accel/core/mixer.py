@@ -237,10 +237,7 @@ class Mixer:
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their offsets in the present buckets
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
-        selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
-        if self.group.row.size > 1:  # each process compares only its shards below
-            names = [(self.parameters.name_of(p), tuple(p.shape)) for p in selected[0]]
-            self.group.everyone.require_equal(names, "trainable parameters (name, shape)")
+        selected = self._select()
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected, self.group.row)
         self.edits.forget_meetings()
@@ -252,6 +249,27 @@ class Mixer:
             self.buckets.reserve(self.rounds.slots)
         else:
             self.compressor.reserve()
+
+    def _select(self) -> list[list[Parameter]]:
+        """Return the parameters to mix. If workers are several processes, all of them raise what one has found."""
+        device, row, everyone = self.group.device, self.group.row, self.group.everyone
+        selected: list[list[Parameter]] = []
+        problem: ValueError | None = None
+        try:
+            selected = self.parameters.select(device if self.topology.num_workers > 1 else None, row)
+        except ValueError as error:
+            problem = error
+        if row.size > 1:
+            what = "selecting the parameters to mix"
+            refusal = everyone.first(None if problem is None else f"{everyone.members.me}: {problem}", what)
+            if refusal is not None:
+                raise ValueError(refusal)
+            # The shards that are compared next differ between the processes of a worker.
+            names = [(self.parameters.name_of(p), tuple(p.shape)) for p in selected[0]]
+            everyone.require_equal(names, "trainable parameters (name, shape)")
+        elif problem is not None:
+            raise problem
+        return selected
 
     def _follow_changes(self) -> None:
         """Lay out parameters anew if some were added, replaced, unfrozen or converted; costs little if none was."""

@@ -135,7 +135,11 @@ class GossipStep:
             if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
                 self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
-        self.watch.check(self.optimizer, self.masters.parameter_of)
+        try:
+            self.watch.check(self.optimizer, self.masters.parameter_of)
+        except RuntimeError as error:
+            self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
+            raise
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)

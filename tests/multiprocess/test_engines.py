@@ -1,4 +1,4 @@
-"""The scripts and commands of docs/engines.md, word for word: several launchers, Slurm and Ray Train."""
+"""The scripts and commands of docs/engines.md and docs/ray.md, word for word: several launchers, Slurm, Ray Train."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from tests.launching import LAUNCHER_VARIABLES, ROOT, finish, free_port, start, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
 
-PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("engines.md", "ray.md"))
 PATIENCE = 500
 
 SRUN = """#!/bin/bash
@@ -41,7 +41,7 @@ echo "$@" >> "$TASK_FILES/asked"
 
 
 def file_of(name):
-    """The file that the page shows under this name."""
+    """The file that a page shows under this name."""
     return re.search(rf"<!-- file: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
 
 

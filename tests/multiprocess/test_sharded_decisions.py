@@ -130,6 +130,30 @@ def test_what_all_processes_unfreeze_is_mixed(late):
     assert run_workers(change_together, 4, late) == [6] * 4
 
 
+def train_unlike(rank: int) -> None:
+    """Freeze a weight before `prepare` in the second process of each worker, whose columns then are equal."""
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=60))
+    model = sharded(make_model(), mesh_of(2, 2))
+    model[3].bias.requires_grad_(rank % 2 == 0)
+    accelerator.prepare(model, make_optimizer("sgd", model))
+
+
+def replace_alone(rank: int) -> None:
+    training = Training(rank)
+    for step in range(3):
+        if step == 1 and rank == ALONE:
+            training.model[3].bias = nn.Parameter(training.model[3].bias.detach().clone())
+        training.step(step)
+
+
+def test_processes_of_a_worker_that_train_other_parameters_are_refused_by_all():
+    ended(try_workers(train_unlike, 4), "ValueError: all workers must have the same trainable parameters", "3.bias")
+
+
+def test_what_one_process_replaces_in_its_model_is_told_to_all():
+    ended(try_workers(replace_alone, 4), "rank 1: 3.bias was replaced in the model|^RuntimeError: 3.bias was replaced")
+
+
 # ---- faults that one process finds
 
 

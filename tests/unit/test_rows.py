@@ -21,6 +21,7 @@ from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
 from dsgdac_accel.core.sketch import RadiusEstimate
+from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
@@ -167,6 +168,19 @@ def test_collectives_of_fsdp_on_nccl_give_up_after_those_of_the_library(device, 
         device_mesh=SimpleNamespace(device_type=device), _inner=[SimpleNamespace(get_group=lambda: None)]
     )
     WorkerMesh.limit(mesh, 30)
+    assert limits == [timedelta(seconds=seconds)]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 30), ("cuda", 90)])
+def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(device, seconds, monkeypatch):
+    limits = []
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    transport = SimpleNamespace(backend=backend)
+    monkeypatch.setattr(process_groups, "transport_for", lambda device, distributed: transport)
+    groups = process_groups.ProcessGroups(torch.device(device), 30)
+    groups.world = object()
+    groups.limit_default_group()
     assert limits == [timedelta(seconds=seconds)]
 
 
