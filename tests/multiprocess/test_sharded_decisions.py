@@ -221,7 +221,7 @@ def test_a_worker_says_once_that_its_gradient_is_not_finite():
 
 
 def evaluate_another(rank: int) -> dict[str, bool]:
-    """Run a second model before, inside and after an evaluation of the first one; FSDP keeps its root gathered."""
+    """Run a second model inside and after an evaluation of the first one; FSDP keeps its root gathered."""
     training = Training(rank)
     second = sharded(make_model(), training.mesh)
     second, optimizer = training.accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
@@ -231,10 +231,11 @@ def evaluate_another(rank: int) -> dict[str, bool]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        own = loss_of(second, 0, 0)
         with training.accelerator.deployed_model(training.model):
             inside = loss_of(second, 0, 0)
         after = loss_of(second, 0, 0)
+        second.reshard()
+        own = loss_of(second, 0, 0)
         with training.accelerator.deployed_model(second):
             mean = loss_of(second, 0, 0)
     return {"restored": torch.equal(own, after), "averaged": torch.equal(inside, mean), "differs": own != mean}
