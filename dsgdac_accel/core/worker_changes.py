@@ -95,7 +95,7 @@ class WorkerChanges:
         changed, codes, squares = map(round, sums.read().tolist())
         if codes * codes != squares * self.group.row.size:  # they have a variance
             what = f"comparing the changed parameters of a worker at step {step}"
-            self._raise(self.group.row.ranks.all_gather_object(self._story(), what), step)
+            self._raise(self.group.row.group.all_gather_object(self._story(), what), step)
         self.due, self._trained = bool(changed), trained
 
     # ---- outside of steps
