@@ -122,7 +122,7 @@ def change_together(rank: int, late: bool) -> int:
         training.model[0].weight.requires_grad_(step >= 3)
         training.step(step)
     training.accelerator.gossip_steps[0].mixer.drain()
-    return len(training.accelerator.gossip_steps[0].mixer.flats[0].parameters)
+    return len(training.accelerator.gossip_steps[0].mixer.buckets.flats[0].parameters)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -139,10 +139,11 @@ def train_unlike(rank: int) -> None:
 
 
 def replace_alone(rank: int) -> None:
-    training = Training(rank)
+    """Replace a parameter without FSDP2, which would put its own one back."""
+    training = Training(rank, 2, 1, 2, kind="block")
     for step in range(3):
         if step == 1 and rank == ALONE:
-            training.model[3].bias = nn.Parameter(training.model[3].bias.detach().clone())
+            training.model.out.bias = nn.Parameter(training.model.out.bias.detach().clone())
         training.step(step)
 
 
@@ -151,7 +152,7 @@ def test_processes_of_a_worker_that_train_other_parameters_are_refused_by_all():
 
 
 def test_what_one_process_replaces_in_its_model_is_told_to_all():
-    ended(try_workers(replace_alone, 4), "rank 1: 3.bias was replaced in the model|^RuntimeError: 3.bias was replaced")
+    ended(try_workers(replace_alone, 4), "(rank 1|RuntimeError): out.bias was replaced in the model")
 
 
 # ---- faults that one process finds
@@ -246,24 +247,23 @@ def test_every_prepared_model_is_gathered_anew_at_both_ends_of_an_evaluation():
         assert result == {"restored": True, "averaged": True, "differs": True}
 
 
-def drop(rank: int) -> list[int]:
-    """Return how many process groups there are with a training, once it is dropped, and with the next one."""
-    counts = []
-    for _ in range(2):
-        training = Training(rank, sketch=16)
-        training.step(0)
-        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
-        training.accelerator.group.everyone.barrier("testing")
-        del training.accelerator.training.steps[:]
-        del training.optimizer.gossip
+def drop(rank: int) -> tuple[int, int]:
+    """Return how many process groups there are with a training, and once it is dropped."""
+    training = Training(rank, sketch=16)
+    training.step(0)
+    made = torch.distributed.distributed_c10d._world.pg_map
+    before, deadline = len(made), time.monotonic() + 10
+    training.accelerator.training.steps.clear()
+    del training.optimizer.gossip
+    while len(made) == before and time.monotonic() < deadline:  # an estimate may be under way
         gc.collect()
-        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
-    return counts
+        time.sleep(0.05)
+    return before, len(made)
 
 
 def test_a_dropped_training_closes_the_connections_of_its_sketch():
-    for first, dropped, *_ in run_workers(drop, 4):
-        assert dropped == first - 1
+    for before, dropped in run_workers(drop, 4):
+        assert dropped == before - 1
 
 
 # ---- lost processes
