@@ -192,7 +192,8 @@ class GossipAccelerator(Accelerator):
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
-        if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
+        own_timeout = any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers)
+        if not own_timeout:
             timeout = timedelta(seconds=config.timeout)
             handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
         announce_waiting()
@@ -214,6 +215,8 @@ class GossipAccelerator(Accelerator):
         self._begin_gossip(
             config, group, scheduler_ticks=scheduler_ticks, keep_average=keep_average, watch_average=True
         )
+        if not (own_timeout or GossipAccelerator._user_owns_process_group):
+            self.group.process_groups.limit_default_group()
         if self.num_workers == 1 and not GossipAccelerator._warned_of_single_worker:
             GossipAccelerator._warned_of_single_worker = True
             warn_of_single_worker()
@@ -382,6 +385,13 @@ class GossipAccelerator(Accelerator):
     @property
     def _gossip_schedulers(self) -> list[GossipScheduler]:
         return [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
+
+    def _prepare_tp(self, *args: Any) -> Any:
+        """Leave parameters outside the plan of `tp` as they are if FSDP2 shards the model: it takes ordinary tensors.
+
+        Accelerate would make DTensors of them by `ReplicateParallel`, which Transformers 5 does not have any more.
+        """
+        return args if self.is_fsdp2 else super()._prepare_tp(*args)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -77,8 +77,6 @@ def deployed_model(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
     holder, model = model, first_replica(model)
-    gathering = gathering_modules([holder])
-    reshard(gathering)
     fixed = {*frozen, *frozen_layers(holder)}
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
@@ -103,7 +101,6 @@ def deployed_model(
             holder.eval()
             yield model
         finally:
-            reshard(gathering)
             for average in averages:
                 average.restore()
 
@@ -150,7 +147,8 @@ class Deployment:
             ValueError: no optimizer was prepared, and the workers' parameters differ.
         """
         model, steps, group = self.training.owners.wrapper_of(model), self.training.steps, self.training.group
-        reshard(gathering_modules([model]))
+        gathering = gathering_modules([model, *self.training.models])  # inside, all prepared models are the average
+        reshard(gathering)
         references = list(self.gradient_state.dataloader_references)
         averages = [] if self.active else self.training.averages()
         frozen = [layer for step in steps for layer in step.watch.frozen]
@@ -169,7 +167,10 @@ class Deployment:
         self._deployments += 1
         try:
             with self.phase.evaluating(), preserved_loaders(loaders), average as deployed:
-                yield deployed
+                try:
+                    yield deployed
+                finally:
+                    reshard(gathering)
         finally:
             self._deployments -= 1
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.

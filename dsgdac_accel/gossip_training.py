@@ -95,7 +95,8 @@ class GossipTraining:
         make_equal_(whole, self.group.everyone)
         row = self.group.row
         if row.copies is not None:
-            make_equal_([(name, local_of(tensor)) for name, tensor in sharded if row.is_copied(tensor)], row.copies)
+            copied = [(name, local_of(tensor)) for name, tensor in sharded if row.is_copied(tensor)]
+            make_equal_(copied, row.copies, self.group)
         if row.mesh is not None:
             make_equal_([(name, local_of(tensor)) for name, tensor in sharded], self.group)
 

@@ -40,18 +40,22 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
         return []
     compared = iter(_compared_by(list(chain.from_iterable(places))))
     sums = [[next(compared) for _ in tensors] for tensors in places]
-    everyone = group.all_gather_object(sums, "comparing the parameters that are not mixed")
-    found = []
+    what = "comparing the parameters that are not mixed"
+    everyone = group.all_gather_object(sums, what)
+    found, refusal = [], None
     for number, tensors in enumerate(places):
         if len({value for worker in everyone for value in worker[number]}) > 1:
             tensor = tensors[0]
             if type(tensor.data) is not Tensor or not tensor.is_floating_point():
                 name = next(name for name, p in model.named_parameters() if local_of(p) is tensor)
-                raise ValueError(
+                refusal = (
                     f"{name} ({tensor.dtype}) is not mixed, differs between the workers, and has no average. Give it "
                     f"equal values on all workers, or take it out of the model."
                 )
             found.append(tensors)
+    refusal = group.row.first(refusal, what)  # of a sharded worker, all processes raise what one has found
+    if refusal is not None:
+        raise ValueError(refusal)
     return found
 
 

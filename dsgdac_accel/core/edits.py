@@ -72,12 +72,14 @@ class _Change:
 
 @dataclass
 class _Findings:
-    found: HostCopy
-    """Whether there is anything."""
+    found: HostCopy | None
+    """Whether there is anything; None until the processes of a worker agree on it."""
     heads: list[tuple[int, Tensor]]
     """Workers, with the channel and step that they sent."""
     expected: list[int]
     changes: list[_Change]
+    written: tuple[str, str] | None = None
+    """Message about parameters of this process that were written, see `EditGuard._changed`."""
 
 
 class EditGuard:
@@ -113,6 +115,8 @@ class EditGuard:
         self._met: dict[tuple[int, int], tuple[int, Tensor]] = {}
         """[local worker, partner] the step of their last difference, and its checksums."""
         self._unread: _Findings | None = None
+        self._flag: Tensor | None = None
+        """Whether the latest `check` found something, for the other processes of this worker."""
 
     # ---- before
 
@@ -192,13 +196,16 @@ class EditGuard:
     def check(self, round_: int, late: bool) -> None:
         """Raise RuntimeError if this worker's parameters, or those that a neighbor sent, are not what was posted.
 
-        Also if a neighbor sent those of another step or optimizer.
+        Also if a neighbor sent those of another step or optimizer. If workers are several processes, nothing is raised
+        until these have summed what `flag` returns, and `agree` got it.
 
         Args:
             round_: decides who sent.
             late: leave it to a later `settle` to read and raise what was found, so that the host does not wait.
         """
-        self._refuse_written()
+        written = self._find_written()
+        if written is not None and not self._together:
+            self._raise(*written)
         heads, changes = [], []
         for local in sorted({*self._posted, *self._read}):
             checksums = self._checksums(self.buckets.values(local))
@@ -217,12 +224,29 @@ class EditGuard:
                     changes += self._changes_by(sender, local, k, round_)
         self._posted, self._read, self._versions, self._received = {}, {}, {}, {}
         expected = [self.exchange.channel, self._step]
-        if heads or changes:
+        if heads or changes or self._together:
             mine = self._fill(torch.zeros(2, dtype=torch.int64, device=self.group.device), *expected)
             flags = [change.changed for change in changes] + [theirs != mine for _, theirs in heads]
-            self._unread = _Findings(HostCopy(torch.cat(flags).any()), heads, expected, changes)
-        if not late:
+            own = torch.full((1,), written is not None, device=self.group.device)
+            self._flag = torch.cat([own, *flags]).any()
+            known = None if self._together else HostCopy(self._flag)
+            self._unread = _Findings(known, heads, expected, changes, written)
+        if not (late or self._together):
             self.settle()
+
+    @property
+    def _together(self) -> bool:
+        return self.group.row.size > 1
+
+    def flag(self) -> Tensor:
+        """Return 1 if the latest `check` found something in this process of a worker, else 0, ()."""
+        flag, self._flag = self._flag, None
+        return torch.zeros((), device=self.group.device) if flag is None else flag
+
+    def agree(self, found: Tensor) -> None:
+        """Take over the sum of the flags of all processes of the worker, which `settle` reads."""
+        if self._unread is not None:
+            self._unread.found = HostCopy(found)
 
     def _changes_by(self, sender: int, local: int, k: int, round_: int) -> list[_Change]:
         """Compare what a sender sent with its words; of a partner, the last difference, too."""
@@ -249,15 +273,26 @@ class EditGuard:
                 self._met.pop((update.local, partner), None)
 
     def settle(self) -> None:
-        """Raise RuntimeError if the latest `check` found something, unless that was read already."""
+        """Raise RuntimeError if the latest `check` found something, unless that was read already.
+
+        All processes of a worker raise what one of them has found.
+        """
         unread, self._unread = self._unread, None
-        if unread is None or not unread.found.is_set():
+        if unread is None or unread.found is None or not unread.found.is_set():
             return
+        error = self.group.row.first(self._error(unread), f"comparing the edits of shards at step {self._step}")
+        assert error is not None, "something was found"
+        self._raise(*error)
+
+    def _error(self, unread: _Findings) -> tuple[str, str] | None:
+        """Return message and detail of the error that this process has found; None if another one has."""
+        if unread.written is not None:
+            return unread.written
         for worker, theirs in unread.heads:
             if theirs.tolist() != unread.expected:
-                self._raise_not_in_step(worker, theirs.tolist(), unread.expected)
-        change = next(change for change in unread.changes if bool(change.changed.any()))
-        self._raise(*self._changed(change.workers, self._suspects(change), change.step))
+                return self._not_in_step(worker, theirs.tolist(), unread.expected)
+        change = next((change for change in unread.changes if bool(change.changed.any())), None)
+        return None if change is None else self._changed(change.workers, self._suspects(change), change.step)
 
     def compare_meetings(self, what: str) -> None:
         """Raise RuntimeError on all workers if those of a pair formed different last differences. Collective.
@@ -303,7 +338,8 @@ class EditGuard:
 
     # ---- errors
 
-    def _refuse_written(self) -> None:
+    def _find_written(self) -> tuple[str, str] | None:
+        """Return the error about parameters of this process that were written in place since they were posted."""
         for local, versions in self._versions.items():
             flat = self.buckets.flats[local]
             if list(map(_VERSION, flat.parameters)) == versions:
@@ -312,7 +348,8 @@ class EditGuard:
             pairs = zip(flat.parameters, versions, strict=True)
             written = [p for p, version in pairs if p._version != version and id(p) not in elsewhere]
             if written:
-                self._raise(*self._changed([self.rounds.workers[local]], written, self._step))
+                return self._changed([self.rounds.workers[local]], written, self._step)
+        return None
 
     def _changed(self, workers: Sequence[int], suspects: Sequence[Parameter], step: int) -> tuple[str, str]:
         """Return a message that names who changed parameters, and what to do about it."""
@@ -327,15 +364,15 @@ class EditGuard:
             "GossipConfig(overlap=False).",
         )
 
-    def _raise_not_in_step(self, worker: int, theirs: list[int], mine: list[int]) -> None:
+    def _not_in_step(self, worker: int, theirs: list[int], mine: list[int]) -> tuple[str, str]:
         them, me = (f"worker {self.rounds.original_number(w)}" for w in (worker, self.rounds.workers[0]))
         if theirs[1] != mine[1]:
-            self._raise(
+            return (
                 f"{them} is at step {theirs[1]} and {me} at step {mine[1]}",
                 ", but their parameters were exchanged. All workers must take every optimizer step, and continue from "
                 "the same checkpoint.",
             )
-        self._raise(
+        return (
             f"{them} and {me} exchanged the parameters of different optimizers at step {mine[1]}",
             ". Prepare and step several optimizers in the same order on all workers.",
         )

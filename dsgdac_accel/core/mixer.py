@@ -23,6 +23,7 @@ from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update, form_updates
+from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
@@ -77,11 +78,12 @@ class Mixer:
         if compressed or comm_dtype == "auto":
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
+        self.changes = WorkerChanges(self.parameters, group)
         self.buckets = Buckets()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
         self.edits = EditGuard(self.exchange, self.buckets, self.parameters, uncompressed=not compressed)
-        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits)
+        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits, self.changes)
         self._lay_out()
         group.register(self)
 
@@ -157,7 +159,9 @@ class Mixer:
         self.buckets.refuse(Use.BACKUP, Use.RELEASED)
         if self.buckets.use is Use.UPDATE:
             self.buckets.drop()  # the local step before failed
-        self.parameters.equalize_newcomers(self.group)
+        self.changes.settle()
+        if self.changes.may_join():
+            self.parameters.equalize_newcomers(self.group)
         self.start_exchange(watched=False)
         self.drain()
         self.arrivals.settle()
@@ -165,10 +169,10 @@ class Mixer:
             self.exchange.waited_seconds = 0.0
             if self.step < self._mixes_from:
                 self.skipped_steps.append(self.step)
-            return []
+            return self._checked([])
         if self.topology.num_workers == 1:
             self.arrivals.disagreement = 0.0
-            return []
+            return self._checked([])
         if self.group.size == 1:
             self._follow_changes()  # with several processes, `start_exchange` has done it
         self.edits.check(self._round, late=self.arrivals.checks_late)
@@ -180,9 +184,15 @@ class Mixer:
         else:
             updates = self.compressor.form_updates(gamma, self._round)
         self.edits.remember(updates, self._round)
-        self.arrivals.check(updates, self.step, self._round)
+        self._checked(updates)
         if self.order == "mix_first":
             self._add(updates)
+        return updates
+
+    def _checked(self, updates: list[Update]) -> list[Update]:
+        self.arrivals.check(updates, self.step, self._round)
+        if self.changes.due:  # the processes of a sharded worker have just agreed on it
+            self.parameters.equalize_newcomers(self.group)
         return updates
 
     @torch.no_grad()
@@ -234,10 +244,11 @@ class Mixer:
     def _lay_out(self) -> None:
         self.edits.settle()  # names parameters by their offsets in the present buckets
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
-        selected = self.parameters.select(self.group.device if self.topology.num_workers > 1 else None, self.group.row)
+        selected = self._select()
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
         self.buckets.lay_out(selected, self.group.row)
         self.edits.forget_meetings()
+        self.changes.laid_out()
         self._reserve()
 
     def _reserve(self) -> None:
@@ -246,11 +257,36 @@ class Mixer:
         else:
             self.compressor.reserve()
 
+    def _select(self) -> list[list[Parameter]]:
+        """Return the parameters to mix. If workers are several processes, all of them raise what one has found."""
+        device, row, everyone = self.group.device, self.group.row, self.group.everyone
+        selected: list[list[Parameter]] = []
+        problem: ValueError | None = None
+        try:
+            selected = self.parameters.select(device if self.topology.num_workers > 1 else None, row)
+        except ValueError as error:
+            problem = error
+        if row.size > 1:
+            what = "selecting the parameters to mix"
+            refusal = everyone.first(None if problem is None else f"{everyone.members.me}: {problem}", what)
+            if refusal is not None:
+                raise ValueError(refusal)
+            # The shards that are compared next differ between the processes of a worker.
+            names = [(self.parameters.name_of(p), tuple(p.shape)) for p in selected[0]]
+            everyone.require_equal(names, "trainable parameters (name, shape)")
+        elif problem is not None:
+            raise problem
+        return selected
+
     def _follow_changes(self) -> None:
         """Lay out parameters anew if some were added, replaced, unfrozen or converted; costs little if none was."""
-        misfits = [misfit for flat in self.buckets.flats for misfit in flat.bring_back()]
-        if self.parameters.changed() or misfits:
+        if self.changes.follows(self._any_misfit()):
             self._lay_out()
+
+    def _any_misfit(self) -> bool:
+        """Adopt what was re-pointed, and return whether something no longer fits into its bucket."""
+        misfits = [flat.bring_back() for flat in self.buckets.flats]
+        return any(misfits)
 
     def prepare_average(self) -> None:
         """Finish the exchange in flight, so that the receive buffers are free. Collective.
@@ -265,6 +301,7 @@ class Mixer:
             self.edits.compare_meetings(f"averaging the workers at step {self.step}")
             self.drain()
             self.buckets.drop()
+        self.changes.compare(self._any_misfit(), f"averaging the workers at step {self.step}", self.step)
         self._follow_changes()
 
     # ---- when a worker is lost

@@ -31,6 +31,7 @@ from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.shards import settle_gradients
 
@@ -47,17 +48,19 @@ class ArrivalGuard:
     May only set `Update.skip`, and drop the update before it ends the run.
     """
 
-    def __init__(self, group: WorkerGroup, rounds: Rounds, buckets: Buckets, edits: EditGuard) -> None:
+    def __init__(
+        self, group: WorkerGroup, rounds: Rounds, buckets: Buckets, edits: EditGuard, changes: WorkerChanges
+    ) -> None:
         self.group = group
         self.rounds = rounds
         self.buckets = buckets
         self.edits = edits
+        self.changes = changes
         self.checks_late = group.device.type == "cuda"
         """Whether the host reads the result a step later. The device then skips the update by itself."""
-        self._process_skips = False
-        """Whether this process wants its worker to skip the local update."""
-        self._row_skips: Tensor | None = None
-        """More than 0 if a process of the worker wants it, shape (); None until the row was asked."""
+        self.skip_wanted: Tensor | bool = False
+        """Whether a process of the worker wants it to skip the local update: of this one before `check`, of any after
+        it, then a number, shape (), that is not 0."""
         self._disagreement: HostCopy | float = 0.0
         self._unread: tuple[int, int] | None = None
         """Step and round of a disagreement that the host has not read yet."""
@@ -78,13 +81,17 @@ class ArrivalGuard:
         self._disagreement = value
 
     def check(self, updates: Sequence[Update], step: int, round_: int) -> None:
-        """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not."""
-        if not updates:  # every local worker sits the round out: the last disagreement stays
-            return
+        """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not.
+
+        The processes of a sharded worker call it in every step, also without updates: it holds all that they decide
+        together in a step, in a single collective.
+        """
         norms = [update.norm(self.buckets.shares) for update in updates]
-        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean() if norms else None
         if self.group.row.size > 1:
-            total = self._sum_over_row(total.double().square(), step).sqrt()
+            total = self._of_worker(total, step)
+        if total is None:  # every local worker sits the round out: the last disagreement stays
+            return
         if self.checks_late:
             skip = nonfinite(total)
             for update in updates:
@@ -95,22 +102,29 @@ class ArrivalGuard:
         if not math.isfinite(self.disagreement):
             self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
 
-    def ask_row(self, skips: bool) -> None:
-        """Say whether this process wants its worker to skip the local update; the next `check` asks the others."""
-        self._process_skips, self._row_skips = skips, None
+    def _of_worker(self, norm: Tensor | None, step: int) -> Tensor | None:
+        """Return the norm over all shards of the worker.
 
-    def row_skips(self, step: int) -> bool:
-        """Return whether a process of this worker wants to skip the local update of `step`. Collective in the row."""
-        if self._row_skips is None:  # nothing was mixed in this step
-            self._sum_over_row(torch.zeros((), device=self.group.device), step)
-        return bool(self._row_skips)
+        In the same collective its processes agree on whether to skip the local update, and on what `EditGuard` and
+        `WorkerChanges` found.
 
-    def _sum_over_row(self, square: Tensor, step: int) -> Tensor:
-        """Return the sum of a square, shape (), over the row. The same collective decides what `row_skips` returns."""
-        square = square.double()
-        both = torch.stack([square, torch.full_like(square, float(self._process_skips))])
-        total, self._row_skips = self.group.row.sum(both, f"comparing the shards of a worker at step {step}")
-        return total
+        Raises:
+            RuntimeError: parameters were changed while their exchange was in flight, or in different ways by the
+                processes of the worker; on a GPU a later call of `settle` raises it.
+        """
+        words = self.changes.words()
+        square = words.new_zeros(()) if norm is None else norm.to(words).square()
+        skip = words.new_zeros(())
+        skip += self.skip_wanted
+        mine = torch.stack([square, skip, self.edits.flag().to(words)])
+        sums = self.group.row.sum(torch.cat([mine, words]), f"comparing the shards of a worker at step {step}")
+        self.skip_wanted = sums[1]
+        self.edits.agree(sums[2])
+        self.changes.agree(sums[3:], step)
+        if not self.checks_late:
+            self.edits.settle()
+            self.changes.settle()
+        return None if norm is None else sums[0].sqrt()
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
         numbers = range(len(self.buckets.values(0)))
@@ -213,22 +227,32 @@ class GradientGuard:
             self._scaler, self._found = scaler, HostCopy(self._agree_on_overflow(step, scaler))
             return
         parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
-        row, what = self.arrivals.group.row, f"comparing the gradients of a worker's shards at step {step}"
+        row, late = self.arrivals.group.row, self.arrivals.checks_late
         if row.mesh is not None:
             settle_gradients(self.parameters.find())
-        if not self.arrivals.checks_late:
+        if row.size > 1:  # the row decides in `ArrivalGuard.check`
+            flag = nonfinite_flag(parameters[0]) if late else bool(nonfinite_workers(parameters))
+            self.arrivals.skip_wanted = False if flag is None else flag
+        elif not late:
             self._found = nonfinite_workers(parameters)
-            if row.size > 1:
-                self.arrivals.ask_row(bool(self._found))
-        elif len(parameters) == 1 and skips_on_device(self.optimizer):
+        elif self._skips_on_device:
             self._found_inf = nonfinite_flag(parameters[0])
-            if row.size > 1:
-                nothing = torch.zeros((), device=self.arrivals.group.device)
-                self._found_inf = row.max(nothing if self._found_inf is None else self._found_inf, what)
-            if self._found_inf is not None:
-                self._unread = HostCopy(self._found_inf), step
         else:
-            self._found = HostCopy(row.max(nonfinite_flags(parameters), what))
+            self._found = HostCopy(nonfinite_flags(parameters))
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return self.arrivals.checks_late and len(self._by_worker) == 1 and skips_on_device(self.optimizer)
+
+    def _take_from_row(self) -> None:
+        """Find what the processes of this worker have decided together."""
+        skip_wanted = self.arrivals.skip_wanted
+        if self._skips_on_device:
+            self._found_inf = torch.as_tensor(skip_wanted).ne(0.0).float()
+        elif self.arrivals.checks_late:
+            self._found = HostCopy(torch.as_tensor(skip_wanted).view(1))
+        else:
+            self._found = [0] * bool(skip_wanted)
 
     def allows_step(self) -> bool:
         """Return whether to call the optimizer at all, and hide the gradients that it must skip until `put_back`.
@@ -236,15 +260,16 @@ class GradientGuard:
         Raises:
             NonFiniteError: too many skipped updates in a row.
         """
+        if self.arrivals.group.row.size > 1 and self._scaler is None:
+            self._take_from_row()
         if self._found_inf is not None:
+            self._unread = HostCopy(self._found_inf), self._step
             optimizer: Any = self.optimizer
             optimizer.grad_scale, optimizer.found_inf = None, self._found_inf
             return True
         found = self._found
         if isinstance(found, HostCopy):
             found = [number for number, flag in enumerate(found.read().tolist()) if flag]
-        elif self.arrivals.group.row.size > 1:
-            found = [0] * self.arrivals.row_skips(self._step)
         if self._scaler is not None:
             # Overflows while the loss scale is still falling are how fp16 training finds its scale.
             self._count(range(len(self.in_a_row)) if found and self._scaler.get_scale() <= 1 else (), self._step)
@@ -315,7 +340,8 @@ class GradientGuard:
             self.skipped += 1
             self.in_a_row[local] += 1
             where = f"worker {rounds.original_number(worker)}, step {step}"
-            logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
+            if self.arrivals.group.row.rank == 0:  # a sharded worker says it once
+                logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self.in_a_row[local] >= self.limit:
                 message = f"{where}: {self.in_a_row[local]} steps in a row had a gradient that is not finite"
                 self.arrivals.group.report(message)

@@ -241,6 +241,12 @@ class MixedParameters:
         self._unchanged = listed, trained
         return False
 
+    def difference(self) -> tuple[list[Parameter], list[Parameter]]:
+        """Return the parameters that joined the optimizer or would be mixed from now on, and those that would not."""
+        mixed, selected = list(chain.from_iterable(self._mixed)), list(chain.from_iterable(self._selected()))
+        joining = {id(p): p for p in [*_without(selected, mixed), *self._newcomers()]}
+        return list(joining.values()), _without(mixed, selected)
+
     def select(self, device: torch.device | None, row: Row | None = None) -> list[list[Parameter]]:
         """Return the parameters to mix, for each local worker, and remember them.
 
@@ -275,10 +281,9 @@ class MixedParameters:
 
     def equalize_newcomers(self, group: WorkerGroup) -> None:
         """Let parameters that joined the optimizer during training start from worker 0's values, as all others did."""
-        listed = self.find()
-        if listed is self._equalized:
+        if not self.has_newcomers():
             return
-        newcomers = [parameter for parameter in listed if not self._knows(parameter)]
+        newcomers = self._newcomers()
         for replicas in zip(*self.by_worker(newcomers), strict=False):  # `select` refuses replicas that differ
             first = replicas[0]
             group.require_equal(tuple(first.shape), "shape of the parameter added to the optimizer")
@@ -289,12 +294,24 @@ class MixedParameters:
                 if other.shape == first.shape:
                     other.detach().copy_(first.detach())
         self._known |= {id(parameter): weakref.ref(parameter) for parameter in newcomers}
-        self._equalized = listed
+        self._equalized = self.find()
+
+    def has_newcomers(self) -> bool:
+        """Return whether the optimizer has another list of parameters than `equalize_newcomers` has seen last."""
+        return self.find() is not self._equalized
+
+    def _newcomers(self) -> list[Parameter]:
+        return [parameter for parameter in self.find() if not self._knows(parameter)]
 
     def _knows(self, parameter: Parameter) -> bool:
         """A new parameter may have the `id` of a deleted one, on one worker and not on another."""
         reference = self._known.get(id(parameter))
         return reference is not None and reference() is parameter
+
+
+def _without(parameters: Iterable[Parameter], others: Iterable[Parameter]) -> list[Parameter]:
+    left_out = set(map(id, others))
+    return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
 def signature_of(parameters: Sequence[Parameter]) -> list[tuple]:

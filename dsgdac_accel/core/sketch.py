@@ -13,6 +13,7 @@ run, so the curve of the radius is smoother than that. Distances below about 1e-
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -177,8 +178,14 @@ class RadiusEstimate:
 
     def _connect(self) -> None:
         self._handle: Any = None
+        self._closing: Any = None
         if self.group.size > 1:
-            self._handle = self.group.everyone.process_groups.new("gloo")
+            process_groups = self.group.everyone.process_groups
+            self._handle = process_groups.new("gloo")
+            # A training that is dropped without `release` closes them, too. Each process does it when it collects this
+            # object: closing is not collective, and the thread that uses the connections keeps the object until then.
+            self._closing = weakref.finalize(self, process_groups.end, self._handle)
+            self._closing.atexit = False
 
     @property
     def latest(self) -> Consensus | None:
@@ -259,18 +266,23 @@ class RadiusEstimate:
         """Give up the messages in flight; the thread ends when its connections do."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread, self._handle = None, None
+        self._let_go()
         self._under_way.clear()
 
     def release(self) -> None:
         """Close the connections, once the estimates under way have arrived. Nothing is posted any more."""
         end, handle, thread = self.group.everyone.process_groups.end, self._handle, self._thread
-        self._thread, self._handle = None, None
+        self._let_go()
         if thread is None:
             end(handle)
         else:
             thread.submit(end, handle)
             thread.shutdown(wait=False)
+
+    def _let_go(self) -> None:
+        if self._closing is not None:
+            self._closing.detach()  # it would keep the connections open, which survivors of a loss wait to see closed
+        self._thread, self._handle, self._closing = None, None, None
 
     def regroup(self, step: int) -> None:
         """Continue with the survivors after `step`, which some of them have posted already. Collective."""

@@ -131,16 +131,28 @@ class GossipStep:
             if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
                 self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
-        self.watch.check(self.optimizer, self.masters.parameter_of)
+        try:
+            self.watch.check(self.optimizer, self.masters.parameter_of)
+        except RuntimeError as error:
+            self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
+            raise
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
         if self.group.row.copies is not None and (first or self._is_logged()):
-            named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
-            self.group.row.require_equal_gradients(named, f"comparing copies of parameters at step {self.mixer.step}")
+            self._compare_copies()
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
         return self.guard.allows_step()
+
+    def _compare_copies(self) -> None:
+        """Raise ValueError on all processes if copies of a parameter along `tp` have different gradients."""
+        named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
+        what = f"comparing copies of parameters at step {self.mixer.step}"
+        found = self.group.row.unequal_gradients(named, what)
+        refusal = self.group.everyone.first(found and f"{self.group.members.me}: {found}", what)
+        if refusal is not None:
+            raise ValueError(refusal)
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""

@@ -442,6 +442,10 @@ class WorkerGroup:
         dist.all_gather(frames, mine, group=self.process_groups.control)
         return [frame.numpy().tobytes() for frame in frames]
 
+    def first(self, value: T | None, what: str) -> T | None:
+        """Return the value of the first member that has one, a small picklable object, or None."""
+        return next((found for found in self.all_gather_object(value, what) if found is not None), None)
+
     def require_equal(self, value: T, what: str, advice: str = "") -> None:
         """Raise ValueError on every worker unless all have the same `value`; `advice` says how to fix it.
 

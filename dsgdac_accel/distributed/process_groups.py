@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsgdac_accel.distributed.transport import Gloo, transport_for
+from dsgdac_accel.distributed.transport import NCCL_LATER, Gloo, transport_for
 
 
 class ProcessGroups:
@@ -113,9 +113,14 @@ class ProcessGroups:
         return self._subgroups[members]
 
     def limit_default_group(self) -> None:
-        """Make collectives on the default process group, such as Accelerate's, give up after `timeout` too."""
+        """Make collectives on the default process group, such as Accelerate's, give up after `timeout` too.
+
+        With NCCL later than the library's own waits: its watchdog would abort the process before they name the lost
+        worker, since an exchange that waits may have begun before, and its wait ends some seconds after `timeout`.
+        """
         if self.world is not None:
-            dist.distributed_c10d._set_pg_timeout(self.limit, self.world)
+            later = timedelta() if self.backend == "gloo" else NCCL_LATER
+            dist.distributed_c10d._set_pg_timeout(self.limit + later, self.world)
 
     def limit_all(self, limit: timedelta) -> None:
         """Change the timeout of all groups, those that exist and those to come."""

@@ -115,15 +115,17 @@ class Row:
             self.copies.broadcast_(tensor, what)
 
     @torch.no_grad()
-    def require_equal_gradients(self, named: Sequence[tuple[str, Parameter]], what: str) -> None:
-        """Raise ValueError if the copies of a parameter have different gradients, and so would part.
+    def unequal_gradients(self, named: Sequence[tuple[str, Parameter]], what: str) -> str | None:
+        """Return a message if copies of a parameter have different gradients, and so would part, or None.
+
+        Collective along `tp`; only the processes of that line get the message.
 
         Args:
             named: trained parameters with their names.
             what: names the collective in errors.
         """
         if self.copies is None:  # there are no copies
-            return
+            return None
         gradients = [(name, p.grad) for name, p in named if p.grad is not None and self.is_copied(p)]
         mine = {name: _figures(gradient) for name, gradient in gradients}
         everyone = self.copies.all_gather_object(mine, what)
@@ -133,11 +135,12 @@ class Row:
                 largest = _LARGEST_DIFFERENCE * max(norm, first_norm)
                 if abs(norm - first_norm) > largest or abs(total - first_total) > largest:
                     who = self.copies.members
-                    raise ValueError(
+                    return (
                         f"{name} has different gradients on {who.named([0])} and {who.named([rank])}, which hold "
                         f"copies of it for tensor parallelism. Add its layer to the plan of parallelize_module, such "
                         f"as SequenceParallel() between sharded activations."
                     )
+        return None
 
 
 def _figures(gradient: Tensor) -> tuple[float, float]:

@@ -130,6 +130,22 @@ def test_a_run_whose_parameters_thawed_resumes_exactly(tmp_path, comm_dtype):
         assert all(equal)
 
 
+def thaw_alone(rank: int) -> str:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=30))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].weight.requires_grad_(rank == 1)
+    with pytest.raises(RuntimeError) as caught, accelerator.deployed_model(model):
+        pass
+    return str(caught.value)
+
+
+def test_what_one_worker_thaws_alone_is_named_before_an_average():
+    for error in run_workers(thaw_alone, 2):
+        assert error.startswith("worker 1 added, unfroze or put in place of others 0.weight, before step 0")
+
+
 def watch_traffic(rank: int, comm_dtype: str) -> list[tuple[float, float]]:
     group = WorkerGroup(torch.device("cpu"), 30)
     optimizer = torch.optim.SGD([Parameter(torch.ones(1000))], lr=0.1)

@@ -1,4 +1,4 @@
-"""The scripts and commands of docs/engines.md, word for word: several launchers, Slurm and Ray Train."""
+"""The scripts and commands of docs/engines.md and docs/ray.md, word for word: several launchers, Slurm, Ray Train."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from tests.launching import LAUNCHER_VARIABLES, ROOT, finish, free_port, start, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
 
-PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("engines.md", "ray.md"))
 PATIENCE = 500
 
 SRUN = """#!/bin/bash
@@ -41,7 +41,7 @@ echo "$@" >> "$TASK_FILES/asked"
 
 
 def file_of(name):
-    """The file that the page shows under this name."""
+    """The file that a page shows under this name."""
     return re.search(rf"<!-- file: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
@@ -239,14 +239,15 @@ def test_ray_resumes_a_failed_run_bit_by_bit(name, folder):
 
 
 RANK = "ray.train.get_context().get_world_rank()"
-ALONE = f"        if {RANK} == 0:\n            accelerator.save_state(settings['folder'])\n"
-WORKER_FOLDER = f"        accelerator.save_state(f\"{{settings['folder']}}/{{{RANK}}}\")\n"
-SIGNALS = "        with accelerator.stop_on_signals():\n            pass\n"
+SAVE = "        saved = accelerator.save_state(f\"{settings['folder']}/epoch_{epoch}\")  # on all workers, one folder\n"
+ALONE = f"        saved = settings['folder']\n        if {RANK} == 0:\n            accelerator.save_state(saved)\n"
+WORKER_FOLDER = f"        saved = accelerator.save_state(f\"{{settings['folder']}}/{{{RANK}}}\")\n"
+SIGNALS = f"        with accelerator.stop_on_signals():\n            pass\n{SAVE}"
 
 
 @needs_ray
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("lines", "words"),
     [
         (ALONE, "Call `save_state` and `load_state` on all workers, not on rank 0 alone"),
         (WORKER_FOLDER, "Give all of them one folder on shared storage"),
@@ -254,13 +255,12 @@ SIGNALS = "        with accelerator.stop_on_signals():\n            pass\n"
     ],
     ids=["rank 0 alone", "a folder per worker", "signals in a thread"],
 )
-def test_rays_usual_patterns_are_refused_with_the_way_out(line, words, tmp_path):
-    place = "        saved = accelerator.save_state("
+def test_rays_usual_patterns_are_refused_with_the_way_out(lines, words, tmp_path):
     changes = (
         INIT,
         ("GossipConfig(power=3)", "GossipConfig(power=3, timeout=15)"),
         ("FailureConfig(max_failures=1)", "FailureConfig(max_failures=0)"),
-        (place, line + place),
+        (SAVE, lines),
     )
     metrics, said = ray(tmp_path / "run", "ray_accelerator.py", *changes)
     assert not metrics

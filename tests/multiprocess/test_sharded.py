@@ -588,12 +588,17 @@ BY_ACCELERATE = [
     ((2, 2, 1), {"by": "arguments", "parts": 2}),
     ((2, 2, 1), {"by": "environment", "optimizer_name": "sgd"}),
     ((2, 1, 2), {"by": "arguments", "kind": "block"}),
+    ((2, 2, 2), {"by": "arguments", "kind": "block"}),
+    ((2, 2, 2), {"by": "environment", "kind": "sequence", "optimizer_name": "sgd"}),
 ]
+"""Workers, shards and size of `tp`, and how it is trained."""
 
 
-def train_by_accelerate(rank: int) -> list[dict[str, Any]]:
+def train_by_accelerate(rank: int, processes: int) -> list[dict[str, Any]]:
     results = []
     for world, case in BY_ACCELERATE:
+        if math.prod(world) != processes:
+            continue
         result = train(rank, *world, **case)
         accelerator = result["accelerator"]
         mesh, parallelism = accelerator.torch_device_mesh, accelerator.parallelism_config
@@ -603,13 +608,15 @@ def train_by_accelerate(rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_workers_that_accelerate_shards_follow_algorithm_1():
-    results = run_workers(train_by_accelerate, 4, timeout=240)
-    for number, (world, case) in enumerate(BY_ACCELERATE):
+@pytest.mark.parametrize("processes", [4, 8])
+def test_workers_that_accelerate_shards_follow_algorithm_1(processes):
+    results = run_workers(train_by_accelerate, processes, processes, timeout=240)
+    cases = [case for case in BY_ACCELERATE if math.prod(case[0]) == processes]
+    for number, (world, case) in enumerate(cases):
         of_case = [result[number] for result in results]
         require_equal(of_case, simulate(*world, **case), *world[1:])
-        inner = "dp_shard" if world[1] > 1 else "tp"
-        assert of_case[0]["mesh"] == (("dp_replicate", inner), (2, 2), ["dp_shard_cp"], 2)
+        names = [name for name, size in zip(("dp_replicate", "dp_shard", "tp"), world, strict=True) if size > 1]
+        assert of_case[0]["mesh"] == (tuple(names), (2,) * len(names), ["dp_shard_cp"], 2)
 
 
 def train_in_bf16(rank: int, policy: bool, comm_dtype: str) -> dict[str, Any]:

@@ -73,8 +73,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 CASES: dict[str, tuple[str, tuple[int, int], list[tuple[int, int, int]]]] = {
     "sgd": ("sgd", (2, 0), [(2, 3, 0), (2, 0, 0), (1, 4, 0)]),
     "adam": ("adam", (2, 0), [(2, 1, 0), (3, 2, 0), (2, 0, 2)]),
-    "tp": ("adam", (0, 2), [(2, 2, 0), (2, 0, 0), (1, 0, 2), (3, 0, 0)]),
-    "shards and tp": ("sgd", (2, 2), [(2, 4, 0), (2, 0, 2)]),
+    "tp": ("adam", (0, 2), [(2, 2, 0), (2, 1, 0), (2, 0, 0), (1, 0, 2), (3, 0, 0)]),
+    "shards and tp": ("sgd", (2, 2), [(2, 4, 0), (2, 1, 0), (2, 0, 2)]),
 }
 """Optimizer, sizes of dp_shard and tp of two workers that save, and workers and sizes of those that load it."""
 

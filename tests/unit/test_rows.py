@@ -24,6 +24,8 @@ from dsgdac_accel.core.nonfinite import ArrivalGuard, GradientGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.core.worker_changes import WorkerChanges
+from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
@@ -173,6 +175,19 @@ def test_collectives_of_fsdp_on_nccl_give_up_after_those_of_the_library(device, 
     assert limits == [timedelta(seconds=seconds)]
 
 
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 30), ("cuda", 90)])
+def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(device, seconds, monkeypatch):
+    limits = []
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    transport = SimpleNamespace(backend=backend)
+    monkeypatch.setattr(process_groups, "transport_for", lambda device, distributed: transport)
+    groups = process_groups.ProcessGroups(torch.device(device), 30)
+    groups.world = object()
+    groups.limit_default_group()
+    assert limits == [timedelta(seconds=seconds)]
+
+
 def test_the_radius_is_that_of_the_shards_as_they_are_now():
     workers = [Parameter(torch.zeros(4)) for _ in range(2)]
     buckets = Buckets()
@@ -185,23 +200,36 @@ def test_the_radius_is_that_of_the_shards_as_they_are_now():
     assert Average(mixer).measure().radius == pytest.approx(2.0)  # each is at a distance of 1 in 4 places
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mixes", [True, False])
-def test_one_collective_tells_whether_a_worker_skips_and_how_far_its_neighbors_are(mixes):
-    ranks = TwoShards(torch.tensor([16.0, 0.0]))  # the other shard's square, and whether its gradient is not finite
+def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_step(mixes, late):
+    shares = {"square": 16.0, "skips": 0.0, "edits": 0.0, "changed": 0.0, "code": 0.0, "code squared": 0.0}
+    ranks = TwoShards(torch.zeros(6))
     rounds = SimpleNamespace(workers=range(1), original_number=int)
     group = SimpleNamespace(row=Row(ranks, MESH), device=CPU)
-    buckets = SimpleNamespace(shares=[1.0])
-    arrivals = ArrivalGuard(group, rounds, buckets, SimpleNamespace(settle=lambda: None))
+    found = []
+    edits = SimpleNamespace(
+        flag=lambda: torch.zeros((), device="cpu"), agree=lambda flags: found.append(float(flags)), settle=lambda: None
+    )
     weight = parameter(torch.zeros(2))
-    guard = GradientGuard(torch.optim.SGD([weight]), MixedParameters([weight]), arrivals, limit=9)
+    optimizer = torch.optim.SGD([weight])
+    parameters = MixedParameters(lambda: optimizer.param_groups)
+    parameters.select(CPU)
+    changes = WorkerChanges(parameters, group)
+    arrivals = ArrivalGuard(group, rounds, SimpleNamespace(shares=[1.0]), edits, changes)
+    arrivals.checks_late = late
+    guard = GradientGuard(optimizer, parameters, arrivals, limit=9)
     for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):
-        ranks.other[1] = other
+        shares |= {"skips": other, "edits": float(step), "changed": float(step == 3)}
+        _, shares["code"], shares["code squared"] = changes.words().tolist()
+        ranks.other = torch.tensor(list(shares.values()), dtype=torch.float64)
         weight.grad.fill_(mine)
         guard.find_nonfinite(step)
-        if mixes:
-            arrivals.check([Update(1.0, [torch.tensor([3.0])], [[torch.tensor(9.0)]])], step, step)
-            assert arrivals.disagreement == 5.0
+        arrivals.check([Update(1.0, [torch.tensor([3.0])], [[torch.tensor(9.0)]])] if mixes else [], step, step)
+        assert arrivals.disagreement == (5.0 if mixes else 0.0)
         assert guard.allows_step() == (mine == other == 0.0)
+        changes.settle()
+        assert (found[-1], changes.due) == (step, step == 3)
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
 

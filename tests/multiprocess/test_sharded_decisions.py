@@ -1,0 +1,312 @@
+"""What the processes of a sharded worker find, change or lose alone: all of them end, at once, by the same error."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.multiprocess.test_sharded import loss_of, make_model, make_optimizer, mesh_of, sharded
+from tests.workers import Outcome, run_workers, try_workers
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ALONE = 1  # the process that acts alone
+SOON = 20.0  # seconds for a launch that does not wait for `timeout`
+
+
+class Training:
+    """Workers of two processes each, which take steps."""
+
+    def __init__(self, rank: int, *sizes: int, kind: str = "layers", timeout: float = 60, **gossip: Any) -> None:
+        self.rank, self.mesh = rank, mesh_of(*(sizes or (2, 2)))
+        config = GossipConfig(timeout=timeout, log_every=0, **gossip)
+        self.accelerator = GossipAccelerator(cpu=True, device_mesh=self.mesh, gossip=config)
+        model = make_model(kind)
+        if "tp" in self.mesh.mesh_dim_names and rank == 3 and kind == "sequence":
+            model.norm.float()
+        model = sharded(model, self.mesh, kind)
+        optimizer = make_optimizer("sgd", model)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, step: int) -> None:
+        reader = self.rank // self.accelerator.group.everyone.same_data
+        self.accelerator.backward(loss_of(self.model, reader, step))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the optimizer, a list that a test may change."""
+        return self.optimizer.optimizer.param_groups[0]["params"]
+
+
+def ended(outcomes: list[Outcome], *words: str, soon: float = SOON) -> list[str]:
+    """Return the last lines of the workers' errors, all of which have the words, and came before the timeout."""
+    errors = [str(outcome.error).strip().splitlines()[-1] for outcome in outcomes]
+    for error, outcome in zip(errors, outcomes, strict=True):
+        assert all(re.search(word, error) for word in words), error
+        assert outcome.seconds < soon, (outcome.seconds, error)
+    return errors
+
+
+# ---- changes of parameters
+
+
+def change(training: Training, how: str) -> None:
+    last = training.parameters[-1]
+    if how == "unfreezes":
+        next(training.model.parameters()).requires_grad_(True)
+    elif how == "freezes":
+        last.requires_grad_(False)
+    elif how == "removes":
+        del training.parameters[-1]
+    elif how == "adds":
+        training.optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2), requires_grad=False)]})
+
+
+def change_alone(rank: int, how: str, kind: str, late: bool, average: bool) -> None:
+    training = Training(rank, *((2, 1, 2) if kind == "block" else (2, 2)), kind=kind)
+    training.accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    for step in range(5):
+        if step == 2 and rank == ALONE:
+            change(training, how)
+        if step == 2 and average:
+            with training.accelerator.deployed_model(training.model):
+                pass
+        training.step(step)
+
+
+WORDS = {
+    "unfreezes": "rank 1 added, unfroze or put in place of others 0.weight, before step 2",
+    "freezes": "rank 1 froze (3|out).bias, before step 2",
+    "removes": "rank 1 removed or replaced 3.bias, before step 2",
+    "adds": r"rank 1 added, unfroze or put in place of others a parameter of shape \(2,\), before step 2",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "late", "average"),
+    [
+        ("unfreezes", "frozen", False, True),  # without an average, FSDP's own reduction fails before the step
+        ("removes", "frozen", False, False),
+        ("removes", "frozen", True, False),
+        ("adds", "block", False, False),
+        ("freezes", "frozen", False, True),
+        ("freezes", "block", False, False),
+    ],
+)
+def test_parameters_that_one_process_changes_alone_end_the_run_at_once_by_its_name(how, kind, late, average):
+    outcomes = try_workers(change_alone, 4, how, kind, late, average)
+    words = WORDS[how]
+    if not average:  # the other worker hears of it by the report
+        ended(outcomes[2:], "(was|were) lost", words)
+        outcomes = outcomes[:2]
+    ended(outcomes, "RuntimeError", words, "in the same way on all of them")
+
+
+def change_together(rank: int, late: bool) -> int:
+    """Unfreeze a weight before step 3, and return how many parameters are mixed in the end."""
+    training = Training(rank, kind="frozen")
+    training.accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    for step in range(6):
+        training.model[0].weight.requires_grad_(step >= 3)
+        training.step(step)
+    training.accelerator.gossip_steps[0].mixer.drain()
+    return len(training.accelerator.gossip_steps[0].mixer.buckets.flats[0].parameters)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_all_processes_unfreeze_is_mixed(late):
+    assert run_workers(change_together, 4, late) == [6] * 4
+
+
+def train_unlike(rank: int) -> None:
+    """Freeze a weight before `prepare` in the second process of each worker, whose columns then are equal."""
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=60))
+    model = sharded(make_model(), mesh_of(2, 2))
+    model[3].bias.requires_grad_(rank % 2 == 0)
+    accelerator.prepare(model, make_optimizer("sgd", model))
+
+
+def replace_alone(rank: int) -> None:
+    """Replace a parameter without FSDP2, which would put its own one back."""
+    training = Training(rank, 2, 1, 2, kind="block")
+    for step in range(3):
+        if step == 1 and rank == ALONE:
+            training.model.out.bias = nn.Parameter(training.model.out.bias.detach().clone())
+        training.step(step)
+
+
+def test_processes_of_a_worker_that_train_other_parameters_are_refused_by_all():
+    ended(try_workers(train_unlike, 4), "ValueError: all workers must have the same trainable parameters", "3.bias")
+
+
+def test_what_one_process_replaces_in_its_model_is_told_to_all():
+    ended(try_workers(replace_alone, 4), "(rank 1|RuntimeError): out.bias was replaced in the model")
+
+
+# ---- faults that one process finds
+
+
+def edit_in_flight(rank: int, how: str, late: bool) -> None:
+    training = Training(rank)
+    mixer = training.accelerator.gossip_steps[0].mixer
+    mixer.arrivals.checks_late = late
+    for step in range(5):
+        if step == 2 and rank == ALONE and how == "in place":
+            with torch.no_grad():
+                training.parameters[0].add_(1.0)
+        elif step == 2 and rank == ALONE:
+            time.sleep(0.5)  # everything has arrived at the partner
+            mixer.buckets.values(0)[0].add_(1.0)
+        training.step(step)
+
+
+@pytest.mark.parametrize(("how", "late"), [("in place", False), ("in place", True), ("sent", False)])
+def test_what_one_process_finds_edited_is_raised_by_all_of_its_worker(how, late):
+    outcomes = try_workers(edit_in_flight, 4, how, late)
+    found = "worker 0: .* was changed while its exchange was in flight at step 2"
+    ended(outcomes[:2], f"RuntimeError: {found}")
+    ended(outcomes[2:], f"WorkerLostError: .*{found}")
+
+
+def lack_a_plan(rank: int) -> None:
+    """Let the gradients of the copies of a norm differ, in the first process along `tp` of worker 1 alone."""
+    training = Training(rank, 2, 1, 2, kind="block")
+    if rank == 2:
+        training.model.norm.bias.register_hook(lambda gradient: 2 * gradient)
+    training.step(0)
+
+
+def start_apart(rank: int) -> None:
+    """Make the copy of a norm that one process of worker 1 starts from of another dtype."""
+    training = Training(rank, 2, 1, 2, kind="sequence")
+    training.step(0)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lack_a_plan, ["ValueError: worker 1: norm.bias has different gradients on rank 2 and rank 3"]),
+        (start_apart, ["ValueError: worker 1: .*rank 2 has .*norm.weight.*float64.* and rank 3 has .*float32"]),
+    ],
+)
+def test_copies_that_differ_in_one_worker_are_named_by_all_processes(act, words):
+    ended(try_workers(act, 4), *words)
+
+
+def not_finite(rank: int) -> list[str]:
+    """Return what is logged where the gradient of one process is not finite."""
+    training, said = Training(rank), []
+    logging.getLogger("dsgdac_accel.core.nonfinite").addFilter(lambda record: said.append(record.getMessage()) or True)
+    training.model.register_forward_hook(lambda model, x, out: out * (torch.nan if rank == 3 else 1.0))
+    training.step(0)
+    return said
+
+
+def test_a_worker_says_once_that_its_gradient_is_not_finite():
+    assert [len(said) for said in run_workers(not_finite, 4)] == [0, 0, 1, 0]
+
+
+# ---- several models, and trainings that end
+
+
+def evaluate_another(rank: int) -> dict[str, bool]:
+    """Run a second model inside and after an evaluation of the first one; FSDP keeps its root gathered."""
+    training = Training(rank)
+    second = sharded(make_model(), training.mesh)
+    second, optimizer = training.accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+    for step in range(3):
+        training.step(step)
+        training.accelerator.backward(loss_of(second, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        with training.accelerator.deployed_model(training.model):
+            inside = loss_of(second, 0, 0)
+        after = loss_of(second, 0, 0)
+        second.reshard()
+        own = loss_of(second, 0, 0)
+        with training.accelerator.deployed_model(second):
+            mean = loss_of(second, 0, 0)
+    return {"restored": torch.equal(own, after), "averaged": torch.equal(inside, mean), "differs": own != mean}
+
+
+def test_every_prepared_model_is_gathered_anew_at_both_ends_of_an_evaluation():
+    for result in run_workers(evaluate_another, 4):
+        assert result == {"restored": True, "averaged": True, "differs": True}
+
+
+def drop(rank: int) -> tuple[int, int]:
+    """Return how many process groups there are with a training, and once it is dropped."""
+    training = Training(rank, sketch=16)
+    training.step(0)
+    made = torch.distributed.distributed_c10d._world.pg_map
+    before, deadline = len(made), time.monotonic() + 10
+    training.accelerator.training.steps.clear()
+    del training.optimizer.gossip
+    while len(made) == before and time.monotonic() < deadline:  # an estimate may be under way
+        gc.collect()
+        time.sleep(0.05)
+    return before, len(made)
+
+
+def test_a_dropped_training_closes_the_connections_of_its_sketch():
+    for before, dropped in run_workers(drop, 4):
+        assert dropped == before - 1
+
+
+# ---- lost processes
+
+STAGES = ["prepare", "deployed model", "measure", "save", "load", "end"]
+PATIENCE = 10.0
+
+
+def lose_a_process(rank: int, stage: str, folder: Path) -> None:
+    """Process 3 dies as soon as the others enter a stage."""
+    dies = rank == 3
+
+    def enter(name: str) -> None:
+        if dies and name == stage:
+            os._exit(0)
+
+    accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=PATIENCE))
+    model = sharded(make_model(), mesh_of(2, 2))
+    optimizer = make_optimizer("sgd", model)
+    enter("prepare")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(2):
+        accelerator.backward(loss_of(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    enter("measure")
+    accelerator.measure_consensus()
+    enter("deployed model")
+    with accelerator.deployed_model(model):
+        pass
+    enter("save")
+    accelerator.save_state(folder)
+    enter("load")
+    accelerator.load_state(folder)
+    accelerator.backward(loss_of(model, rank, 2))
+    optimizer.step()
+    enter("end")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_that_dies_in_any_stage_ends_all_others_by_its_name(stage, tmp_path):
+    outcomes = try_workers(lose_a_process, 4, stage, tmp_path / "saved")
+    lost = "WorkerLostError: .*(worker 1|rank 3) was lost in"
+    # In the end nothing is left to be received: the barrier behind the test notices it.
+    ended(outcomes[:3], lost if stage != "end" else f"{lost}|Connection", soon=PATIENCE + 10)
