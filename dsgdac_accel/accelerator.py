@@ -33,6 +33,7 @@ from dsgdac_accel.compatibility import (
     known_loss,
     refuse_asynchronous,
     refuse_asynchronous_launch,
+    refuse_parallelism_beside_mesh,
     refuse_sharding_arguments,
     refuse_unsupported_launch,
     refuse_unsupported_model,
@@ -74,7 +75,7 @@ from dsgdac_accel.scheduler_ticks import (
 )
 from dsgdac_accel.shards import gathering_modules, reshard, settle_gradients
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
-from dsgdac_accel.worker_parallelism import mesh_of_workers, with_workers
+from dsgdac_accel.worker_parallelism import mesh_of_workers, with_workers, workers_in
 from dsgdac_accel.wrappers import eager_name
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,8 @@ class GossipAccelerator(Accelerator):
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         if device_mesh is None:
             device_mesh = mesh_of_workers(self)
+        else:
+            refuse_parallelism_beside_mesh(self)
         if config.asynchronous:
             refuse_asynchronous_launch(self)
             keep_average = False  # the workers do not end their passes together
@@ -222,11 +225,16 @@ class GossipAccelerator(Accelerator):
             warn_of_single_worker()
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, gossip: GossipConfig | None = None) -> GossipAccelerator:
+    def adopt(
+        cls, accelerator: Accelerator, gossip: GossipConfig | None = None, device_mesh: DeviceMesh | None = None
+    ) -> GossipAccelerator:
         """Turn an existing accelerator into a gossiping one, in place. Collective.
 
         For frameworks that build their own accelerator. Every reference to `accelerator` sees the gossiping one. The
         framework evaluates and saves inside `deployed_model`: no average is kept for it.
+
+        The replicas of its `parallelism_config` become workers, and FSDP2 then stays inside each of them. Arguments as
+        for the constructor.
 
         Raises:
             ValueError, TypeError: as for the constructor, or something has been prepared already.
@@ -237,19 +245,30 @@ class GossipAccelerator(Accelerator):
             raise ValueError(
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
             )
-        refuse_unsupported_launch(accelerator)
-        if mesh_of_workers(accelerator) is not None:
-            raise ValueError(
-                "`adopt` makes every process a worker, but parallelism_config makes a worker of several. Construct "
-                "GossipAccelerator(parallelism_config=...) instead."
-            )
+        if device_mesh is not None:
+            refuse_parallelism_beside_mesh(accelerator)
+        workers = None if device_mesh is not None else workers_in(accelerator)
+        refuse_unsupported_launch(accelerator, workers)
+        sharded = device_mesh is not None or (workers is not None and workers.total_size > workers.dp_replicate_size)
+        if sharded:
+            config = supported_with_shards(config, accelerator)
+        if workers is not None:
+            if "dp_replicate" not in workers.device_mesh.mesh_dim_names:  # a single worker
+                workers.device_mesh = workers.build_device_mesh(accelerator.device.type)
+            device_mesh = workers.device_mesh
+        mesh = WorkerMesh(device_mesh) if sharded else None  # type: ignore[arg-type]
         earlier = GossipAccelerator._adopted_group
         kind = type(accelerator)
+        if workers is not None:  # FSDP2 asks them for the dimensions to shard over when it prepares the model
+            accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, device_mesh
         accelerator.__class__ = _gossiping(cls, kind)
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
         reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
-        adopted._begin_gossip(config, earlier if reusable else None)
+        group = earlier if reusable and mesh is None and earlier.row.mesh is None else None  # type: ignore[union-attr]
+        if mesh is not None:
+            group = WorkerGroup.of_mesh(mesh, accelerator.device, config.timeout)
+        adopted._begin_gossip(config, group)
         GossipAccelerator._adopted_group = adopted.group
         return adopted
 

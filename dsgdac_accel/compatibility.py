@@ -17,11 +17,12 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
-from dsgdac_accel.shards import has_shards
+from dsgdac_accel.shards import has_shards, local_of
 from dsgdac_accel.worker_parallelism import WorkerParallelismConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import Trainer
 
     from dsgdac_accel.config import GossipConfig
@@ -34,18 +35,25 @@ _SHARD_BY_MESH = (
     "To shard the model of each worker, call FSDP2's fully_shard on it and pass GossipAccelerator(device_mesh=...), as "
     "in docs/sharded.md."
 )
+_SHARD_IN_TRAINER = (
+    "On CPUs, shard it by fully_shard over mesh['dp_shard'] and pass GossipCallback(device_mesh=mesh); on GPUs pass "
+    "TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards), "
+    "fsdp=True), as in docs/sharded.md."
+)
 _SEVERAL_POINTS = (
     "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
     "optimizer that evaluates it once, such as AdamW."
 )
 
 
-def refuse_unsupported_launch(accelerator: Accelerator) -> None:
+def refuse_unsupported_launch(accelerator: Accelerator, workers: WorkerParallelismConfig | None = None) -> None:
     """Raise ValueError unless every worker holds its own model, on a device where workers can gossip.
 
-    All launched processes must see each other.
+    All launched processes must see each other. `workers` is what the accelerator's config for parallelism will become;
+    by default it stays as it is.
     """
-    parallelism, kind = getattr(accelerator, "parallelism_config", None), accelerator.distributed_type
+    parallelism = workers or getattr(accelerator, "parallelism_config", None)
+    kind = accelerator.distributed_type
     inside_workers = isinstance(parallelism, WorkerParallelismConfig)
     splits = parallelism is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
     whole = kind is DistributedType.NO or kind.name.startswith("MULTI_")
@@ -82,16 +90,22 @@ def refuse_sharding_arguments(arguments: Mapping[str, Any], has_mesh: bool) -> N
             raise ValueError(f"{name}= is not supported with gossip. {_SHARD_BY_MESH}")
 
 
+def refuse_parallelism_beside_mesh(accelerator: Accelerator) -> None:
+    """Raise ValueError if Accelerate shards models by itself, which is not possible beside `device_mesh`."""
+    sharding = getattr(accelerator, "distributed_type", None) is DistributedType.FSDP
+    if getattr(accelerator, "parallelism_config", None) is not None or sharding:
+        raise ValueError(
+            "ACCELERATE_USE_PARALLELISM_CONFIG or ACCELERATE_USE_FSDP is set, or a Trainer has parallelism_config= or "
+            "fsdp=, but device_mesh= says all of it. Launch without --use_parallelism_config and --use_fsdp, and leave "
+            "the arguments out."
+        )
+
+
 def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> GossipConfig:
     """Return the configuration for workers that are several processes each.
 
     Raises ValueError for settings that need a worker to be one process.
     """
-    if not isinstance(getattr(accelerator, "parallelism_config", None), WorkerParallelismConfig | None):
-        raise ValueError(
-            "ACCELERATE_USE_PARALLELISM_CONFIG is set, but device_mesh= says all of it. Launch without "
-            "--use_parallelism_config."
-        )
     if config.workers_per_process > 1:
         raise ValueError(
             f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
@@ -219,20 +233,32 @@ def known_loss(loss: Any) -> Callable[[], Any]:
     return closure
 
 
-def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
-    """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip."""
+def refuse_unsupported_trainer(
+    trainer: Trainer, config: GossipConfig, device_mesh: DeviceMesh | None = None, calibrates: bool = False
+) -> None:
+    """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip.
+
+    Args:
+        trainer: the Trainer.
+        config: topology, gamma schedule and policies.
+        device_mesh: as for `GossipCallback`.
+        calibrates: whether the model has BatchNorm statistics, which are to be measured.
+    """
     args = trainer.args
     refuse_asynchronous(config, "the Trainer, which counts the steps of its own loader")
-    if args.deepspeed or args.fsdp:
+    if args.deepspeed:
         raise ValueError(
-            f"DeepSpeed and FSDP split the model over the processes, but GossipCallback needs a whole one in each. "
-            f"Leave deepspeed and fsdp out of the training arguments. {_SHARD_BY_MESH}"
+            "DeepSpeed splits the model over all processes, but each worker needs a model of its own. Leave deepspeed "
+            "out of the training arguments; to shard the model of each worker, see docs/sharded.md."
         )
-    if getattr(args, "parallelism_config", None) is not None:
-        raise ValueError(
-            f"TrainingArguments(parallelism_config=...) is not supported with GossipCallback, which needs a whole "
-            f"model in each process. Leave it out. {_SHARD_BY_MESH}"
-        )
+    if args.fsdp and not trainer.is_fsdp_enabled:
+        raise ValueError(f"fsdp= has no effect on CPUs. {_SHARD_IN_TRAINER}")
+    assert trainer.model is not None
+    sizes = trainer.accelerator.parallelism_config
+    if device_mesh is not None or (sizes is not None and sizes.total_size > sizes.dp_replicate_size):
+        _refuse_unsupported_shards(trainer, calibrates)
+    elif has_shards(trainer.model):
+        raise ValueError(f"the Trainer's model is sharded. {_SHARD_IN_TRAINER}")
     if args.n_gpu > 1:
         raise ValueError(
             f"Trainer would spread each batch over the {args.n_gpu} GPUs of this process (DataParallel). Launch one "
@@ -261,9 +287,8 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
             f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
             f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
-    bases = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(trainer).__mro__}
-    of_trl = any(name.startswith("trl.") for name in bases)
-    if config.workers_per_process > 1 and of_trl and "trl.SFTTrainer" not in bases:
+    bases = _bases(trainer)
+    if config.workers_per_process > 1 and _is_of_trl(bases) and "trl.SFTTrainer" not in bases:
         raise ValueError(
             f"{type(trainer).__name__} compares rows of a batch (chosen with rejected answers, completions of one "
             f"prompt), but several workers in a process get parts of the batch. Set workers_per_process=1, and launch "
@@ -277,17 +302,73 @@ def refuse_unsupported_trainer(trainer: Trainer, config: GossipConfig) -> None:
         )
     if trainer.optimizer is not None:
         refuse_unsupported_optimizer(trainer.optimizer, config)
-    assert trainer.model is not None
-    if has_shards(trainer.model):
-        raise ValueError(f"the Trainer's model is sharded, which GossipCallback does not support. {_SHARD_BY_MESH}")
     named = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
 
 
+def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool) -> None:
+    """Raise ValueError for what a Trainer whose workers are several processes each cannot do, or was not tried with."""
+    args: Any = trainer.args
+    model: Any = trainer.model
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True does not work with sharded workers: a process that runs out of memory leaves "
+            "the others waiting. Set per_device_train_batch_size."
+        )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True does not work with sharded workers, whose average is gathered on the main process "
+            "only. Save to a file system that all nodes share."
+        )
+    if not args.accelerator_config.even_batches:
+        raise ValueError(
+            "even_batches=False would give the processes of a worker unequal numbers of batches to evaluate, and they "
+            "gather its shards together. Leave it out of accelerator_config."
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":  # only newer Transformers have it
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' deals batches to processes, but sharded workers need them dealt "
+            "by the mesh. Use 'group_by_length'."
+        )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            "the model was sharded when it was loaded (DistributedConfig or tp_plan), over processes of several "
+            f"workers. Load it without. {_SHARD_IN_TRAINER}"
+        )
+    if calibrates:
+        raise ValueError(
+            "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
+            "batches. Set GossipCallback(calibrate=False), so that the statistics are pooled, or use LayerNorm."
+        )
+    if args.load_best_model_at_end and hasattr(model, "peft_config"):
+        raise ValueError(
+            "load_best_model_at_end=True does not load adapters of PEFT into shards. Leave it out, and load the best "
+            "checkpoint into an ordinary model afterwards."
+        )
+    bases = _bases(trainer)
+    if _is_of_trl(bases) and "trl.SFTTrainer" not in bases:
+        raise ValueError(
+            f"{type(trainer).__name__} was not tried with sharded workers. Use SFTTrainer, or workers of one process."
+        )
+
+
+def _bases(trainer: Trainer) -> set[str]:
+    """Return the classes of a Trainer, as in "trl.SFTTrainer"."""
+    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(trainer).__mro__}
+
+
+def _is_of_trl(bases: set[str]) -> bool:
+    return any(name.startswith("trl.") for name in bases)
+
+
+@torch.no_grad()
 def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
     """Log a warning if the gradients are the same on all workers, as with DDP or with the same batches. Collective."""
-    norms = [float(p.grad.to_dense().double().norm()) for p in model.parameters() if p.grad is not None]
-    by_worker = group.all_gather_object(math.hypot(*norms), "comparing the first gradients")
+    counted = [p.grad for p in model.parameters() if p.grad is not None and group.row.counts(p)]
+    own = math.hypot(*(float(local_of(gradient).to_dense().double().norm()) for gradient in counted))
+    what = "comparing the first gradients"
+    squares = group.row.sum(torch.tensor([own**2], dtype=torch.float64, device="cpu"), what)
+    by_worker = group.all_gather_object(math.sqrt(float(squares)), what)
     if len(by_worker) > 1 and 0 < by_worker[0] < math.inf and len(set(by_worker)) == 1:
         logger.warning(
             "the first gradients are the same on all workers: something averages them (a hook of yours, for example), "

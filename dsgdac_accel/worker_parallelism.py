@@ -10,21 +10,24 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch.accelerator import is_available
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size")
 _REFUSED_SIZES = {"cp_size": "context parallelism", "sp_size": "sequence parallelism"}
 _HOW_TO_SHARD = (
     "parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards) and "
-    "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+    "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2); to a Trainer, TrainingArguments("
+    "parallelism_config=..., fsdp=True)"
 )
 
 
 class WorkerParallelismConfig(ParallelismConfig):
     """`ParallelismConfig` whose `dp_replicate_size` is the number of workers, which gossip.
 
-    `GossipAccelerator` makes one of a plain `ParallelismConfig`, and of the variables that `accelerate launch` sets.
-    Construct it yourself for workers with tensor parallelism alone, which the plain class refuses.
+    `GossipAccelerator` and `GossipCallback` make one of a plain `ParallelismConfig`, and of the variables that
+    `accelerate launch` sets. Construct it yourself for workers with tensor parallelism alone, which the plain class
+    refuses.
 
     Differences from the plain class: the mesh always has `dp_replicate`, and FSDP2's has not, so that gradients are
     reduced inside a worker only; `tp_size` needs no `dp_shard_size`.
@@ -114,8 +117,40 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return dict(arguments)
     if config is None and launched:
         config = WorkerParallelismConfig()
-    shards = 1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size
     version = getattr(plugin, "fsdp_version", None) or int(os.environ.get("FSDP_VERSION", "1"))
+    _refuse_unfit(1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size, with_fsdp, version)
+    if config is None:
+        return dict(arguments)
+    return {**arguments, "parallelism_config": WorkerParallelismConfig.of(config)}
+
+
+def workers_in(accelerator: Any) -> WorkerParallelismConfig | None:
+    """Return the `WorkerParallelismConfig` for an Accelerator that somebody else has made; None if it splits nothing.
+
+    Its mesh is that of the accelerator. If that has no workers, since there is only one, call `build_device_mesh`.
+
+    Raises:
+        ValueError: shards without FSDP2, or the other way round; FSDP1; settings of FSDP2 that do not work with gossip;
+            a dimension that gossip does not support.
+    """
+    config, plugin = accelerator.parallelism_config, getattr(accelerator.state, "fsdp_plugin", None)
+    splits = config is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
+    workers = WorkerParallelismConfig.of(config) if splits else None
+    with_fsdp = accelerator.distributed_type is DistributedType.FSDP
+    version = getattr(plugin, "fsdp_version", 1)
+    _refuse_unfit(1 if workers is None else workers.dp_shard_size, with_fsdp, version)
+    if getattr(getattr(plugin, "cpu_offload", None), "pin_memory", None) is not None:  # a CPUOffloadPolicy
+        raise ValueError(
+            "cpu_offload keeps parameters on the CPU, where they cannot be mixed with those of another GPU. Leave "
+            "cpu_offload (fsdp_offload_params) out."
+        )
+    if workers is not None:
+        workers.device_mesh = accelerator.torch_device_mesh
+    return workers
+
+
+def _refuse_unfit(shards: int, with_fsdp: bool, version: int) -> None:
+    """Raise ValueError unless FSDP2 shards where there are shards."""
     if with_fsdp and version != 2:
         raise ValueError(
             f"fsdp_version={version} averages the gradients of all processes, so that no worker has its own. Pass "
@@ -125,9 +160,6 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"FSDP2 needs dp_shard_size > 1, the number of shards of a worker. Pass {_HOW_TO_SHARD}.")
     if shards > 1 and not with_fsdp:
         raise ValueError(f"dp_shard_size={shards} needs FSDP2 to shard the model. Pass {_HOW_TO_SHARD}.")
-    if config is None:
-        return dict(arguments)
-    return {**arguments, "parallelism_config": WorkerParallelismConfig.of(config)}
 
 
 def _splits_nothing(config: Any, launched: bool) -> bool:

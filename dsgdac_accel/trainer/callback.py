@@ -17,11 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dsgdac_accel.accelerator import GossipAccelerator
-from dsgdac_accel.calibration import Forward
+from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.compatibility import refuse_unsupported_trainer, warn_of_equal_gradients, warn_of_single_worker
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
@@ -29,8 +30,10 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_lrs
+from dsgdac_accel.shards import has_shards
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployment import TrainerDeployment
+from dsgdac_accel.trainer.sharding import ShardsInTrainer, count_items_of_process, items_of_worker, load_deployed
 from dsgdac_accel.trainer.stopping import SignalStop
 from dsgdac_accel.virtual_workers import VirtualWorkers, split_by_worker
 
@@ -53,6 +56,10 @@ class GossipCallback(TrainerCallback):
     Attaching sets `average_tokens_across_devices=False` in the Trainer's arguments, and applies the GossipConfig's
     `timeout` to the Trainer's own collectives.
 
+    With `TrainingArguments(parallelism_config=...)` a worker is several processes, which shard its model:
+    `dp_replicate_size` is the number of workers. On CPUs, and for a model that was sharded by `fully_shard` or
+    `parallelize_module` before, pass `device_mesh` instead.
+
     Args:
         config: topology, gamma schedule and policies. Default: `GossipConfig()`, the paper's settings.
         calibrate: source of the average's BatchNorm statistics. True: a pass over the training data, sharded over the
@@ -65,6 +72,8 @@ class GossipCallback(TrainerCallback):
             Trainer evaluates first; after the last step of the run, training ends as usual.
         stop_on_request: True: `request_stop()` on any worker does the same, also where signals cannot be handled, as in
             the thread of a Ray worker.
+        device_mesh: the processes as workers that shard their model, as for `GossipAccelerator`. The model must be
+            sharded over its dimensions when the Trainer is constructed.
 
     Raises (when the Trainer is constructed):
         ValueError: workers cannot gossip with this launch, model or these training arguments. The message has the way
@@ -79,6 +88,7 @@ class GossipCallback(TrainerCallback):
         calibration_forward: Forward | None = None,
         stop_on_signals: bool = False,
         stop_on_request: bool = False,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         self.config = GossipConfig() if config is None else config
         if not isinstance(self.config, GossipConfig):
@@ -94,6 +104,7 @@ class GossipCallback(TrainerCallback):
                 raise TypeError(f"{name} must be True or False; got {value!r}.")
         self.stop_on_signals = stop_on_signals
         self.stop_on_request = stop_on_request
+        self.device_mesh = device_mesh
         self.checkpoints: TrainerCheckpoints
         self.deployment: TrainerDeployment
         self._stop: SignalStop
@@ -129,13 +140,16 @@ class GossipCallback(TrainerCallback):
             )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
-        refuse_unsupported_trainer(trainer, self.config)
+        calibrates = self.calibrate is not False and bool(calibrated_layers(cast(nn.Module, trainer.model)))
+        refuse_unsupported_trainer(trainer, self.config, self.device_mesh, calibrates)
         if (self.stop_on_signals or self.stop_on_request) and trainer.args.save_only_model:
             name = "stop_on_signals" if self.stop_on_signals else "stop_on_request"
             raise ValueError(
                 f"{name}=True needs complete checkpoints to resume from, but save_only_model=True saves only the "
                 f"model. Set save_only_model=False, or {name}=False."
             )
+        trainer.accelerator.free_memory()  # an earlier `evaluate` may have prepared the model
+        self._adopt_accelerator(trainer)
         self._trainer, self._has_trained = trainer, False
         self.checkpoints = TrainerCheckpoints(trainer)
         self._begin_run()
@@ -145,8 +159,6 @@ class GossipCallback(TrainerCallback):
         callbacks.insert(0, self)
         # With it the Trainer divides this worker's loss by all workers' tokens and relies on DDP to undo that.
         trainer.args.average_tokens_across_devices = False
-        trainer.accelerator.free_memory()  # an earlier `evaluate` may have prepared the model
-        self._adopt_accelerator()
         if self._accelerator.num_workers == 1:
             warn_of_single_worker()
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
@@ -163,6 +175,14 @@ class GossipCallback(TrainerCallback):
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
+        if self._group.row.mesh is not None:
+            shards = ShardsInTrainer(trainer)
+            self._wrap("_save", shards.save)
+            self._wrap("_save_optimizer_and_scheduler", shards.save_nothing)
+            self._wrap("_get_dataloader", shards.get_dataloader)
+            self._wrap("get_total_train_batch_size", shards.total_batch_size)
+            if hasattr(trainer, "_has_mixed_mesh_grads"):  # of newer Transformers
+                self._wrap("_has_mixed_mesh_grads", shards.has_mixed_mesh_grads)
 
     def _begin_run(self) -> None:
         """Reset the state of one `train()`."""
@@ -217,15 +237,23 @@ class GossipCallback(TrainerCallback):
 
         setattr(trainer, name, wrapped)
 
-    def _adopt_accelerator(self) -> None:
-        GossipAccelerator.adopt(self.trainer.accelerator, self.config)
+    def _adopt_accelerator(self, trainer: Trainer) -> None:
+        adopted = GossipAccelerator.adopt(trainer.accelerator, self.config, self.device_mesh)
         # The Trainer gathers losses and predictions on the default process group.
-        self._group.process_groups.limit_default_group()
+        adopted.group.process_groups.limit_default_group()
+        # It has kept the method of the class that the accelerator had.
+        options = getattr(trainer.gather_function, "keywords", {})
+        trainer.gather_function = functools.partial(adopted.gather_for_metrics, **options)
 
     def _create_accelerator(self, original: Callable[[], None]) -> None:
         """Adopt the new Accelerator that a hyperparameter search creates for each trial."""
+        if self._group.row.mesh is not None:
+            raise ValueError(
+                "hyperparameter_search was not tried with sharded workers. Search with workers of one process, or "
+                "launch a run for each trial."
+            )
         original()
-        self._adopt_accelerator()
+        self._adopt_accelerator(self.trainer)
 
     # ---- training
 
@@ -242,7 +270,7 @@ class GossipCallback(TrainerCallback):
             vars(self._model)["_is_accelerate_prepared"] = True  # so that its forward is not wrapped a second time
         try:
             with self.checkpoints.exact_skipping(), self._stop:
-                return self._group.guarded(
+                return self._group.everyone.guarded(
                     lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True
                 )
         finally:
@@ -282,7 +310,12 @@ class GossipCallback(TrainerCallback):
             self._stop.listen(signals=self.stop_on_signals)
 
     def _load_from_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16."""
+        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16.
+
+        For sharded workers `TrainerCheckpoints.restore` loads everything.
+        """
+        if self._group.row.mesh is not None:
+            return None
         dtypes = {name: parameter.dtype for name, parameter in self._model.named_parameters()}
         result = original(*args, **kwargs)
         for name, parameter in self._model.named_parameters():
@@ -290,8 +323,9 @@ class GossipCallback(TrainerCallback):
         return result
 
     def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Skip worker 0's optimizer if the checkpoint has every worker's own."""
-        return None if self.checkpoints.has_worker_states else original(*args, **kwargs)
+        """Skip worker 0's optimizer if the checkpoint has every worker's own, or would not fit into shards."""
+        skips = self.checkpoints.has_worker_states or self._group.row.mesh is not None
+        return None if skips else original(*args, **kwargs)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -322,7 +356,12 @@ class GossipCallback(TrainerCallback):
     def _count_items(self, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any) -> Any:
         """Count the tokens of each worker of this process, shape (workers,), if the model divides its loss by them."""
         trainer, count = self.trainer, self._accelerator.workers_per_process
-        if self.deployment.active or not self._steps:  # an evaluation, of one model
+        trains = not self.deployment.active and bool(self._steps)  # otherwise an evaluation, of one model
+        if self._group.row.mesh is not None:
+            items = count_items_of_process(trainer, original, batches, *args, **kwargs)
+            counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+            return items_of_worker(items, self._group.row, trainer.args.device) if trains and counts else items
+        if not trains:
             return original(batches, *args, **kwargs)
         model_computes_loss = (
             trainer.compute_loss_func is None
@@ -360,21 +399,30 @@ class GossipCallback(TrainerCallback):
 
     def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.deployment.deploy()  # collective: worker 0 has written the checkpoint before any worker reads it
-        return original(*args, **kwargs)
+        if self._group.row.mesh is None:
+            return original(*args, **kwargs)
+        self._group.everyone.barrier("loading the best model")
+        return load_deployed(self._model, cast(str, self.trainer.state.best_model_checkpoint))
 
     # ---- evaluating and saving
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.trainer.is_fsdp_enabled and not has_shards(self._model):
+            raise ValueError(
+                "FSDP2 shards the model in train(), so it cannot be evaluated before. Set eval_on_start=True to "
+                "evaluate it at the beginning of training."
+            )
         if not self._has_trained and next(self._model.parameters()).device.type == self._group.device.type:
             self._accelerator.make_equal([self._model])  # later, `prepare` has made the workers equal
         with self.deployment.deployed():
-            return self._group.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
+            return self._group.everyone.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Give all workers worker 0's metrics, so that they agree on the best model and on an early stop."""
         with self.deployment.deployed():
             output = original(*args, **kwargs)
-        return output._replace(metrics=self._group.all_gather_object(output.metrics, "agreeing on metrics")[0])
+        metrics = self._group.everyone.all_gather_object(output.metrics, "agreeing on metrics")
+        return output._replace(metrics=metrics[0])
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.deployment.deployed():

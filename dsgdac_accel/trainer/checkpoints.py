@@ -23,6 +23,7 @@ from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.equal_steps import inner_loader, known_length
 from dsgdac_accel.data.loaders import set_shared_epoch
 from dsgdac_accel.randomness import random_state
+from dsgdac_accel.trainer.sharding import load_deployed
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class TrainerCheckpoints:
         if not resume:
             return resume
         chosen = {True: self._newest, "auto": self._newest_complete}.get(resume, lambda: resume)()
-        chosen = self._accelerator.group.all_gather_object(chosen and str(chosen), "choosing a checkpoint")[0]
+        chosen = self._accelerator.group.everyone.all_gather_object(chosen and str(chosen), "choosing a checkpoint")[0]
         if chosen is None:
             return None if resume == "auto" else resume  # the Trainer raises
         self._resuming = Path(chosen)
@@ -216,8 +217,10 @@ class TrainerCheckpoints:
         """Return the digests of the frozen tensors that workers' states need not hold.
 
         The Trainer's own file holds them, or PEFT leaves them to the base model. A Trainer that saves its model in
-        another way may lose some.
+        another way may lose some. Sharded workers keep all in their states, from which each reads its shards.
         """
+        if self._accelerator.group.row.mesh is not None:
+            return {}
         trainer, kind = self.trainer, type(self.trainer)
         own_way = any(getattr(kind, name) is not getattr(Trainer, name) for name in _SAVING_METHODS)
         if trainer.args.save_only_model or (own_way and not hasattr(trainer.model, "peft_config")):
@@ -230,7 +233,10 @@ class TrainerCheckpoints:
         }
 
     def _start_from_one_model(self, state: TrainerState) -> None:
-        """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already."""
+        """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already.
+
+        Sharded workers load it here, and without the state of an optimizer.
+        """
         accelerator = self._accelerator
         if accelerator.gossip_config.on_other_worker_count == "refuse":
             raise CheckpointError(
@@ -238,6 +244,9 @@ class TrainerCheckpoints:
                 f"a Trainer without gossip, or incompletely. To start all workers from its model, set "
                 f"on_other_worker_count='deployed' in GossipConfig."
             )
+        if accelerator.group.row.mesh is not None:
+            assert self._resuming is not None
+            load_deployed(self.trainer.model, self._resuming)
         for step in accelerator.gossip_steps:
             step.mixer.start_at(state.global_step)
 

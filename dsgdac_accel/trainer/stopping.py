@@ -78,7 +78,7 @@ class SignalStop:
         if self._saved_at != state.global_step:  # save_strategy="best" saves only the best model
             trainer._save_checkpoint(trainer.model, trial=None)
         # Launchers end the other workers as soon as the first one is gone.
-        self._accelerator.group.barrier("stopping the run")
+        self._accelerator.group.everyone.barrier("stopping the run")
         message = (
             f"stopped by {self._accelerator.stop_reason} at step {state.global_step} of {state.max_steps}; checkpoint "
             f'in {trainer.args.output_dir}; train(resume_from_checkpoint="auto") continues from it'

@@ -42,7 +42,7 @@ from dsgdac_accel import (
     build_topology,
     worker_parallelism,
 )
-from dsgdac_accel.compatibility import refuse_unsupported_trainer, supported_with_shards
+from dsgdac_accel.compatibility import supported_with_shards
 from dsgdac_accel.core import format_choice
 from dsgdac_accel.shards import local_of, whole_of
 from dsgdac_accel.simulation import Simulation
@@ -406,9 +406,6 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "fp16": refusal(refuse_fp16),
         "bf16": refusal(lambda: prepare(accelerator, sharded(nn.Linear(4, 4).bfloat16(), mesh))),
         "pytorch": refusal(lambda: gossip_of(sharded(nn.Linear(4, 4), mesh))),
-        "trainer": refusal(lambda: refuse_trainer(sharded(nn.Linear(4, 4), mesh))),
-        "trainer's config": refusal(lambda: refuse_trainer(nn.Linear(4, 4), parallelism_config=ParallelismConfig())),
-        "trainer's fsdp": refusal(lambda: refuse_trainer(nn.Linear(4, 4), fsdp=["full_shard"])),
         "one shard": refusal(lambda: deploy_with_one_other_shard(rank, mesh)),
         "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
         "replicated": refusal(lambda: prepare(accelerator, replicated(nn.Linear(4, 4), mesh))),
@@ -436,13 +433,6 @@ def train_apart(accelerator: GossipAccelerator) -> None:
     model, optimizer = accelerator.prepare(model, make_optimizer("sgd", model))
     model(batch(0, 0)[0]).square().sum().backward()
     optimizer.step()
-
-
-def refuse_trainer(model: nn.Module, **arguments: Any) -> None:
-    settings = {"deepspeed": None, "fsdp": [], "n_gpu": 0, "world_size": 4, "optim": "sgd", "save_strategy": "no"}
-    args = SimpleNamespace(**settings | arguments, save_only_model=False)
-    trainer = SimpleNamespace(args=args, model=model, model_wrapped=model, optimizer=None)
-    refuse_unsupported_trainer(trainer, GossipConfig())
 
 
 def named_mesh(*names: str) -> Any:
@@ -505,9 +495,6 @@ REFUSALS = {
     "fp16": "mixed_precision='fp16' does not work with device_mesh",
     "bf16": "weight is torch.bfloat16 and sharded",
     "pytorch": "weight is a DTensor.*device_mesh",
-    "trainer": "the Trainer's model is sharded.*device_mesh",
-    "trainer's config": "TrainingArguments.parallelism_config=.* is not supported with GossipCallback.*device_mesh",
-    "trainer's fsdp": "DeepSpeed and FSDP split the model.*device_mesh",
     "replicated": "weight is placed as .*Replicate.* on 2 of the 2 processes of a worker",
     "one shard": "all workers must have the same parameters.* no prepared optimizer mixes the workers",
     "batch norm": "calibrate= is not supported for sharded models with BatchNorm",

@@ -11,7 +11,9 @@ from dsgdac_accel.trainer.stopping import SignalStop
 @pytest.fixture
 def stop():
     accelerator = SimpleNamespace(
-        should_stop=lambda: True, stop_reason="SIGTERM", group=SimpleNamespace(barrier=lambda what: None)
+        should_stop=lambda: True,
+        stop_reason="SIGTERM",
+        group=SimpleNamespace(everyone=SimpleNamespace(barrier=lambda what: None)),
     )
     trainer = SimpleNamespace(
         accelerator=accelerator, state=SimpleNamespace(global_step=4, max_steps=9, epoch=0.5), model="model", saved=[],

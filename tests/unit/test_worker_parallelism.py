@@ -9,8 +9,8 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerParallelismConfig, worker_parallelism
-from dsgdac_accel.compatibility import supported_with_shards
+from dsgdac_accel import GossipAccelerator, WorkerParallelismConfig, worker_parallelism
+from dsgdac_accel.compatibility import refuse_parallelism_beside_mesh
 from dsgdac_accel.worker_parallelism import with_workers
 
 FSDP1, FSDP2 = SimpleNamespace(fsdp_version=1), SimpleNamespace(fsdp_version=2)
@@ -107,8 +107,8 @@ def test_a_config_whose_sizes_are_all_1_changes_nothing(on_gpus, in_variables):
 
 def test_a_config_in_variables_is_refused_beside_a_mesh():
     accelerator = SimpleNamespace(parallelism_config=ParallelismConfig())
-    with pytest.raises(ValueError, match="is set, but device_mesh= says all of it"):
-        supported_with_shards(GossipConfig(), accelerator)
+    with pytest.raises(ValueError, match=r"is set.* but device_mesh= says all of it"):
+        refuse_parallelism_beside_mesh(accelerator)
 
 
 def test_a_later_accelerator_cannot_have_other_workers(on_gpus):

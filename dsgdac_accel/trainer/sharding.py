@@ -1,0 +1,140 @@
+"""What a Trainer does in another way if its workers are several processes, each with a shard of the model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.trainer_utils import seed_worker
+
+from dsgdac_accel.checkpoint import CheckpointError
+from dsgdac_accel.checkpoint.local_shards import Box, box_of
+from dsgdac_accel.distributed.row import Row
+from dsgdac_accel.shards import gathering_modules, local_of, reshard
+from dsgdac_accel.wrappers import eager_name
+
+
+class ShardsInTrainer:
+    """Stands in for methods of one Trainer. Each method gets the original first.
+
+    Args:
+        trainer: a Trainer with a GossipAccelerator whose workers are several processes each.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:  # otherwise a Trainer with FSDP saves no model at all
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    def save(
+        self, original: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> Any:
+        """Save the whole model, gathered in worker 0. Collective."""
+        if state_dict is None:
+            state_dict = self.trainer.accelerator.get_state_dict(self.trainer.model)
+        return original(output_dir, state_dict=state_dict)
+
+    def save_nothing(self, original: Callable[..., Any], output_dir: str) -> None:
+        """Leave optimizer and scheduler to the states of workers: the Trainer's files would hold worker 0's shards."""
+
+    def get_dataloader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let loader processes draw the same random numbers where the ranks along `tp` read the same batches.
+
+        The Trainer seeds them by the number of their rank.
+        """
+        same_data = self.trainer.accelerator.group.everyone.same_data
+        seeds = transformers.trainer.seed_worker
+        transformers.trainer.seed_worker = functools.partial(_seed_by_reader, same_data=same_data)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            transformers.trainer.seed_worker = seeds
+
+    def total_batch_size(self, original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        """Return the samples of all workers in a step. Without `parallelism_config` the Trainer knows of no `tp`."""
+        total = original(*args, **kwargs)
+        accelerator = self.trainer.accelerator
+        return total if accelerator.parallelism_config is not None else total // accelerator.group.everyone.same_data
+
+    def has_mixed_mesh_grads(self, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Return False, so that the Trainer leaves the norm of a worker's gradient to the accelerator."""
+        return False
+
+
+def _seed_by_reader(worker_id: int, num_workers: int, rank: int, same_data: int) -> None:
+    seed_worker(worker_id, num_workers, rank // same_data)
+
+
+# ---- tokens
+
+
+def count_items_of_process(
+    trainer: Any, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any
+) -> Tensor | int | None:
+    """Return the number of tokens that count in this process's batches; None if the Trainer does not count them.
+
+    The Trainer divides a number by `tp_size`, as if it had been summed over all processes that read the same batch.
+    """
+    parallelism = trainer.accelerator.parallelism_config
+    return original(batches * (1 if parallelism is None else parallelism.tp_size), *args, **kwargs)
+
+
+def items_of_worker(items: Tensor | int | None, row: Row, device: torch.device) -> Tensor | None:
+    """Return the mean number of tokens per process of a worker; None if one of them does not know its own. Collective.
+
+    The worker's gradient is the mean over its processes. Each divides its sum over tokens by this number, so that the
+    mean is the worker's sum over tokens divided by its tokens.
+    """
+    mine = [0.0, 0.0] if items is None else [float(items), 1.0]
+    total, known = row.sum(torch.tensor(mine, dtype=torch.float64, device="cpu"), "counting tokens").tolist()
+    return torch.tensor(total / row.size, dtype=torch.float32, device=device) if known == row.size else None
+
+
+# ---- the deployed model of a checkpoint
+
+
+@torch.no_grad()
+def load_deployed(model: nn.Module, folder: str | Path) -> None:
+    """Load the deployed model that a Trainer has saved; of sharded tensors this process's part.
+
+    Raises:
+        CheckpointError: the folder has no such model, or it is another one.
+    """
+    reshard(gathering_modules([model]))
+    state = model.state_dict(keep_vars=True)
+    own = {eager_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    filled: set[int] = set()
+    for file in _files_in(Path(folder)):
+        with safe_open(file, framework="pt") as saved:
+            for name in saved.keys():  # noqa: SIM118 - no mapping
+                whole, tensor = saved.get_tensor(name), own.get(name)
+                if tensor is None or tensor.shape != whole.shape:
+                    raise CheckpointError(
+                        f"{file} has {name} of shape {list(whole.shape)}, and the model "
+                        f"{'has none' if tensor is None else f'one of shape {list(tensor.shape)}'}. Build the model as "
+                        f"it was when saved."
+                    )
+                local_of(tensor).copy_(whole[box_of(tensor).within(Box.whole(tuple(whole.shape)))])
+                filled.add(id(tensor))
+    dropped = tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    missing = [name for name, tensor in own.items() if id(tensor) not in filled and not name.endswith(dropped)]
+    if missing:
+        raise CheckpointError(f"{folder} has no values of {missing[0]}. Build the model as it was when saved.")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        raise CheckpointError(f"{folder} has no {SAFE_WEIGHTS_NAME}, the deployed model. Choose another checkpoint.")
+    return [folder / SAFE_WEIGHTS_NAME]
