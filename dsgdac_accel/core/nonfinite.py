@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -246,11 +246,11 @@ class GradientGuard:
 
     def _take_from_row(self) -> None:
         """Find what the processes of this worker have decided together."""
-        skip_wanted = self.arrivals.skip_wanted
+        skip_wanted = cast(Tensor, self.arrivals.skip_wanted)
         if self._skips_on_device:
-            self._found_inf = torch.as_tensor(skip_wanted).ne(0.0).float()
+            self._found_inf = skip_wanted.ne(0.0).float()
         elif self.arrivals.checks_late:
-            self._found = HostCopy(torch.as_tensor(skip_wanted).view(1))
+            self._found = HostCopy(skip_wanted.view(1))
         else:
             self._found = [0] * bool(skip_wanted)
 

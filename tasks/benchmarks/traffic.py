@@ -28,7 +28,7 @@ class Traffic:
         topology = config.topology
         self._topology = topology if isinstance(topology, Topology) else build_topology(topology, group.size)
         self._group = group
-        self._sent = torch.zeros(sum(local_of(parameter).numel() for parameter in parameters))
+        self._sent = torch.zeros(sum(local_of(parameter).numel() for parameter in parameters), device="cpu")
         plans = [self._topology.plan(round_, group.rank) for round_ in range(self._topology.period)]
         self._received = [torch.zeros_like(self._sent) for _ in range(max(len(plan.weights) for plan in plans))]
         self._thread = ThreadPoolExecutor(1)
