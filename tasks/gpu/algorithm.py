@@ -65,7 +65,13 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().double().cpu().flatten() for parameter in model.parameters()])
 
 
-def simulated(workers: int, topology: str, optimizer: str, skip: Mapping[int, Collection[int]] | None = None) -> Tensor:
+def simulated(
+    workers: int,
+    topology: str,
+    optimizer: str,
+    skip: Mapping[int, Collection[int]] | None = None,
+    shards: int = 1,
+) -> Tensor:
     """Parameters of all workers after `STEPS` steps of the simulation, (workers, D).
 
     Args:
@@ -73,6 +79,7 @@ def simulated(workers: int, topology: str, optimizer: str, skip: Mapping[int, Co
         topology: name of the topology.
         optimizer: a key of `OPTIMIZERS`.
         skip: by step, the workers whose gradient is not finite.
+        shards: processes of a worker, each with a batch of its own; the gradient is the mean over them.
     """
     models = [make_model() for _ in range(workers)]
     optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
@@ -81,7 +88,8 @@ def simulated(workers: int, topology: str, optimizer: str, skip: Mapping[int, Co
     for step in range(STEPS):
         for worker, model in enumerate(models):
             model.zero_grad()
-            loss_of(model, *batch(worker, step)).backward()
+            for shard in range(shards):
+                (loss_of(model, *batch(worker * shards + shard, step)) / shards).backward()
         simulation.step(skip=(skip or {}).get(step, ()))
         for scheduler in schedulers:
             scheduler.step()

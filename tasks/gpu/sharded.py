@@ -1,4 +1,4 @@
-"""Part 1, right results: a worker whose model is split by FSDP2 and tensor parallelism, in a mesh of one process."""
+"""Right results of workers whose model is split: part 1 in a mesh of one process, part 2 in meshes of all of them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,25 @@ def a_sharded_worker_trains_like_a_whole_one(bench: Bench) -> Finding:
     return difference_found(bench, worst)
 
 
-def _prepared(bench: Bench, optimizer: str) -> Training:
+@check("2", seconds=60)
+def sharded_workers_follow_algorithm_1(bench: Bench) -> Finding:
+    """Suspicion: the communicators of FSDP2 and of the exchange deadlock, or a shard meets another one's neighbor."""
+    size, worst = bench.group.size, 0.0
+    for shards in (1, 2):
+        workers = size // shards
+        for optimizer in OPTIMIZERS:
+            training = _prepared(bench, optimizer, workers, shards).run(delays=0.02)
+            parts = [parameter.full_tensor() for parameter in training.model.parameters()]
+            found = torch.cat([part.detach().double().cpu().flatten() for part in parts])
+            training.accelerator.free_memory()
+            expected = simulated(workers, "one_peer_ring", optimizer, shards=shards)[bench.rank // shards]
+            worst = max(worst, *bench.everywhere(float((found - expected).abs().max())))
+    return difference_found(bench, worst)
+
+
+def _prepared(bench: Bench, optimizer: str, workers: int = 1, shards: int = 1) -> Training:
     names = ("dp_replicate", "dp_shard", "tp")
-    mesh = init_device_mesh(bench.device.type, (1,) * len(names), mesh_dim_names=names)
+    mesh = init_device_mesh(bench.device.type, (workers, shards, 1), mesh_dim_names=names)
     config = GossipConfig(**SCHEDULE, log_every=0, timeout=TIMEOUT)
     accelerator = GossipAccelerator(cpu=not bench.cuda, device_mesh=mesh, gossip=config)
     model = make_model().to(bench.device)
@@ -67,4 +83,4 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-CHECKS: tuple[Check, ...] = (a_sharded_worker_trains_like_a_whole_one,)
+CHECKS: tuple[Check, ...] = (a_sharded_worker_trains_like_a_whole_one, sharded_workers_follow_algorithm_1)

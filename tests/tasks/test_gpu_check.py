@@ -86,14 +86,17 @@ def test_a_core_that_mixes_twice_as_strongly_is_found(monkeypatch):
     assert answer.values["difference"] > 1e-3
 
 
-def check_a_sharded_worker(rank):
-    return answer_of(sharded.a_sharded_worker_trains_like_a_whole_one, Bench(cuda=False))
+def check_sharded(rank, name):
+    return answer_of(getattr(sharded, name), Bench(cuda=False))
 
 
 @pytest.mark.slow
-def test_the_check_of_a_sharded_worker_passes_on_a_cpu():
-    (answer,) = run_workers(check_a_sharded_worker, 1)
-    assert (answer.status, answer.details) == ("PASS", "")
+@pytest.mark.parametrize(
+    ("name", "processes"), [("a_sharded_worker_trains_like_a_whole_one", 1), ("sharded_workers_follow_algorithm_1", 4)]
+)
+def test_the_checks_of_sharded_workers_pass_on_a_cpu(name, processes):
+    answers = run_workers(check_sharded, processes, name)
+    assert {(answer.status, answer.details) for answer in answers} == {("PASS", "")}
 
 
 def run(checks, tmp_path, capfd, seconds=250.0):
