@@ -176,7 +176,7 @@ def different_places(rank: int) -> str:
     from dsgdac_accel import WorkerGroup
 
     group = WorkerGroup(torch.device("cpu"), timeout=20)
-    with pytest.raises(RuntimeError, match="different places") as caught:
+    with pytest.raises(RuntimeError, match="different collectives") as caught:
         group.all_gather_object(rank, "saving" if rank else "evaluating")
     return str(caught.value)
 

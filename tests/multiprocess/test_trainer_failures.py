@@ -93,6 +93,6 @@ def test_a_lost_worker_is_named_in_time(case, launches):
     for rank in (0, 2):
         last = outcomes[rank].error.splitlines()[-1]
         assert outcomes[rank].exit_code == 1
-        assert "WorkerLostError" in last or "different places" in last, last
+        assert "WorkerLostError" in last or "different collectives" in last, last
         assert "worker 1" in outcomes[rank].error, last
         assert outcomes[rank].seconds < TIMEOUT + 30
