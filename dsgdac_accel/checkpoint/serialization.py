@@ -23,11 +23,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard, mapped
 from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.tensor_bytes import as_bytes
 
 FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
@@ -186,9 +188,9 @@ class _Encoder:
     def _encoded_tensor(self, value: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> Any:
         if is_sharded(value):
             return self._encoded_shard(value, path)
-        if is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value) and not value.is_nested:
             return self._encoded_subclass(value, path)
-        if value.is_meta or value.layout != torch.strided or value.is_quantized or _is_subclass(value):
+        if is_lazy(value) or value.is_nested or value.is_meta or not _is_dense(value) or _is_subclass(value):
             raise CheckpointError(
                 f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
@@ -229,8 +231,7 @@ class _Encoder:
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
             return {"$tensor": self._put(own, path, offsets)}
-        octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
+        return {"$cast": [self._put(as_bytes(own), path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
     def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> str:
         # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
@@ -246,6 +247,10 @@ class _Encoder:
         if offsets is not None:
             self.offsets[name] = offsets
         return name
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _is_subclass(tensor: Tensor) -> bool:
@@ -446,7 +451,7 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
     encoded.wait()
     for tensor in encoded.tensors.values():
         if tensor.numel():
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+            yield as_bytes(tensor).numpy().data
 
 
 def read_state(folder: Path, file: SavedFile) -> Any:
