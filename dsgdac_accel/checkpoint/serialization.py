@@ -132,6 +132,8 @@ class _Encoder:
         self.names = names
         self.tensors: dict[str, Tensor] = {}
         """Contiguous tensors, on their devices."""
+        self.used: set[str] = set()
+        """Their names without a rank, which are the same on all ranks, whichever of the tensors are shards."""
         self.offsets: dict[str, tuple[int, ...]] = {}
         """As in `Encoded`."""
 
@@ -237,12 +239,13 @@ class _Encoder:
         # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
         # the file, and for torch.distributed.checkpoint, which takes equal names for parts of one tensor.
         plain = "/".join(str(key) for key in self.names.get(path, path)).encode("utf-8", "replace").decode() or "state"
-        if offsets is None and self.place:
-            plain = f"rank {self.place}/{plain}"
-        name, number = plain, 1
-        while name in self.tensors or name == "__metadata__":
+        rank = f"rank {self.place}/" if offsets is None and self.place else ""
+        unique, number = plain, 1
+        while unique in self.used or rank + unique in self.tensors or unique == "__metadata__":
             number += 1
-            name = f"{plain}#{number}"
+            unique = f"{plain}#{number}"
+        self.used.add(unique)
+        name = rank + unique
         self.tensors[name] = tensor
         if offsets is not None:
             self.offsets[name] = offsets

@@ -245,16 +245,19 @@ def test_torch_reads_a_worker_without_this_library(tmp_path, parts, saved):
 
 def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts):
     def work(group: Together) -> None:
-        state = {"random": torch.full((3,), float(group.rank)), "weight": parts["three"][group.rank // 3][0]["weight"]}
+        weight = parts["three"][group.rank // 3][group.rank % 3]["weight"]
+        state = {"random": torch.full((3,), float(group.rank)), "a/b": torch.ones(1), "a": {"b": weight}}
         save_checkpoint(tmp_path / "c", state, group, step=5, mesh=MESHES["three"][0])
 
     in_threads(WORKERS * 3, work)
     for worker in range(WORKERS):
-        state = {"random": torch.zeros(3), "rank 2/random": torch.zeros(3)}
+        # Two paths are alike, and the second one has the same name in all files, although the first is no shard.
+        state = {"random": torch.zeros(3), "rank 2/random": torch.zeros(3), "a/b#2": torch.zeros(7, 5)}
         reader = dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "workers" / f"{worker:05d}"))
         dcp.load(state, storage_reader=reader, no_dist=True)
         assert state["random"].tolist() == [3 * worker] * 3
         assert state["rank 2/random"].tolist() == [3 * worker + 2] * 3
+        assert torch.equal(state["a/b#2"], whole(worker)["weight"])
 
 
 def test_format_3_is_read_and_replaced(tmp_path, parts):
