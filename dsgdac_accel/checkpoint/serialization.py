@@ -201,7 +201,7 @@ class _Encoder:
         order = sorted(range(own.ndim), key=own.stride, reverse=True)
         if not own.is_contiguous() and own.permute(order).is_contiguous():
             # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
-            stored = self._encoded_values(own.permute(order), value, path)
+            stored = self._encoded_values(own.permute(order), value, path, whole=offsets is None)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
         return self._encoded_values(own.contiguous(), value, path, offsets)
 
@@ -227,19 +227,21 @@ class _Encoder:
         return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
     def _encoded_values(
-        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None
+        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True
     ) -> Any:
         if self.copy and own.device.type == "cpu" and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
-            return {"$tensor": self._put(own, path, offsets)}
-        return {"$cast": [self._put(as_bytes(own), path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
+            return {"$tensor": self._put(own, path, offsets, whole)}
+        name = self._put(as_bytes(own), path, whole=whole and offsets is None)
+        return {"$cast": [name, str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
-    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> str:
+    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True) -> str:
         # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
         # the file, and for torch.distributed.checkpoint, which takes equal names for parts of one tensor.
+        # A shard that is stored in another form, and so neither `whole` nor at an offset, must not be taken for one.
         plain = "/".join(str(key) for key in self.names.get(path, path)).encode("utf-8", "replace").decode() or "state"
-        rank = f"rank {self.place}/" if offsets is None and self.place else ""
+        rank = f"rank {self.place}/" if offsets is None and (self.place or not whole) else ""
         unique, number = plain, 1
         while unique in self.used or rank + unique in self.tensors or unique == "__metadata__":
             number += 1
