@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.state import GradientState
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from dsgdac_accel.data.dataloader_state import OpenPass, recorder_of
 from dsgdac_accel.deployed_model import Deployment
 from dsgdac_accel.gossip_training import GossipTraining
+from dsgdac_accel.tensor_bytes import as_bytes
 from dsgdac_accel.virtual_workers import first_replica, replicas_of, values_of
 
 logger = logging.getLogger(__name__)
@@ -424,5 +424,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor.to("cpu"))
     return zlib.crc32(data.numpy().data) if data.numel() else 0

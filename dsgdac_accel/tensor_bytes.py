@@ -28,8 +28,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
     The result shares memory with a contiguous tensor.
     """
-    own = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return own.view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device=own.device)
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not own.numel():
+        return torch.empty(0, dtype=torch.uint8, device=own.device)
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # a single element is contiguous with any stride
 
 
 def as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard, mapped
 from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.tensor_bytes import as_bytes
 
 FORMAT = 2
 """Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
@@ -130,6 +132,8 @@ class _Encoder:
         self.names = names
         self.tensors: dict[str, Tensor] = {}
         """Contiguous tensors, on their devices."""
+        self.used: set[str] = set()
+        """Their names without a rank, which are the same on all ranks, whichever of the tensors are shards."""
         self.offsets: dict[str, tuple[int, ...]] = {}
         """As in `Encoded`."""
 
@@ -186,9 +190,9 @@ class _Encoder:
     def _encoded_tensor(self, value: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> Any:
         if is_sharded(value):
             return self._encoded_shard(value, path)
-        if is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value) and not value.is_nested:
             return self._encoded_subclass(value, path)
-        if value.is_meta or value.layout != torch.strided or value.is_quantized or _is_subclass(value):
+        if is_lazy(value) or value.is_nested or value.is_meta or not _is_dense(value) or _is_subclass(value):
             raise CheckpointError(
                 f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
@@ -197,7 +201,7 @@ class _Encoder:
         order = sorted(range(own.ndim), key=own.stride, reverse=True)
         if not own.is_contiguous() and own.permute(order).is_contiguous():
             # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
-            stored = self._encoded_values(own.permute(order), value, path)
+            stored = self._encoded_values(own.permute(order), value, path, whole=offsets is None)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
         return self._encoded_values(own.contiguous(), value, path, offsets)
 
@@ -223,29 +227,35 @@ class _Encoder:
         return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
     def _encoded_values(
-        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None
+        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True
     ) -> Any:
         if self.copy and own.device.type == "cpu" and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
-            return {"$tensor": self._put(own, path, offsets)}
-        octets = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return {"$cast": [self._put(octets, path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
+            return {"$tensor": self._put(own, path, offsets, whole)}
+        name = self._put(as_bytes(own), path, whole=whole and offsets is None)
+        return {"$cast": [name, str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
-    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> str:
+    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True) -> str:
         # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
         # the file, and for torch.distributed.checkpoint, which takes equal names for parts of one tensor.
+        # A shard that is stored in another form, and so neither `whole` nor at an offset, must not be taken for one.
         plain = "/".join(str(key) for key in self.names.get(path, path)).encode("utf-8", "replace").decode() or "state"
-        if offsets is None and self.place:
-            plain = f"rank {self.place}/{plain}"
-        name, number = plain, 1
-        while name in self.tensors or name == "__metadata__":
+        rank = f"rank {self.place}/" if offsets is None and (self.place or not whole) else ""
+        unique, number = plain, 1
+        while unique in self.used or rank + unique in self.tensors or unique == "__metadata__":
             number += 1
-            name = f"{plain}#{number}"
+            unique = f"{plain}#{number}"
+        self.used.add(unique)
+        name = rank + unique
         self.tensors[name] = tensor
         if offsets is not None:
             self.offsets[name] = offsets
         return name
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _is_subclass(tensor: Tensor) -> bool:
@@ -446,7 +456,7 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
     encoded.wait()
     for tensor in encoded.tensors.values():
         if tensor.numel():
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+            yield as_bytes(tensor).numpy().data
 
 
 def read_state(folder: Path, file: SavedFile) -> Any:

@@ -36,7 +36,7 @@ from dsgdac_accel.core.update import Update
 
 _MOST_BLOCKS = 128  # of a bucket; each has a sum of its own, which tells where an edit was
 _FEW_BYTES = 2**20
-_HEAD = 4  # words: channel, step, whether checksums of parameters follow, and the step of the summed difference
+_HEAD = 4  # words: channel, step, whether checksums of parameters follow, and the step of the last difference
 _MOST_NAMES = 8
 _VERSION = operator.attrgetter("_version")
 T = TypeVar("T")

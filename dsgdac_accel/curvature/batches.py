@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor
+
+from dsgdac_accel.tensor_bytes import as_bytes
 
 
 class FixedBatches:
@@ -74,6 +75,7 @@ class FixedBatches:
 def checksum(value: Any, start: int = 0) -> int:
     """Return the CRC-32 of all tensors, arrays and plain values in nested tuples, lists and mappings.
 
+    >>> import torch
     >>> batch = {"x": torch.ones(3), "name": "first"}
     >>> before = checksum(batch)
     >>> batch["x"].data[1] = 2.0  # not noticed by the tensor's version counter
@@ -81,7 +83,7 @@ def checksum(value: Any, start: int = 0) -> int:
     False
     """
     if isinstance(value, Tensor):
-        memory = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        memory = as_bytes(value.cpu()).numpy().data
         return zlib.crc32(memory, zlib.crc32(repr((tuple(value.shape), value.dtype)).encode(), start))
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         memory = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data

@@ -46,8 +46,6 @@ MEANT = {
     "weight_average.kind": "ema swa lawa use_ema model_ema averaging",
     "weight_average.decay": "ema_decay model_ema_decay",
     "weight_average.start_epoch": "swa_start swa_epoch_start ema_start",
-    "weight_average.last": "average_last average_checkpoints checkpoint_averaging",
-    "weight_average.every": "average_every",
     "data.validation_limit": "validation_size val_size",
     "decoupled_weight_decay": "adamw",
     "gossip.workers_per_process": "gossip.num_workers",
@@ -81,6 +79,11 @@ USE = [
         "Use model.norm: pre or post.",
     ),
     ("output_dir", "run_name", "Use output_dir: its last folder names the run."),
+    (
+        "weight_average",
+        "average_last average_every average_checkpoints checkpoint_averaging",
+        "Use weight_average.kind: lawa, with weight_average.last and weight_average.every.",
+    ),
     ("gossip.workers_per_process", "workers nproc_per_node num_processes", _PROCESSES),
 ]
 """A setting, names that it does not match one to one, and the sentence to say if the configuration has it."""

@@ -248,6 +248,7 @@ def test_a_resumed_run_deploys_the_same_average(tmp_path):
         (["--weight_average.kind", "ema", "--calibrate", "false"], "calibrate must be true with weight_average.kind"),
         (["--ema", "0.9"], "weight_average"),
         (["--swa_start", "3"], "weight_average"),
+        (["--average_last", "5"], "Use weight_average.kind: lawa, with weight_average.last"),  # `last` alone is refused
     ],
 )
 def test_averages_that_cannot_be_meant_are_refused(words, message):

@@ -214,9 +214,12 @@ def test_the_order_in_memory_is_kept():
 
 def test_a_view_writes_its_own_values_only(tmp_path, alone):
     buffer = torch.arange(100_000.0)
-    save_checkpoint(tmp_path / "c", {"few": buffer[5:8], "sparse": buffer[:10:2]}, alone, step=1)
+    one = buffer[3:5:2]  # contiguous, with a stride of 2
+    state = {"few": buffer[5:8], "sparse": buffer[:10:2], "one": one, "complex": torch.full((2,), 1j)[::2][:1]}
+    save_checkpoint(tmp_path / "c", state, alone, step=1)
     assert (tmp_path / "c" / "workers" / "00000.safetensors").stat().st_size < 1000
-    assert load_worker(tmp_path / "c", 0)["few"].tolist() == [5, 6, 7]
+    back = load_worker(tmp_path / "c", 0)
+    assert [back[name].tolist() for name in state] == [[5, 6, 7], [0, 2, 4, 6, 8], [3], [1j]]
 
 
 def test_files_are_plain_safetensors(tmp_path, alone):
@@ -281,6 +284,8 @@ class Subclass(torch.Tensor):
         (np.array(["text"], dtype=object), r"numpy.ndarray"),
         (torch.ones(2).to_sparse(), "whole, dense tensors"),
         (torch.ones(2, device="meta"), "on meta"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "whole, dense tensors; .* NestedTensor"),
+        (nn.UninitializedParameter(), "whole, dense tensors; .* UninitializedParameter"),
         ({torch.ones(2): 1}, r"keys of state\['a'\]\[1\] are tensors"),
         (torch.ones(2).as_subclass(Subclass), "whole, dense tensors; .* is a Subclass"),
     ],

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -245,16 +246,33 @@ def test_torch_reads_a_worker_without_this_library(tmp_path, parts, saved):
 
 def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts):
     def work(group: Together) -> None:
-        state = {"random": torch.full((3,), float(group.rank)), "weight": parts["three"][group.rank // 3][0]["weight"]}
+        weight = parts["three"][group.rank // 3][group.rank % 3]["weight"]
+        state = {"random": torch.full((3,), float(group.rank)), "a/b": torch.ones(1), "a": {"b": weight}}
         save_checkpoint(tmp_path / "c", state, group, step=5, mesh=MESHES["three"][0])
 
     in_threads(WORKERS * 3, work)
     for worker in range(WORKERS):
-        state = {"random": torch.zeros(3), "rank 2/random": torch.zeros(3)}
+        # Two paths are alike, and the second one has the same name in all files, although the first is no shard.
+        state = {"random": torch.zeros(3), "rank 2/random": torch.zeros(3), "a/b#2": torch.zeros(7, 5)}
         reader = dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "workers" / f"{worker:05d}"))
         dcp.load(state, storage_reader=reader, no_dist=True)
         assert state["random"].tolist() == [3 * worker] * 3
         assert state["rank 2/random"].tolist() == [3 * worker + 2] * 3
+        assert torch.equal(state["a/b#2"], whole(worker)["weight"])
+
+
+def test_torch_finds_no_whole_tensor_where_the_file_holds_its_bytes(tmp_path):
+    def work(group: Together) -> None:
+        save_checkpoint(tmp_path / "c", {"codes": codes, "turned": turned}, group, step=5, mesh={"dp_shard": 1})
+
+    with rank_of({"dp_shard": 1}, 0) as mesh:
+        codes = DTensor.from_local(torch.ones(4).to(torch.float8_e4m3fn), mesh, [Shard(0)], run_check=False)
+        turned = DTensor.from_local(torch.arange(9.0).view(3, 3).t(), mesh, [Shard(0)], run_check=False)
+    in_threads(WORKERS, work)
+    for name, shape in (("codes", (4,)), ("turned", (3, 3))):
+        reader = dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "workers" / "00000"))
+        with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: {name}"):
+            dcp.load({name: torch.zeros(shape)}, storage_reader=reader, no_dist=True)
 
 
 def test_format_3_is_read_and_replaced(tmp_path, parts):

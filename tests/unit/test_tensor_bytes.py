@@ -133,8 +133,9 @@ def test_what_has_no_bytes_of_its_own_is_refused(tensor):
         digest(tensor)
 
 
-def test_bytes_of_an_empty_tensor():
+def test_bytes_of_no_element_and_of_one():
     assert as_bytes(torch.empty(0, 3)).shape == (0,)
+    assert as_bytes(torch.arange(4)[1::2][:1]).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]  # contiguous, with a stride of 2
 
 
 def test_bytes_at_any_place_in_memory_have_a_digest():
