@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -340,15 +340,37 @@ def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool) -> None:
             "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
             "batches. Set GossipCallback(calibrate=False), so that the statistics are pooled, or use LayerNorm."
         )
-    if args.load_best_model_at_end and hasattr(model, "peft_config"):
+    if getattr(model, "is_loaded_in_8bit", False):
         raise ValueError(
-            "load_best_model_at_end=True does not load adapters of PEFT into shards. Leave it out, and load the best "
-            "checkpoint into an ordinary model afterwards."
+            "8-bit layers of bitsandbytes cannot compute with sharded weights. Load the model in 4 bits or unquantized."
         )
+    if hasattr(model, "peft_config"):
+        _refuse_unsupported_adapters(trainer, model)
     bases = _bases(trainer)
     if _is_of_trl(bases) and "trl.SFTTrainer" not in bases:
         raise ValueError(
             f"{type(trainer).__name__} was not tried with sharded workers. Use SFTTrainer, or workers of one process."
+        )
+
+
+def _refuse_unsupported_adapters(trainer: Trainer, model: Any) -> None:
+    """Raise ValueError for adapters of PEFT in sharded workers that could not be saved or loaded."""
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in model.peft_config.values()):
+        raise ValueError(
+            "PEFT computes the prompts that it saves from whole parameters, which no process of a sharded worker has. "
+            "Use LoRA or another adapter that is not prompt learning, or workers of one process."
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    wrapped = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    if wrapped or getattr(plugin, "activation_checkpointing", False):
+        raise ValueError(
+            "PEFT does not find its adapters in layers wrapped for activation_checkpointing, and would save none. "
+            "Set gradient_checkpointing=True in place of fsdp_config={'activation_checkpointing': True}."
+        )
+    if trainer.args.load_best_model_at_end and not is_peft_model(model):
+        raise ValueError(
+            "load_best_model_at_end=True does not load adapters of `add_adapter` into shards. Use get_peft_model of "
+            "PEFT, or leave it out."
         )
 
 

@@ -6,14 +6,15 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers.trainer
-from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.trainer_utils import seed_worker
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from dsgdac_accel.checkpoint import CheckpointError
 from dsgdac_accel.checkpoint.local_shards import Box, box_of
@@ -106,14 +107,25 @@ def items_of_worker(items: Tensor | int | None, row: Row, device: torch.device) 
 def load_deployed(model: nn.Module, folder: str | Path) -> None:
     """Load the deployed model that a Trainer has saved; of sharded tensors this process's part.
 
+    Of a `PeftModel` only the adapters are saved, and loaded.
+
     Raises:
         CheckpointError: the folder has no such model, or it is another one.
     """
     reshard(gathering_modules([model]))
     state = model.state_dict(keep_vars=True)
     own = {eager_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if is_peft_model(model):
+        for adapter in cast(Any, model).peft_config:
+            _load(_adapter_of(model, adapter, own), [_adapter_file(Path(folder), adapter)])
+    else:
+        _load(own, _files_in(Path(folder)), tuple(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+
+
+def _load(own: dict[str, Tensor], files: list[Path], dropped: tuple[str, ...] = ()) -> None:
+    """Copy what the files have into the tensors; those whose names end with one of `dropped` may be missing."""
     filled: set[int] = set()
-    for file in _files_in(Path(folder)):
+    for file in files:
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():  # noqa: SIM118 - no mapping
                 whole, tensor = saved.get_tensor(name), own.get(name)
@@ -125,10 +137,24 @@ def load_deployed(model: nn.Module, folder: str | Path) -> None:
                     )
                 local_of(tensor).copy_(whole[box_of(tensor).within(Box.whole(tuple(whole.shape)))])
                 filled.add(id(tensor))
-    dropped = tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
     missing = [name for name, tensor in own.items() if id(tensor) not in filled and not name.endswith(dropped)]
     if missing:
-        raise CheckpointError(f"{folder} has no values of {missing[0]}. Build the model as it was when saved.")
+        raise CheckpointError(f"{files[0].parent} has no values of {missing[0]}. Build the model as it was when saved.")
+
+
+def _adapter_of(model: nn.Module, adapter: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter among the model's own by the names that PEFT saves them under."""
+    from peft import get_peft_model_state_dict  # optional
+
+    return get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+
+
+def _adapter_file(folder: Path, adapter: str) -> Path:
+    """Return the file in which PEFT saves an adapter."""
+    file = (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist, which has the deployed adapter. Choose another checkpoint.")
+    return file
 
 
 def _files_in(folder: Path) -> list[Path]:

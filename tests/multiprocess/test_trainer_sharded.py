@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -705,6 +706,7 @@ def refuse_all(rank: int, folder: str) -> dict[str, str]:
         return build(model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **case)
 
     trl = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer"})
+    prompts = SimpleNamespace(is_prompt_learning=True)
     said = {
         "deepspeed": attach(changed(build(), args_of, deepspeed="zero.json")),
         "batch size": attach(build(auto_find_batch_size=True)),
@@ -712,11 +714,20 @@ def refuse_all(rank: int, folder: str) -> dict[str, str]:
         "uneven": attach(build(accelerator_config={"even_batches": False})),
         "rebalance": attach(changed(build(), args_of, train_sampling_strategy="batch_rebalance")),
         "loaded": attach(changed(build(), lambda trainer: trainer, is_distributed_loading_by_transformers=True)),
+        "8 bits": attach(changed(build(), lambda trainer: trainer.model, is_loaded_in_8bit=True)),
         "batch norm": attach(with_batch_norm()),
         "batch norm, pooled": attach(with_batch_norm(callback={"calibrate": False})),
         "adapters": attach(
             changed(
                 build(load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps"),
+                lambda trainer: trainer.model,
+                peft_config={},
+            )
+        ),
+        "prompts": attach(changed(build(), lambda trainer: trainer.model, peft_config={"default": prompts})),
+        "wrapped": attach(
+            changed(
+                build("arguments", fsdp_config={"version": 2, "activation_checkpointing": True}),
                 lambda trainer: trainer.model,
                 peft_config={},
             )
@@ -755,9 +766,12 @@ REFUSED = {
     "uneven": "even_batches=False would give.*Leave it out",
     "rebalance": "'batch_rebalance' deals batches to processes.*'group_by_length'",
     "loaded": "sharded when it was loaded.*Load it without.*parallelism_config",
+    "8 bits": "8-bit layers of bitsandbytes.*Load the model in 4 bits or unquantized",
     "batch norm": r"calibrate= is not supported for sharded models with BatchNorm.*GossipCallback\(calibrate=False\)",
     "batch norm, pooled": "not refused",
-    "adapters": "load_best_model_at_end=True does not load adapters of PEFT into shards",
+    "adapters": "load_best_model_at_end=True does not load adapters of .add_adapter. into shards. Use get_peft_model",
+    "prompts": "PEFT computes the prompts that it saves.*Use LoRA or another adapter",
+    "wrapped": "PEFT does not find its adapters in layers wrapped.*Set gradient_checkpointing=True in place",
     "trl": "DPOTrainer was not tried with sharded workers. Use SFTTrainer",
     "virtual": "workers_per_process=2 puts several workers into a process.*Leave one of them out",
     "continue": "on_worker_loss='continue' is not supported with the Trainer",
