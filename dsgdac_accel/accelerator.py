@@ -222,7 +222,7 @@ class GossipAccelerator(Accelerator):
             self.group.process_groups.limit_default_group()
         if self.num_workers == 1 and not GossipAccelerator._warned_of_single_worker:
             GossipAccelerator._warned_of_single_worker = True
-            warn_of_single_worker()
+            warn_of_single_worker(self.group)
 
     @classmethod
     def adopt(

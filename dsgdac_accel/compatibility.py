@@ -36,8 +36,8 @@ _SHARD_BY_MESH = (
     "in docs/sharded.md."
 )
 _SHARD_IN_TRAINER = (
-    "On CPUs, shard it by fully_shard over mesh['dp_shard'] and pass GossipCallback(device_mesh=mesh); on GPUs pass "
-    "TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards), "
+    "On CPUs, shard the model by fully_shard over mesh['dp_shard'] and pass GossipCallback(device_mesh=mesh); on GPUs "
+    "pass TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards), "
     "fsdp=True), as in docs/sharded.md."
 )
 _SEVERAL_POINTS = (
@@ -137,8 +137,17 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
     return config
 
 
-def warn_of_single_worker() -> None:
+def warn_of_single_worker(group: WorkerGroup) -> None:
     """Log a warning that nothing gossips, since Accelerate starts one process unless it is told otherwise."""
+    if group.everyone.rank > 0:
+        return
+    if group.everyone.size > 1:
+        logger.warning(
+            "all %d processes shard the model of 1 worker, so it trains as without gossip. Give dp_replicate, the "
+            "number of workers, a size above 1.",
+            group.everyone.size,
+        )
+        return
     logger.warning(
         "there is only 1 worker, so it trains as without gossip. Launch several with torchrun --nproc_per_node N, or "
         "accelerate launch --multi_gpu --num_processes N (the flag works on CPU, too, where --cpu starts one process)."
@@ -234,7 +243,11 @@ def known_loss(loss: Any) -> Callable[[], Any]:
 
 
 def refuse_unsupported_trainer(
-    trainer: Trainer, config: GossipConfig, device_mesh: DeviceMesh | None = None, calibrates: bool = False
+    trainer: Trainer,
+    config: GossipConfig,
+    device_mesh: DeviceMesh | None = None,
+    calibrates: bool = False,
+    renamed: bool = False,
 ) -> None:
     """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip.
 
@@ -243,6 +256,7 @@ def refuse_unsupported_trainer(
         config: topology, gamma schedule and policies.
         device_mesh: as for `GossipCallback`.
         calibrates: whether the model has BatchNorm statistics, which are to be measured.
+        renamed: whether its best checkpoint, to be loaded at the end, has other names than the model.
     """
     args = trainer.args
     refuse_asynchronous(config, "the Trainer, which counts the steps of its own loader")
@@ -252,11 +266,11 @@ def refuse_unsupported_trainer(
             "out of the training arguments; to shard the model of each worker, see docs/sharded.md."
         )
     if args.fsdp and not trainer.is_fsdp_enabled:
-        raise ValueError(f"fsdp= has no effect on CPUs. {_SHARD_IN_TRAINER}")
+        raise ValueError(f"fsdp= has no effect on CPUs; leave it out. {_SHARD_IN_TRAINER}")
     assert trainer.model is not None
     sizes = trainer.accelerator.parallelism_config
     if device_mesh is not None or (sizes is not None and sizes.total_size > sizes.dp_replicate_size):
-        _refuse_unsupported_shards(trainer, calibrates)
+        _refuse_unsupported_shards(trainer, calibrates, renamed)
     elif has_shards(trainer.model):
         raise ValueError(f"the Trainer's model is sharded. {_SHARD_IN_TRAINER}")
     if args.n_gpu > 1:
@@ -306,7 +320,7 @@ def refuse_unsupported_trainer(
     refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
 
 
-def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool) -> None:
+def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool, renamed: bool) -> None:
     """Raise ValueError for what a Trainer whose workers are several processes each cannot do, or was not tried with."""
     args: Any = trainer.args
     model: Any = trainer.model
@@ -339,6 +353,12 @@ def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool) -> None:
         raise ValueError(
             "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
             "batches. Set GossipCallback(calibrate=False), so that the statistics are pooled, or use LayerNorm."
+        )
+    if renamed:
+        raise ValueError(
+            "load_best_model_at_end=True does not work with a sharded model that Transformers saves under other names "
+            "than it has in memory, such as a mixture of experts. Leave it out, and load the best checkpoint by "
+            "from_pretrained afterwards."
         )
     if getattr(model, "is_loaded_in_8bit", False):
         raise ValueError(

@@ -269,9 +269,16 @@ def gathered_state(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
 
     The processes of worker 0 gather it, one tensor at a time, and the first of them returns it. All others return an
     empty dictionary. Names of tied parameters share a tensor.
+
+    Raises:
+        WorkerLostError: not all processes of worker 0 called it within the timeout.
     """
     if group.rank > 0:
         return {}
+    return group.everyone.guarded(lambda: _gathered(model, group), "gathering the whole model")
+
+
+def _gathered(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
     reshard(gathering_modules([model]))
     found: dict[str, Any] = {}
     wholes: dict[int, Tensor] = {}

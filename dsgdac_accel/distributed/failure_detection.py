@@ -132,7 +132,7 @@ def _advice(failure: Failure, silent: bool) -> str:
             "worker's own output, and raise `timeout` if it was only slow."
         )
     advice = "Look at that worker's own output for its error"
-    if failure.what.startswith("averaging the workers"):
+    if failure.what.startswith(("averaging the workers", "gathering the whole model")):
         advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers, `get_state_dict` included"
     if silent:
         advice += (

@@ -33,7 +33,13 @@ from dsgdac_accel.schedule import planned_lrs
 from dsgdac_accel.shards import has_shards
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployment import TrainerDeployment
-from dsgdac_accel.trainer.sharding import ShardsInTrainer, count_items_of_process, items_of_worker, load_deployed
+from dsgdac_accel.trainer.sharding import (
+    ShardsInTrainer,
+    count_items_of_process,
+    is_renamed,
+    items_of_worker,
+    load_deployed,
+)
 from dsgdac_accel.trainer.stopping import SignalStop
 from dsgdac_accel.virtual_workers import VirtualWorkers, split_by_worker
 
@@ -141,7 +147,8 @@ class GossipCallback(TrainerCallback):
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
         calibrates = self.calibrate is not False and bool(calibrated_layers(cast(nn.Module, trainer.model)))
-        refuse_unsupported_trainer(trainer, self.config, self.device_mesh, calibrates)
+        renamed = trainer.args.load_best_model_at_end and is_renamed(cast(nn.Module, trainer.model))
+        refuse_unsupported_trainer(trainer, self.config, self.device_mesh, calibrates, renamed)
         if (self.stop_on_signals or self.stop_on_request) and trainer.args.save_only_model:
             name = "stop_on_signals" if self.stop_on_signals else "stop_on_request"
             raise ValueError(
@@ -160,7 +167,7 @@ class GossipCallback(TrainerCallback):
         # With it the Trainer divides this worker's loss by all workers' tokens and relies on DDP to undo that.
         trainer.args.average_tokens_across_devices = False
         if self._accelerator.num_workers == 1:
-            warn_of_single_worker()
+            warn_of_single_worker(self._group)
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
         self._wrap("_get_num_items_in_batch", self._count_items)

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.trainer
 from transformers import Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from dsgdac_accel.accelerator import GossipAccelerator
@@ -235,7 +236,7 @@ class TrainerCheckpoints:
     def _start_from_one_model(self, state: TrainerState) -> None:
         """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already.
 
-        Sharded workers load it here, and without the state of an optimizer.
+        Sharded workers load it here, with the schedule but without the state of an optimizer.
         """
         accelerator = self._accelerator
         if accelerator.gossip_config.on_other_worker_count == "refuse":
@@ -247,8 +248,23 @@ class TrainerCheckpoints:
         if accelerator.group.row.mesh is not None:
             assert self._resuming is not None
             load_deployed(self.trainer.model, self._resuming)
+            self._load_schedule(self._resuming / SCHEDULER_NAME)
         for step in accelerator.gossip_steps:
             step.mixer.start_at(state.global_step)
+
+    def _load_schedule(self, file: Path) -> None:
+        """Continue the lr schedule that a Trainer without gossip has saved, if there is one."""
+        if not file.is_file():
+            return
+        groups, saved = self.trainer.optimizer.param_groups, torch.load(file, map_location="cpu", weights_only=True)
+        if len(saved["_last_lr"]) != len(groups):
+            raise CheckpointError(
+                f"{file} has the lr of {len(saved['_last_lr'])} parameter groups, and the optimizer has {len(groups)}. "
+                f"Make the optimizer as it was when saved, or remove the file to begin the schedule anew."
+            )
+        self.trainer.lr_scheduler.load_state_dict(saved)
+        for group, lr in zip(groups, saved["_last_lr"], strict=True):
+            group["lr"] = lr  # the schedule itself sets it only after the next step
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Return whether training is in the middle of an epoch, whose first batches the Trainer skips on resuming."""

@@ -1,9 +1,10 @@
-"""What a Trainer does in another way if its workers are several processes, each with a shard of the model."""
+"""A Trainer whose workers are several processes: its methods, token counts and model files for shards."""
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ import transformers.trainer
 from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.trainer_utils import seed_worker
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
@@ -101,6 +103,19 @@ def items_of_worker(items: Tensor | int | None, row: Row, device: torch.device) 
 
 
 # ---- the deployed model of a checkpoint
+
+
+def is_renamed(model: nn.Module) -> bool:
+    """Return whether Transformers saves the model under other names than it has, as mixtures of experts.
+
+    `load_deployed` cannot read it then.
+    """
+    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    if revert is None or not isinstance(model, PreTrainedModel):  # older versions rename nothing
+        return False
+    state = model.state_dict().items()
+    names = {name: torch.empty(value.shape, device="meta") for name, value in state if isinstance(value, Tensor)}
+    return revert(model, dict(names)).keys() != names.keys()
 
 
 @torch.no_grad()

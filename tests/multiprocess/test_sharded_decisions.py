@@ -266,6 +266,39 @@ def test_a_dropped_training_closes_the_connections_of_its_sketch():
         assert dropped == before - 1
 
 
+# ---- calls on one process alone
+
+
+def gather_alone(rank: int) -> None:
+    """Ask for the whole model on one process, where no average is formed first."""
+    training = Training(rank, timeout=4.0)
+    training.step(0)
+    training.accelerator.deploy(training.model)
+    if rank == 0:
+        training.accelerator.get_state_dict(training.model)
+    time.sleep(6.0)
+
+
+def test_a_process_that_gathers_the_model_alone_is_told_to_call_it_on_all():
+    error = str(try_workers(gather_alone, 4)[0].error)
+    assert re.search("WorkerLostError: .*did not answer within 4 s in gathering the whole model", error)
+    assert "`get_state_dict` included" in error
+
+
+def begin_alone(rank: int) -> list[str]:
+    """Return what is logged where all processes are one worker."""
+    said: list[str] = []
+    logging.getLogger("dsgdac_accel.compatibility").addFilter(lambda record: said.append(record.getMessage()) or True)
+    GossipAccelerator(cpu=True, device_mesh=mesh_of(1, 2))
+    return said
+
+
+def test_a_single_sharded_worker_is_told_once_how_to_get_more():
+    (first,), others = run_workers(begin_alone, 2)
+    assert "all 2 processes shard the model of 1 worker" in first
+    assert not others
+
+
 # ---- lost processes
 
 STAGES = ["prepare", "deployed model", "measure", "save", "load", "end"]

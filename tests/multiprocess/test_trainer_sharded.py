@@ -22,7 +22,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    get_linear_schedule_with_warmup,
+)
 
 from dsgdac_accel import (
     AdaptiveConsensus,
@@ -406,6 +413,7 @@ def run(
     return {
         "states": steps.states,
         "begun": steps.begun,
+        "gammas": steps.gammas,
         "deployed": whole(model),
         "rows": model.rows,
         "stopped": stopped,
@@ -453,12 +461,19 @@ def test_a_checkpoint_is_read_by_another_number_of_shards_and_of_workers(tmp_pat
     (tmp_path / "only").mkdir()
     for file in ("model.safetensors", "trainer_state.json"):
         (tmp_path / "only" / file).write_bytes((tmp_path / "checkpoint-5" / file).read_bytes())
-    for file in ("optimizer.pt", "scheduler.pt"):
-        (tmp_path / "only" / file).write_bytes(b"of a Trainer without gossip")
+    (tmp_path / "only" / "optimizer.pt").write_bytes(b"of a Trainer without gossip")
+    groups = [{"params": [torch.zeros(1, device="cpu")]} for _ in range(2)]  # with and without weight decay
+    optimizer = torch.optim.SGD(groups, lr=LR)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, max(saved[0]["states"]))
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+    torch.save(schedule.state_dict(), tmp_path / "only" / "scheduler.pt")
     alone = run_workers(run, 4, str(tmp_path / "alone"), (2, 2, 1), "mesh", str(tmp_path / "only"))
     for result in alone:
         torch.testing.assert_close(result["begun"], mean, rtol=0, atol=1e-12)
         assert min(result["states"]) == 6
+        assert result["gammas"] == pytest.approx(saved[0]["gammas"][5:], rel=1e-9)  # the lr schedule goes on, too
 
 
 def choose_best(rank: int, folder: str, by: str) -> dict[str, Any]:
@@ -695,6 +710,11 @@ def changed(trainer: Trainer, where: Any, **changes: Any) -> Trainer:
     return trainer
 
 
+def tiny_mixtral() -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2))
+
+
 def refuse_all(rank: int, folder: str) -> dict[str, str]:
     def build(by: str = "mesh", world: tuple[int, int, int] = (1, 2, 1), **case: Any) -> Trainer:
         return trainer_of(folder, world, by, attached=False, **case)
@@ -730,6 +750,14 @@ def refuse_all(rank: int, folder: str) -> dict[str, str]:
                 build("arguments", fsdp_config={"version": 2, "activation_checkpointing": True}),
                 lambda trainer: trainer.model,
                 peft_config={},
+            )
+        ),
+        "renamed": attach(
+            build(
+                model=tiny_mixtral(),
+                load_best_model_at_end=True,
+                eval_strategy="steps",
+                save_strategy="steps",
             )
         ),
         "trl": attach(changed(build(), lambda trainer: trainer, __class__=trl)),
@@ -772,6 +800,7 @@ REFUSED = {
     "adapters": "load_best_model_at_end=True does not load adapters of .add_adapter. into shards. Use get_peft_model",
     "prompts": "PEFT computes the prompts that it saves.*Use LoRA or another adapter",
     "wrapped": "PEFT does not find its adapters in layers wrapped.*Set gradient_checkpointing=True in place",
+    "renamed": "load_best_model_at_end=True does not work with a sharded model.*from_pretrained",
     "trl": "DPOTrainer was not tried with sharded workers. Use SFTTrainer",
     "virtual": "workers_per_process=2 puts several workers into a process.*Leave one of them out",
     "continue": "on_worker_loss='continue' is not supported with the Trainer",
