@@ -58,6 +58,13 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def gather_for(model: Any, method: str) -> None:
+    """Let FSDP2 gather the parameters of the root module for a method of the model as for `forward`, if it has both."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and hasattr(model, method):
+        fsdp.register_fsdp_forward_method(model, method)  # does nothing to a model that is not sharded
+
+
 def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
     """Return whether FSDP2 holds gradients that are not summed over the shards yet.
 

@@ -21,7 +21,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from dsgdac_accel.checkpoint import CheckpointError
 from dsgdac_accel.checkpoint.local_shards import Box, box_of
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import gathering_modules, local_of, reshard
+from dsgdac_accel.shards import gather_for, gathering_modules, local_of, reshard
 from dsgdac_accel.wrappers import eager_name
 
 
@@ -37,6 +37,7 @@ class ShardsInTrainer:
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:  # otherwise a Trainer with FSDP saves no model at all
             plugin.set_state_dict_type("FULL_STATE_DICT")
+        gather_for(trainer.model, "generate")
 
     def save(
         self, original: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None

@@ -24,8 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
     LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
     MixtralConfig,
     MixtralForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StoppingCriteria,
     Trainer,
     TrainerCallback,
     get_linear_schedule_with_warmup,
@@ -564,6 +569,43 @@ def train_llama(rank: int, folder: str, by: str, bf16: bool) -> dict[str, Any]:
         "tokens": trainer.state.num_input_tokens_seen,
         "generated": generated,
     }
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def predict_by_generating(rank: int, folder: str) -> Any:
+    """Translate sentences whose translations are longer in some processes of a worker than in others."""
+    fresh()
+    args = Seq2SeqTrainingArguments(folder, use_cpu=True, max_steps=2, report_to=[], predict_with_generate=True)
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = MarianConfig(vocab_size=300, d_model=16, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
+    mesh, model = mesh_of(2, 2, 1), MarianMTModel(config)
+    for part in (*model.model.encoder.layers, *model.model.decoder.layers, model):
+        fully_shard(part, mesh=mesh["dp_shard"])
+    gossip = GossipCallback(GossipConfig(timeout=20), device_mesh=mesh)
+    data = TokenIds()
+    trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[gossip])
+    trainer.train()
+    trainer.save_model(folder)
+    return trainer.predict(data, max_length=20, num_beams=1, stopping_criteria=[StopsAt(3 + 4 * rank)]).predictions
+
+
+@pytest.mark.slow
+def test_processes_of_a_worker_generate_texts_of_unequal_length(tmp_path):
+    results = run_workers(predict_by_generating, 4, str(tmp_path), timeout=150)
+    inputs = torch.stack([row["input_ids"] for row in TokenIds()])
+    whole_model = MarianMTModel.from_pretrained(tmp_path)
+    expected = whole_model.generate(inputs, max_length=3, num_beams=1)
+    for predictions in results:
+        assert predictions.shape[1] > 3
+        assert (predictions[: len(inputs), :2] == expected[:, :2].numpy()).all()
 
 
 LLAMA_CONFIG = {
