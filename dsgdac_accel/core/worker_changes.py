@@ -38,6 +38,8 @@ class WorkerChanges:
         self._converted = False
         self._trained: list[Parameter] = []
         """What was trained when the processes agreed last."""
+        self._agreed: list[Parameter] = []
+        """The parameters of this process when it last told the others what it noticed."""
         self._unread: tuple[HostCopy, list[Parameter], int] | None = None
 
     @property
@@ -57,7 +59,7 @@ class WorkerChanges:
 
     def may_join(self) -> bool:
         """Return whether parameters that joined may start from equal values now, which is collective."""
-        return self.due or not self._together
+        return not self._together or (self.due and self.parameters.find() is self._agreed)
 
     def laid_out(self) -> None:
         """Note that the parameters were laid out, as they are now."""
@@ -80,6 +82,7 @@ class WorkerChanges:
 
     def agree(self, sums: Tensor, step: int) -> None:
         """Keep the sums of `words` over the worker for `settle`."""
+        self._agreed = self.parameters.find()
         self._unread = HostCopy(sums), self._trained_now(), step
 
     def settle(self) -> None:

@@ -232,6 +232,9 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
         assert (found[-1], changes.due) == (step, step == 3)
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
+    assert changes.may_join()
+    optimizer.add_param_group({"params": [parameter(torch.ones(1))]})
+    assert not changes.may_join()  # the others do not know of it, and would not start it from equal values
 
 
 def test_a_released_estimate_closes_its_connections_after_what_is_under_way():
