@@ -232,7 +232,7 @@ REFUSED = {
     "calibrate": "TypeError: calibrate must be True, False or batches",
     "read once": "more than once",
     "forward": "TypeError: calibration_forward must be a function",
-    "fsdp": "fsdp= has no effect on CPUs. On CPUs, shard it by fully_shard",
+    "fsdp": "fsdp= has no effect on CPUs; leave it out. On CPUs, shard the model by fully_shard",
     "topology": "is for 3 workers, but 2 were launched",
     "added later": "callbacks=[GossipCallback(...)]), or call GossipCallback(...).attach(trainer)",
     "attached too late": "attach GossipCallback before the first train()",
