@@ -19,7 +19,8 @@ from dsgdac_accel.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.fine_tuning import lora, rows
 from tests.llm.tiny import arguments, build_model, build_tokenizer
-from tests.multiprocess.test_trainer_sharded import TokenIds, fresh, mesh_of
+from tests.multiprocess.test_sharded import fresh, mesh_of
+from tests.multiprocess.test_trainer_sharded import TokenIds
 from tests.workers import run_workers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -78,7 +79,7 @@ def build_trainer(folder: str, kind: str, by: str, **changes: Any) -> Any:
         evaluation = torch.utils.data.Subset(data, range(8))
     mesh = None
     if by == "mesh":
-        mesh = mesh_of(2, 2, 1)
+        mesh = mesh_of(2, 2)
         for layer in model.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh["dp_shard"])
         fully_shard(model, mesh=mesh["dp_shard"])

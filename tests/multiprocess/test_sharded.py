@@ -151,6 +151,20 @@ def sharded(model: nn.Module, mesh: Any, kind: str = "", **options: Any) -> nn.M
     return fully_shard(model, mesh=mesh["dp_shard"], **options)
 
 
+def fresh() -> None:
+    """Forget what Accelerate keeps of an earlier case of this process, in its classes and in the environment."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    for variable in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
+        del os.environ[variable]
+
+
+def launch_variables(sizes: dict[str, int]) -> dict[str, str]:
+    """Return what `accelerate launch` sets for FSDP2 and a ParallelismConfig of these sizes."""
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    return variables | {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+
+
 def worker_of(rank: int, shards: int, rows: list[list[int]] | None) -> int:
     return rank // shards if rows is None else next(worker for worker, row in enumerate(rows) if rank in row)
 
@@ -189,8 +203,7 @@ def train(
     before each step. `by`: who shards, the test by a "mesh", or Accelerate by "arguments" or the "environment".
     `late`: check as on a GPU. `bad`: this rank's gradient is not finite at this step. `rows`: the ranks of each worker.
     """
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    fresh()
     mesh = mesh_of(workers, shards, tensor) if by == "mesh" else None
     if rows is not None:
         mesh = DeviceMesh("cpu", rows, mesh_dim_names=GRID)
@@ -266,12 +279,8 @@ def accelerate_options(by: str, workers: int, shards: int, tensor: int) -> dict[
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     worker_parallelism.on_cpu = lambda arguments: False
     sizes = {"dp_replicate_size": workers, "dp_shard_size": shards, "tp_size": tensor}
-    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    variables |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
-    for name in variables:
-        os.environ.pop(name, None)
     if by == "environment":
-        os.environ.update(variables)
+        os.environ.update(launch_variables(sizes))
         return {}
     if shards == 1:
         return {"parallelism_config": WorkerParallelismConfig(**sizes)}
@@ -651,8 +660,7 @@ def test_shards_stay_float32_in_mixed_precision_and_the_mean_follows_sgd(policy,
 
 
 def prepared(lr: float = 0.1, *extra: nn.Module) -> tuple[GossipAccelerator, nn.Module, torch.optim.Optimizer]:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    fresh()
     mesh = mesh_of(2, 2)
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=30))
     model = sharded(nn.Sequential(make_model(), *extra).double(), mesh)

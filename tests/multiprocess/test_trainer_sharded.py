@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
@@ -47,6 +46,7 @@ from dsgdac_accel import (
 from dsgdac_accel.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.tiny import build_model
+from tests.multiprocess.test_sharded import flat, fresh, launch_variables, mesh_of, whole
 from tests.multiprocess.trainer_model import arguments
 from tests.workers import run_workers, try_workers
 
@@ -103,11 +103,6 @@ class Tokens(nn.Module):
         return {"loss": total / items, "logits": logits}
 
 
-def whole(model: nn.Module) -> torch.Tensor:
-    reshard(gathering_modules([model]))
-    return torch.cat([whole_of(p).detach().flatten() for p in model.parameters()]).clone()
-
-
 class Watched(TrainerCallback):
     """Records this worker's whole model after every optimizer step."""
 
@@ -118,22 +113,6 @@ class Watched(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.weights.append(whole(kwargs["model"]))
         self.gammas.append(self.trainer.accelerator.gossip_steps[0].gamma)
-
-
-def fresh() -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-    for variable in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
-        del os.environ[variable]
-
-
-def mesh_of(workers: int, shards: int, tensor: int) -> Any:
-    sizes = {"dp_replicate": workers, "dp_shard": shards, "tp": tensor}
-    if tensor > 1 and shards == 1:
-        del sizes["dp_shard"]
-    elif tensor == 1:
-        del sizes["tp"]
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
@@ -170,9 +149,7 @@ def trainer_of(
     elif by == "arguments":
         options = {"parallelism_config": ParallelismConfig(**sizes), "fsdp": True, "fsdp_config": {"version": 2}}
     elif by == "environment":
-        variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        variables |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
-        os.environ.update(variables | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})  # what `accelerate launch` sets
+        os.environ.update(launch_variables(sizes) | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
     args = arguments(
         folder,
         **{
@@ -287,10 +264,6 @@ def simulate(results: list[dict[str, Any]], world: tuple[int, int, int], accumul
         "gammas": simulation.gammas,
         "radius": simulation.radius(),
     }
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
 def model_with(values: torch.Tensor) -> Tokens:
