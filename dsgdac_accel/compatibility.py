@@ -242,6 +242,12 @@ def known_loss(loss: Any) -> Callable[[], Any]:
     return closure
 
 
+def shards_workers(trainer: Trainer, device_mesh: DeviceMesh | None) -> bool:
+    """Return whether the workers of a Trainer are several processes each. `device_mesh` as for `GossipCallback`."""
+    sizes = trainer.accelerator.parallelism_config
+    return device_mesh is not None or (sizes is not None and sizes.total_size > sizes.dp_replicate_size)
+
+
 def refuse_unsupported_trainer(
     trainer: Trainer,
     config: GossipConfig,
@@ -255,8 +261,8 @@ def refuse_unsupported_trainer(
         trainer: the Trainer.
         config: topology, gamma schedule and policies.
         device_mesh: as for `GossipCallback`.
-        calibrates: whether the model has BatchNorm statistics, which are to be measured.
-        renamed: whether its best checkpoint, to be loaded at the end, has other names than the model.
+        calibrates: whether the model has BatchNorm statistics, which are to be measured; matters for sharded workers.
+        renamed: whether its best checkpoint, to be loaded at the end, has other names than the model; likewise.
     """
     args = trainer.args
     refuse_asynchronous(config, "the Trainer, which counts the steps of its own loader")
@@ -268,8 +274,7 @@ def refuse_unsupported_trainer(
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ValueError(f"fsdp= has no effect on CPUs; leave it out. {_SHARD_IN_TRAINER}")
     assert trainer.model is not None
-    sizes = trainer.accelerator.parallelism_config
-    if device_mesh is not None or (sizes is not None and sizes.total_size > sizes.dp_replicate_size):
+    if shards_workers(trainer, device_mesh):
         _refuse_unsupported_shards(trainer, calibrates, renamed)
     elif has_shards(trainer.model):
         raise ValueError(f"the Trainer's model is sharded. {_SHARD_IN_TRAINER}")

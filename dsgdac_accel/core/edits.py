@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.flat_parameters import ALIGNMENT, Bucket
-from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.host_copy import HostCopy, write_
 from dsgdac_accel.core.kernels import CHECKSUM_BYTES
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.update import Update
@@ -146,7 +146,7 @@ class EditGuard:
             first, *others = self.rounds.local(members)
             self._sent |= dict.fromkeys(others, table)
             self._sent[first], self._received[first] = table.clone(), [torch.zeros_like(table)]
-            self._fill(self._sent[first][processes.index(self.group.rank)], self.exchange.channel, step)
+            write_(self._sent[first][processes.index(self.group.rank)], self.exchange.channel, step)
 
     def outgoing(self, local: int) -> list[Tensor]:
         """Return what a local worker sends beside its parameters."""
@@ -174,7 +174,7 @@ class EditGuard:
         head = torch.zeros(_HEAD, dtype=torch.int64, device=self.group.device)
         values = [self.exchange.channel, self._step, int(self.watched)]
         if not self.uncompressed:
-            return self._fill(head, *values)
+            return write_(head, *values)
         partner = self.rounds.partner(round_, local)
         parts = [head]
         if self._is_summed(round_, local):
@@ -183,13 +183,8 @@ class EditGuard:
             step, checksums = self._met.get((local, partner), (-1, head.new_zeros(self._count(OF_DIFFERENCES))))
             parts.append(checksums)
             values.append(step)
-        self._fill(head, *values)
+        write_(head, *values)
         return torch.cat(parts)
-
-    def _fill(self, words: Tensor, *values: int) -> Tensor:
-        for place, value in enumerate(values):
-            words[place] = value  # a tensor made of a list would let the host wait for a GPU
-        return words
 
     # ---- after
 
@@ -225,7 +220,7 @@ class EditGuard:
         self._posted, self._read, self._versions, self._received = {}, {}, {}, {}
         expected = [self.exchange.channel, self._step]
         if heads or changes or self._together:
-            mine = self._fill(torch.zeros(2, dtype=torch.int64, device=self.group.device), *expected)
+            mine = write_(torch.zeros(2, dtype=torch.int64, device=self.group.device), *expected)
             flags = [change.changed for change in changes] + [theirs != mine for _, theirs in heads]
             own = torch.full((1,), written is not None, device=self.group.device)
             self._flag = torch.cat([own, *flags]).any()
@@ -438,6 +433,6 @@ def block_checksums(buckets: Sequence[Tensor]) -> Tensor:
         words, size = bucket.view(torch.int64), _block_bytes(bucket.nbytes) // 8
         whole = len(words) // size * size
         checksums += [words[:whole].view(-1, size).sum(1), words[whole:].sum().view(1)]
-    return (
-        torch.cat(checksums) if checksums else torch.empty(0, dtype=torch.int64, device="cpu")
-    )  # everything is frozen
+    if not checksums:  # everything is frozen
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat(checksums)

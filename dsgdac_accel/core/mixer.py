@@ -301,8 +301,10 @@ class Mixer:
             self.edits.compare_meetings(f"averaging the workers at step {self.step}")
             self.drain()
             self.buckets.drop()
-        self.changes.compare(self._any_misfit(), f"averaging the workers at step {self.step}", self.step)
-        self._follow_changes()
+        converted = self._any_misfit()
+        self.changes.compare(converted, f"averaging the workers at step {self.step}", self.step)
+        if self.changes.follows(converted):
+            self._lay_out()
 
     # ---- when a worker is lost
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.host_copy import HostCopy, write_
 from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.distributed.group import WorkerGroup
 
@@ -22,8 +22,8 @@ class WorkerChanges:
     """Decides when a worker lays out its parameters anew.
 
     A layout is collective. A process of a sharded worker that began one alone would let all others wait until the
-    timeout. So these processes tell each other what they noticed, in the collective that compares their gradients at
-    every step, and act on what came back.
+    timeout. So these processes tell each other what they noticed, in the collective of every step (`ArrivalGuard`), and
+    act on what came back.
 
     Args:
         parameters: those that are mixed; only read.
@@ -75,10 +75,7 @@ class WorkerChanges:
         """
         changed = self._has_changed()
         code = hash((changed, *map(_REQUIRES_GRAD, self.parameters.find()))) % _CODES
-        words = torch.zeros(3, dtype=torch.float64, device=self.group.device)
-        for place, value in enumerate((changed, code, code * code)):
-            words[place] = value  # a tensor made of a list would let the host wait for a GPU
-        return words
+        return write_(torch.zeros(3, dtype=torch.float64, device=self.group.device), changed, code, code * code)
 
     def agree(self, sums: Tensor, step: int) -> None:
         """Keep the sums of `words` over the worker for `settle`."""
@@ -123,7 +120,7 @@ class WorkerChanges:
         alone = any(rows[worker] != (changed, trained) for (worker, changed, trained), _ in everyone)
         if alone or len({changed for changed, _ in rows.values()}) > 1:
             self._raise([story for _, story in everyone], step)
-        self.due, self._converted = mine[0], self._converted and self._together
+        self.due, self._converted = mine[0] and self._together, self._converted and self._together
         self._trained = self._trained_now()
 
     # ---- what has changed here

@@ -70,8 +70,7 @@ class Row:
 
     def first(self, value: T | None, what: str) -> T | None:
         """Return the value of the first process of the row that has one, a small picklable object, or None."""
-        values = [value] if self.size == 1 else self.group.all_gather_object(value, what)
-        return next((found for found in values if found is not None), None)
+        return value if self.size == 1 else self.group.first(value, what)
 
     def require_own(self, parameter: Tensor, name: str) -> None:
         """Raise ValueError unless this worker holds a trained parameter by itself, whole or in shards."""

@@ -23,7 +23,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.calibration import Forward, calibrated_layers
-from dsgdac_accel.compatibility import refuse_unsupported_trainer, warn_of_equal_gradients, warn_of_single_worker
+from dsgdac_accel.compatibility import (
+    refuse_unsupported_trainer,
+    shards_workers,
+    warn_of_equal_gradients,
+    warn_of_single_worker,
+)
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -146,8 +151,9 @@ class GossipCallback(TrainerCallback):
             )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
-        calibrates = self.calibrate is not False and bool(calibrated_layers(cast(nn.Module, trainer.model)))
-        renamed = trainer.args.load_best_model_at_end and is_renamed(cast(nn.Module, trainer.model))
+        model, sharded = cast(nn.Module, trainer.model), shards_workers(trainer, self.device_mesh)
+        calibrates = sharded and self.calibrate is not False and bool(calibrated_layers(model))
+        renamed = sharded and trainer.args.load_best_model_at_end and is_renamed(model)
         refuse_unsupported_trainer(trainer, self.config, self.device_mesh, calibrates, renamed)
         if (self.stop_on_signals or self.stop_on_request) and trainer.args.save_only_model:
             name = "stop_on_signals" if self.stop_on_signals else "stop_on_request"

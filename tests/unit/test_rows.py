@@ -40,6 +40,7 @@ class TwoShards:
     """The processes of a worker of two shards, of which the other one contributes `other` to every collective."""
 
     rank, size = 0, 2
+    first = WorkerGroup.first
 
     def __init__(self, other=0.0, device="cpu"):
         self.other, self.device, self.seen = other, torch.device(device), []
