@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from dsgdac_accel.config import GossipConfig
     from dsgdac_accel.core.mixer import Mixer
     from dsgdac_accel.core.nonfinite import NonFiniteError
-    from dsgdac_accel.distributed.failure_detection import WorkerLostError, WorkersChangedError
+    from dsgdac_accel.distributed.failure_detection import WorkerLostError
     from dsgdac_accel.distributed.group import WorkerGroup
-    from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
     from dsgdac_accel.distributed.launcher_variables import join_slurm_step
     from dsgdac_accel.distributed.stopping import StoppedBySignal
     from dsgdac_accel.metrics import ConsensusLogger, JsonlSink
@@ -47,7 +46,6 @@ __all__ = [
     "WorkerGroup",
     "WorkerLostError",
     "WorkerParallelismConfig",
-    "WorkersChangedError",
     "__version__",
     "build_topology",
     "join_slurm_step",
@@ -57,7 +55,7 @@ _MODULES = {
     "AdaptiveConsensus": "schedule",
     "CheckpointError": "checkpoint",
     "ConsensusLogger": "metrics",
-    "EXIT_STOPPED": "distributed.launcher_protocol",
+    "EXIT_STOPPED": "distributed.stopping",
     "Gossip": "pytorch",
     "GossipAccelerator": "accelerator",
     "GossipCallback": "trainer",
@@ -72,7 +70,6 @@ _MODULES = {
     "WorkerGroup": "distributed.group",
     "WorkerLostError": "distributed.failure_detection",
     "WorkerParallelismConfig": "worker_parallelism",
-    "WorkersChangedError": "distributed.failure_detection",
     "build_topology": "topology",
     "join_slurm_step": "distributed.launcher_variables",
 }

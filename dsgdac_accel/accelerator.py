@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +59,7 @@ from dsgdac_accel.data.shared_queue import SharedQueue
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
-from dsgdac_accel.distributed.rendezvous import announce_waiting, init_method_after_restart
+from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
@@ -190,6 +190,7 @@ class GossipAccelerator(Accelerator):
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
             if not GossipAccelerator._user_owns_process_group:
                 join_slurm_step()  # later, Accelerate would not read the variables any more
+            warn_of_restarts()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
@@ -197,7 +198,6 @@ class GossipAccelerator(Accelerator):
         if not own_timeout:
             timeout = timedelta(seconds=config.timeout)
             handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
-        announce_waiting()
         refuse_sharding_arguments(kwargs, device_mesh is not None)
         if device_mesh is None:
             kwargs = with_workers(kwargs)
@@ -245,6 +245,7 @@ class GossipAccelerator(Accelerator):
             raise ValueError(
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
             )
+        warn_of_restarts()
         if device_mesh is not None:
             refuse_parallelism_beside_mesh(accelerator)
         workers = None if device_mesh is not None else workers_in(accelerator)
@@ -264,7 +265,7 @@ class GossipAccelerator(Accelerator):
         accelerator.__class__ = _gossiping(cls, kind)
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
-        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
+        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout)
         group = earlier if reusable and mesh is None and earlier.row.mesh is None else None  # type: ignore[union-attr]
         if mesh is not None:
             group = WorkerGroup.of_mesh(mesh, accelerator.device, config.timeout)
@@ -283,7 +284,7 @@ class GossipAccelerator(Accelerator):
     ) -> None:
         refuse_unsupported_launch(self)
         self.gossip_config = config
-        self.group = group or WorkerGroup(self.device, config.timeout, on_loss=config.on_worker_loss)
+        self.group = group or WorkerGroup(self.device, config.timeout)
         self.training = GossipTraining(self.group, config, self._models)
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
@@ -295,8 +296,6 @@ class GossipAccelerator(Accelerator):
 
     def _make_own_parts(self) -> None:
         """Make the parts that no copy of this accelerator takes over."""
-        self.group.when_workers_change(self._follow_survivors)
-        self.group.policy.cover_collectives(self)
         self.pass_average = PassAverage(
             self.training, self.deployment, self._dataloaders, self.gradient_state, *self._keep_and_watch_average
         )
@@ -324,12 +323,6 @@ class GossipAccelerator(Accelerator):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_own_parts()
-
-    def _follow_survivors(self) -> None:
-        """Give Accelerate's state the number and ranks of the survivors, and with them the main process."""
-        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            shared["num_processes"], shared["process_index"] = self.group.size, self.group.rank
-            shared["local_process_index"] = self.group.local_rank
 
     @property
     def gossip_steps(self) -> list[GossipStep]:
@@ -640,14 +633,9 @@ class GossipAccelerator(Accelerator):
 
         BatchNorm statistics are pooled. For calibrated ones, call this inside `deployed_model(model, calibrate=...)`.
         """
-        save = super().save_model
-
-        def save_average() -> None:
-            with self._average_in(model) as deployed:
-                save(deployed, save_directory, *args, **kwargs)
-            self.group.everyone.barrier("saving the model")
-
-        self.group.retry_after_loss(save_average)
+        with self._average_in(model) as deployed:
+            super().save_model(deployed, save_directory, *args, **kwargs)
+        self.group.everyone.barrier("saving the model")
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dictionary of the average of the workers, as `save_model` saves it. Collective.
@@ -677,7 +665,7 @@ class GossipAccelerator(Accelerator):
             with self._average_in(model):
                 return copy_of(keyed)
 
-        found = self.group.retry_after_loss(state)
+        found = state()
         # The keys of the eager model, also where a submodule is compiled.
         return {eager_name(name): value for name, value in found.items()} if unwrap else found
 
@@ -747,7 +735,7 @@ class GossipAccelerator(Accelerator):
         """Wait until the checkpoint that is written in the background, if any, is complete. Collective.
 
         Returns:
-            Its folder; None if there was none, or if a worker was lost that may not have written its part.
+            Its folder; None if there was none.
 
         Raises:
             CheckpointError: on all workers, if any of them could not write its part.
@@ -761,7 +749,7 @@ class GossipAccelerator(Accelerator):
         *,
         on_other_worker_count: Literal["refuse", "deployed"] | None = None,
         **load_model_func_kwargs: Any,
-    ) -> None:
+    ) -> Path | None:
         """Load each worker's own state from `save_state` into the same prepared objects. Collective.
 
         Training then continues bit by bit as if it had not stopped. Take the rest of the interrupted pass from
@@ -769,12 +757,16 @@ class GossipAccelerator(Accelerator):
         and random streams are seeded anew.
 
         Args:
-            input_dir: the checkpoint. Leave it out with automatic naming to load the newest complete one.
+            input_dir: the checkpoint. With automatic naming, leave it out to load the newest complete one; "auto" loads
+                it if there is one, so that a script that is started again goes on by itself.
             load_kwargs, load_model_func_kwargs: Accelerate's; ignored.
             on_other_worker_count: what to do with a checkpoint of more or fewer workers: "refuse", or "deployed" to
                 start all workers from the average of the saved ones. Parameters and floating-point optimizer states
                 are then averaged, BatchNorm statistics are pooled, everything else is worker 0's, and random streams
                 are seeded anew. Default: the GossipConfig's.
+
+        Returns:
+            The folder of the checkpoint; None for "auto" where there is none yet.
 
         Raises:
             WorkerCountError: another number of workers, refused.
@@ -782,9 +774,10 @@ class GossipAccelerator(Accelerator):
             RuntimeError: called inside `deployed_model`.
         """
         self.pass_average.drop()
-        self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
+        loaded = self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         for step in self.training.steps:
             step.masters.write_back()
+        return loaded
 
     # ---- stopping on a signal
 

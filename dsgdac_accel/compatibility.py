@@ -111,11 +111,6 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
             f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
             f"or parallelism_config makes a worker of several processes. Leave one of them out."
         )
-    if config.on_worker_loss != "stop":
-        raise ValueError(
-            f"on_worker_loss={config.on_worker_loss!r} does not work with device_mesh: a lost process takes a part of "
-            f"its worker's model with it. Leave it out."
-        )
     if config.asynchronous:
         raise ValueError(
             "asynchronous=True does not work with device_mesh: the processes of a worker gather its shards together. "

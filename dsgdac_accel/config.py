@@ -23,7 +23,6 @@ from dsgdac_accel.topology import TOPOLOGIES, Topology
 _SCHEDULE = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
 _COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
 _ORDERS = ("local_first", "mix_first")
-_ON_WORKER_LOSS = ("stop", "continue")
 _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
 _ASYNCHRONOUS = {
     "topology": "one_peer_ring",
@@ -34,9 +33,13 @@ _ASYNCHRONOUS = {
     "overlap": True,
     "sketch": 0,
     "start_epoch": None,
-    "on_worker_loss": "stop",
 }
 """Settings that `asynchronous` needs."""
+
+REMOVED = {
+    "on_worker_loss": "A lost worker ends the run; torchrun --max-restarts=N starts it again (docs/faults.md).",
+}
+"""Settings that earlier versions had, with the way out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +129,8 @@ class GossipConfig:
     # Faults: what is noticed, after how long, and what follows.
 
     timeout: float = 600.0
-    """Seconds (> 0) within which every worker notices that another one is lost or silent."""
-
-    on_worker_loss: Literal["stop", "continue"] = "stop"
-    """Reaction to a lost worker. stop ends the run on all of them with an error that names it; continue
-    goes on without it (CPU workers only): they mix by their own topology and deploy their own average."""
+    """Seconds (> 0) within which every worker notices that another one is lost or silent. The run then ends on all of
+    them with an error that names it."""
 
     on_other_worker_count: Literal["refuse", "deployed"] = "refuse"
     """Treatment of a checkpoint of another number of workers. refuse stops; deployed starts every worker from the
@@ -138,6 +138,12 @@ class GossipConfig:
 
     max_consecutive_nonfinite: int = 10
     """Consecutive steps (>= 1) with a non-finite gradient on one worker before the run stops and names that worker."""
+
+    def __new__(cls, **settings: Any) -> GossipConfig:
+        """Name the way out for settings that were removed. Raises TypeError, as for any unknown setting."""
+        for name in settings.keys() & REMOVED.keys():
+            raise TypeError(f"{name} was removed. {REMOVED[name]}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_schedule()
@@ -176,7 +182,6 @@ class GossipConfig:
 
     def _check_faults(self) -> None:
         self._number("timeout", above=0, maximum=LONGEST_TIMEOUT, advice="It is in seconds.")
-        check_choice("on_worker_loss", self.on_worker_loss, _ON_WORKER_LOSS)
         check_choice("on_other_worker_count", self.on_other_worker_count, _ON_OTHER_WORKER_COUNT)
         self._integer("max_consecutive_nonfinite", minimum=1, advice="Use 1 to stop at the first one.")
 

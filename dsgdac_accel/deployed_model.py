@@ -72,7 +72,6 @@ def deployed_model(
     Raises:
         ValueError: calibration is not possible, or the workers' buffers have different shapes.
         WorkerLostError: a worker did not enter the context.
-        WorkersChangedError: a worker was lost inside and the survivors continue without it. Enter the context again.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
@@ -86,7 +85,7 @@ def deployed_model(
             "batches. Leave it out, so that the statistics are pooled, or use LayerNorm."
         )
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with group.policy.section(), preserved_state(holder), averaged(unmixed, group), first_replica_only:
+    with preserved_state(holder), averaged(unmixed, group), first_replica_only:
         try:
             for average in averages:
                 average.swap_in()
@@ -200,16 +199,12 @@ class Deployment:
         first = self.training.owners.wrapper_of(model)
         models = [first, *(other for other in self.training.models if other is not first)]
 
-        def copy_averages() -> list[list[Tensor]]:
-            copies = []
-            with ExitStack() as contexts:
-                for one in models:
-                    data = (calibrate, calibration_forward) if one is first else (None, None)
-                    deployed = contexts.enter_context(self.deployed(one, loaders, *data))
-                    copies.append([tensor.detach().clone() for tensor in values_of(deployed)])
-            return copies
-
-        averages = self.training.group.retry_after_loss(copy_averages)
+        averages = []
+        with ExitStack() as contexts:
+            for one in models:
+                data = (calibrate, calibration_forward) if one is first else (None, None)
+                deployed = contexts.enter_context(self.deployed(one, loaders, *data))
+                averages.append([tensor.detach().clone() for tensor in values_of(deployed)])
         self.training.end()
         with torch.no_grad():
             for one, average in zip(models, averages, strict=True):

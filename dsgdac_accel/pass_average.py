@@ -148,7 +148,7 @@ class PassAverage:
         if not self.enabled or self.training.num_workers == 1:
             return
         if self._at_end or self._position[0] in self.last_steps:
-            self._kept = self.training.group.retry_after_loss(self._take)
+            self._kept = self._take()
             self._steps = self._position
 
     def _take(self) -> list[_Kept]:

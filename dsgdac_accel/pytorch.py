@@ -24,6 +24,7 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.deployed_model import Deployment
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.restarts import warn_of_restarts
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.virtual_workers import VirtualWorkers
 
@@ -63,7 +64,8 @@ class Gossip:
         _refuse(model, listed, config)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.model = model
-        self.group = WorkerGroup(device, config.timeout, on_loss=config.on_worker_loss)
+        warn_of_restarts()
+        self.group = WorkerGroup(device, config.timeout)
         self.training = GossipTraining(self.group, config, [model])
         self.training.start_equal([model], listed)
         self._deployment = Deployment(self.training, GradientState(), TrainingPhase())

@@ -5,10 +5,9 @@ A *round* is the mixing matrix W of one step: worker i adds gamma sum_j W[i, j] 
 stochastic, so mixing never moves the mean of the workers. The rounds of one period together connect all workers.
 """
 
-import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -153,41 +152,6 @@ class Topology:
         if not np.allclose(round_, averaging, rtol=0, atol=TOLERANCE):
             return None
         return tuple(group for group in supports if len(group) > 1)
-
-    def of_survivors(self, workers: Sequence[int]) -> "Topology":
-        """Return the topology for the workers that remain after others are lost, renumbered from 0 in order.
-
-        A topology of the library is built again for the smaller number of workers, because deleting workers would cut
-        a ring, for example. If it does not exist for that number (`one_peer_exponential` needs a power of two), the
-        result is `base_graph`.
-
-        A custom topology keeps its rounds. Each worker adds the weights of its lost neighbors to its own weight. If the
-        result is not a valid topology (directed, or no longer connected), the result is `base_graph`.
-
-        Args:
-            workers: numbers of the surviving workers, in ascending order.
-
-        Raises:
-            ValueError: a number is not a worker of this topology.
-
-        >>> build_topology("one_peer_ring", 5).of_survivors([0, 1, 3, 4]).matrix(0)[0]
-        tensor([0.5000, 0.5000, 0.0000, 0.0000], dtype=torch.float64)
-        >>> ring = Topology.from_matrices([build_topology("ring", 4).matrix(0)])
-        >>> ring.of_survivors([0, 1, 2]).matrix(0)[0]
-        tensor([0.6667, 0.3333, 0.0000], dtype=torch.float64)
-        """
-        survivors = [self._checked_worker(worker) for worker in workers]
-        if len(survivors) == self.num_workers:
-            return self
-        if self.name in TOPOLOGIES and self == build_topology(self.name, self.num_workers):
-            with contextlib.suppress(ValueError):
-                return build_topology(self.name, len(survivors))
-            return build_topology("base_graph", len(survivors))
-        rounds = [round_[np.ix_(survivors, survivors)] for round_ in self.rounds]
-        try:
-            return Topology(self.name, tuple(round_ + np.diag(1 - round_.sum(axis=1)) for round_ in rounds))
-        except ValueError:
-            return build_topology("base_graph", len(survivors))
 
     def period_matrix(self) -> Tensor:
         """Return the effect of one period at gamma = 1: the (n, n) float64 product W(T-1) ... W(1) W(0)."""

@@ -117,7 +117,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
     what = "comparing the frozen tensors for a checkpoint"
     everyone = group.all_gather_object((mine, problem), what)
     first, equal, problem = everyone[0][0], set(), None
-    for worker, (_, found) in zip(group.members.original_ranks, everyone, strict=True):
+    for worker, (_, found) in enumerate(everyone):
         if found is not None and problem is None:
             problem = f"worker {worker} cannot be saved: {found}"
     for place, (found, plain) in first.items():

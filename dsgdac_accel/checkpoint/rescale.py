@@ -77,13 +77,10 @@ def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, m
     for gossip in state["gossip"]:
         for key in ("references", "references_of"):  # they belong to pairs of the saved processes
             gossip["mixer"].pop(key, None)
-    # Lost workers had a share of the data, too.
-    sharing = manifest.workers + len(manifest.facts.get("lost", ()))
+    readers = manifest.workers * readers_per_worker(manifest.mesh), launched * readers_per_worker(mesh)
     for position in state["loaders"]:
         if position and position["running"]:
-            _rescale_position(
-                position, sharing * readers_per_worker(manifest.mesh), launched * readers_per_worker(mesh)
-            )
+            _rescale_position(position, *readers)
 
 
 def _state_of_worker(folder: Path, rank: int, warn: bool, targets: Targets) -> Any:

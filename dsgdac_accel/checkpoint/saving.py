@@ -49,7 +49,7 @@ from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, resh
 
 logger = logging.getLogger(__name__)
 
-_FREE_TO_CHANGE = ("timeout", "on_worker_loss", "log_every", "total_steps", "on_other_worker_count")
+_FREE_TO_CHANGE = ("timeout", "log_every", "total_steps", "on_other_worker_count")
 _AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)")  # Accelerate's
 
 
@@ -109,7 +109,7 @@ class AcceleratorCheckpoints:
         self._refuse_while_deployed("save_state")
         self.finish()
         folder = self._folder_to_save(output_dir)
-        self.group.retry_after_loss(lambda: self._save(folder, wait, facts, elsewhere or {}))
+        self._save(folder, wait, facts, elsewhere or {})
         self.accelerator.project_configuration.iteration += 1
         return folder
 
@@ -136,7 +136,7 @@ class AcceleratorCheckpoints:
         """Wait for the checkpoint that is being written. Collective. See `GossipAccelerator.finish_saving`."""
         if self._writer.pending is None:
             return None
-        finished = self.group.retry_after_loss(self._writer.finish)
+        finished = self._writer.finish()
         if finished is not None:
             self._delete_old(finished)
         return finished
@@ -206,7 +206,6 @@ class AcceleratorCheckpoints:
             "topology": [step.mixer.topology.name for step in self.gossip_steps],
             "gossip": None if self.gossip is None else config_to_dict(self.gossip),
             "workers_per_process": self.workers_per_process,
-            "lost": list(self.group.lost),
             "torch": torch.__version__,
         }
 
@@ -222,7 +221,7 @@ class AcceleratorCheckpoints:
     @torch.inference_mode(False)  # what is loaded, such as the state of an optimizer, is trained on afterwards
     def load(
         self, input_dir: str | os.PathLike[str] | None = None, *, on_other_worker_count: str | None = None
-    ) -> None:
+    ) -> Path | None:
         """Load each worker's own state. Collective. See `GossipAccelerator.load_state`."""
         if on_other_worker_count is None:
             on_other_worker_count = "refuse" if self.gossip is None else self.gossip.on_other_worker_count
@@ -232,6 +231,8 @@ class AcceleratorCheckpoints:
         self.finish()
         self._require_shards()
         folder = self._folder_to_load(input_dir)
+        if folder is None:
+            return None
         self._on_all(lambda: self._require_same_split(folder))
         state, moved = self._state_to_load(folder, on_other_worker_count)
         self._warn_of_other_gossip(folder)
@@ -243,6 +244,7 @@ class AcceleratorCheckpoints:
         if moved:
             seed_workers_differently(self.group.everyone, read_manifest(folder).step)
         self._continue_numbering()
+        return folder
 
     def _targets(self) -> Targets:
         """Return this rank's place in its worker, and the tensors to load into by their paths in a state."""
@@ -271,18 +273,10 @@ class AcceleratorCheckpoints:
         try:
             state = load_checkpoint(folder, self.everyone, own, targets)
             manifest = read_manifest(folder)
-            lost = manifest.facts.get("lost", [])
-            if lost == self.group.lost:
-                moved = split_of(manifest.mesh) != split_of(self.mesh)
-                if moved:
-                    fit_to_processes(state, manifest, self.group.size, self.mesh)
-                return self._on_all(lambda: revived(state)), moved
-            if on_other_worker_count == "refuse":
-                raise CheckpointError(
-                    f"{folder} was saved by a run that continued without worker {', '.join(map(str, lost))}, whose "
-                    f"share of the data nobody read. To start all workers from the average of the survivors, set "
-                    f"on_other_worker_count='deployed'."
-                )
+            moved = split_of(manifest.mesh) != split_of(self.mesh)
+            if moved:
+                fit_to_processes(state, manifest, self.group.size, self.mesh)
+            return self._on_all(lambda: revived(state)), moved
         except WorkerCountError:
             if on_other_worker_count == "refuse":
                 raise
@@ -392,10 +386,9 @@ class AcceleratorCheckpoints:
             own = isinstance(error, CheckpointError)
             problem = str(error) if own else f"{type(error).__name__}: {error}"
         problems = self.everyone.all_gather_object(problem, "agreeing on a checkpoint")
-        members = self.everyone.members
-        for number, found in zip(members.original_ranks, problems, strict=True):
+        for rank, found in enumerate(problems):
             if found is not None:
-                raise CheckpointError(f"{members.named([number])} {what}: {found}")
+                raise CheckpointError(f"{self.everyone.members.named([rank])} {what}: {found}")
         return result
 
     # ---- folders, with Accelerate's automatic names
@@ -423,14 +416,17 @@ class AcceleratorCheckpoints:
             )
         return folder
 
-    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        if input_dir is not None:
+    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path | None:
+        if input_dir not in (None, "auto"):
             return Path(input_dir).expanduser()
         if not self._names_itself:
-            raise ValueError("load_state needs input_dir, or automatic_checkpoint_naming in the ProjectConfiguration.")
+            raise ValueError(
+                f"load_state({input_dir!r}) needs automatic names of checkpoints; got none. Give the folder of a "
+                f"checkpoint, or project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)."
+            )
         newest = newest_complete(_by_number(self._project_folder)) if self.everyone.rank == 0 else None
         newest = self.everyone.all_gather_object(newest, "finding the newest checkpoint")[0]
-        if newest is None:
+        if newest is None and input_dir is None:
             raise CheckpointError(
                 f"{self._project_folder} holds no complete checkpoint. Give input_dir, or start a new run."
             )

@@ -24,7 +24,6 @@ from dsgdac_accel.checkpoint.serialization import (
     sync_folder,
     write_whole,
 )
-from dsgdac_accel.distributed.failure_detection import WorkersChangedError
 from dsgdac_accel.distributed.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -127,25 +126,14 @@ class CheckpointWriter:
         """Wait for the checkpoint that is being written. Collective.
 
         Returns:
-            Its folder; None if there is none, or if a worker was lost before it wrote its part and the survivors
-            continue.
+            Its folder; None if there is none.
 
         Raises:
             CheckpointError: on all workers, if any of them could not write its part.
         """
         if self._pending is None:
             return None
-        try:
-            finished = self._finish(self._pending)
-        except WorkersChangedError:
-            raise  # all survivors call it again, including those that have not come here yet
-        except BaseException:
-            self._pending = None
-            raise
-        self._pending = None
-        return finished
-
-    def _finish(self, pending: PendingCheckpoint) -> Path | None:
+        pending, self._pending = self._pending, None
         assert self._thread is not None
         pending.written.wait()
         assert self._outcome is not None
@@ -154,8 +142,6 @@ class CheckpointWriter:
         finally:
             pending.abandon.set()  # the gathered outcomes replace the receipts
             self._thread.join()
-        if pending.numbers != self.group.members.original_ranks:
-            return pending.folder if pending.was_committed() else None
         pending.conclude(outcomes)
         return pending.folder
 
@@ -173,7 +159,7 @@ class Outcome:
 class PendingCheckpoint:
     """One checkpoint that is being written. Owns the files in `folder/workers` and the manifest.
 
-    The constructor, `gather`, `was_committed` and `conclude` are collective. No other method communicates or raises,
+    The constructor, `gather` and `conclude` are collective. No other method communicates or raises,
     because the other workers would wait forever: errors travel in `Outcome`.
 
     Args:
@@ -194,8 +180,7 @@ class PendingCheckpoint:
     ) -> None:
         self.folder = Path(folder)
         self.group = group
-        # As they are now: workers may be lost before the checkpoint is complete.
-        self.rank, self.processes, self.numbers = group.rank, group.size, list(group.members.original_ranks)
+        self.rank, self.processes = group.rank, group.size
         self.mesh = dict(mesh or {})
         self.shards = math.prod(self.mesh.values())
         self.step = step
@@ -249,7 +234,7 @@ class PendingCheckpoint:
         return self.folder / WORKERS / f"{name}{self.suffix}{shard}{suffix}"
 
     def _who(self, rank: int) -> str:
-        return self.group.members.named([self.numbers[rank]])
+        return self.group.members.named([rank])
 
     # ---- the part of every worker
 
@@ -342,17 +327,6 @@ class PendingCheckpoint:
     def gather(self, outcome: Outcome) -> list[Outcome]:
         """Return every worker's outcome. Collective."""
         return self.group.all_gather_object(outcome, f"saving the checkpoint of step {self.step}")
-
-    def was_committed(self) -> bool:
-        """Return whether the manifest was written before a worker was lost. Collective.
-
-        If not, an older checkpoint in the folder stays.
-        """
-        what = f"completing the checkpoint of step {self.step}"
-        committed = "" in self.group.all_gather_object(self.commit_error, what)
-        if not committed and self.group.rank == 0:
-            logger.warning("the checkpoint of step %d is incomplete: a worker was lost while it was written", self.step)
-        return committed
 
     def conclude(self, outcomes: Sequence[Outcome]) -> None:
         """Complete the checkpoint, or remove it and raise on all workers. Collective.

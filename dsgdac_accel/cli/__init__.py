@@ -68,7 +68,7 @@ def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
     """
     parser = StrictParser(
         prog="dsgdac",
-        description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies, launches.",
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, topologies.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")

@@ -158,8 +158,7 @@ class Compressor:
     def reserve(self) -> None:
         """Make messages and references for the present buckets and topology.
 
-        References are started anew by the next `start`. So they are after a loss, since survivors may have skipped
-        different rounds.
+        References are started anew by the next `start`.
         """
         rounds, buckets = self.rounds, self.buckets
         buckets.reserve(rounds.slots, self.format.message)
@@ -191,8 +190,6 @@ class Compressor:
         firsts = [self._empty_reference(x).copy_(x) for x in self.buckets.values(0)]
         for first in firsts:
             group.broadcast_(first, "starting compressed exchanges")
-        if references is not self.references:  # a worker was lost meanwhile: all survivors start anew
-            return
         for neighbors in references:
             for buffers in neighbors.values():
                 for reference, first in zip(buffers, firsts, strict=True):

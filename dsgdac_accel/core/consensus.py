@@ -176,7 +176,6 @@ class Average:
         squares = self.group.row.sum(squares, f"measuring the consensus radius at step {step}")
         means = torch.stack([squares.sqrt().mean(), squares.mean()])
         self.group.all_reduce_mean_(means, f"measuring the consensus radius at step {step}")
-        # Counted only now: after a loss the survivors reduce once more.
         self._arriving = HostCopy(means), self.mixer.topology.num_workers, step
 
 

@@ -350,7 +350,7 @@ class EditGuard:
         """Return a message that names who changed parameters, and what to do about it."""
         names = list(dict.fromkeys(map(self.parameters.name_of, suspects)))
         more = f" or {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
-        who = " or ".join(f"worker {self.rounds.original_number(worker)}" for worker in workers)
+        who = " or ".join(f"worker {worker}" for worker in workers)
         what = f"{' or '.join(names[:_MOST_NAMES])}{more}"
         return (
             f"{who}: {what} was changed while its exchange was in flight at step {step}",
@@ -360,7 +360,7 @@ class EditGuard:
         )
 
     def _not_in_step(self, worker: int, theirs: list[int], mine: list[int]) -> tuple[str, str]:
-        them, me = (f"worker {self.rounds.original_number(w)}" for w in (worker, self.rounds.workers[0]))
+        them, me = (f"worker {w}" for w in (worker, self.rounds.workers[0]))
         if theirs[1] != mine[1]:
             return (
                 f"{them} is at step {theirs[1]} and {me} at step {mine[1]}",

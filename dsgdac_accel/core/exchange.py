@@ -14,13 +14,11 @@ from concurrent import futures
 from dsgdac_accel.core.group_all_reduce import GroupAllReduce
 from dsgdac_accel.core.messages import Incoming, Messages, Outgoing
 from dsgdac_accel.core.rounds import Rounds
-from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.poster import result_within
 from dsgdac_accel.distributed.transport import Works
 
 _FEW_BYTES = 2**19
-_ABANDON_SECONDS = 10.0
 
 
 class Exchange:
@@ -46,8 +44,7 @@ class Exchange:
         self._all_reduce = GroupAllReduce(group, rounds)
         self._stopwatch = self._transport.stopwatch()
         self.channel = group.new_channel()
-        """Separates the messages of this exchange from another's. It stays the same after a loss, since survivors may
-        need different numbers of attempts to connect."""
+        """Separates the messages of this exchange from another's."""
         if self._transport.connects_late:
             group.barrier("connecting the neighbors")
         group.guarded(self.connect, "connecting the neighbors")
@@ -107,7 +104,7 @@ class Exchange:
     def wait(self) -> None:
         """Wait until everything has arrived and `outgoing` may change.
 
-        Raises WorkerLostError or WorkersChangedError like `WorkerGroup.guarded`; do not use what arrived then.
+        Raises WorkerLostError like `WorkerGroup.guarded`; do not use what arrived then.
         """
         assert self._posted is not None, "nothing was posted"
         deadline = time.perf_counter() + self.group.timeout
@@ -115,7 +112,6 @@ class Exchange:
         try:
             self._works = self.group.guarded(self._take_posted, self._what, self._only_peer)
             while self._works:
-                # No local variable for the work: it would keep open the connection that survivors wait to see closed.
                 self.group.guarded(
                     lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
                     self._what,
@@ -134,13 +130,3 @@ class Exchange:
         finally:
             if posted.done():
                 self._posted = None
-
-    def abandon(self) -> None:
-        """Give up the exchange in flight: a worker was lost, and the connections are about to end.
-
-        Raises WorkerLostError if the transport blocks, so that nobody can end them.
-        """
-        posted, self._posted = self._posted, None
-        if posted is not None and not futures.wait([posted], _ABANDON_SECONDS).done:
-            raise WorkerLostError(f"{self._what} cannot be given up, since the transport blocks. Start again.")
-        self._works.clear()  # each work holds the connections open

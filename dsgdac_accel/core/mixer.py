@@ -70,9 +70,6 @@ class Mixer:
         self.mix_every = mix_every
         self.step = 0
         """Optimizer steps so far; they alone decide who exchanges with whom."""
-        self.skipped_steps: list[int] = []
-        """Steps around the loss of a worker, in which this process did not mix."""
-        self._mixes_from = 0
         compressed = comm_dtype not in ("full", "auto") and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         if compressed or comm_dtype == "auto":
@@ -105,8 +102,6 @@ class Mixer:
         self._follow_changes()
         if self.compressor is not None:
             self.compressor.start()
-            if not self._mixes_now:  # a worker was lost in it
-                return
         self.edits.seal(self._round, self.step, watched)
         self.buckets.claim(Use.RECEIVING)
         self.group.hold(self)
@@ -131,11 +126,11 @@ class Mixer:
             return
         arrived = False
         try:
-            arrived = self.group.policy.complete_exchange(self.exchange.wait)
+            self.exchange.wait()
+            arrived = True
         finally:
             self.group.let_go(self)
-            if self.buckets.use is Use.RECEIVING:  # survivors that continue without a lost worker have new buffers
-                self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
+            self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
 
     @torch.no_grad()
     def consensus_update(self, gamma: float) -> list[Update]:
@@ -167,8 +162,6 @@ class Mixer:
         self.arrivals.settle()
         if not self._mixes_now:
             self.exchange.waited_seconds = 0.0
-            if self.step < self._mixes_from:
-                self.skipped_steps.append(self.step)
             return self._checked([])
         if self.topology.num_workers == 1:
             self.arrivals.disagreement = 0.0
@@ -225,7 +218,7 @@ class Mixer:
 
     @property
     def _mixes_now(self) -> bool:
-        return (self.step + 1) % self.mix_every == 0 and self.step >= self._mixes_from
+        return (self.step + 1) % self.mix_every == 0
 
     def compress(self, comm_dtype: str) -> None:
         """Send rounded differences from the next exchange on, in a format of `formats`. Collective; between steps."""
@@ -306,27 +299,6 @@ class Mixer:
         if self.changes.follows(converted):
             self._lay_out()
 
-    # ---- when a worker is lost
-
-    def abandon(self) -> None:
-        """Give up the exchange in flight, before connections end."""
-        self.exchange.abandon()
-        self.group.let_go(self)
-        self.edits.forget()
-        if self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
-            self.buckets.claim(Use.FREE)
-
-    def regroup(self, step: int) -> None:
-        """Continue with the survivors, by a topology built for them. Collective.
-
-        Rounds up to `step`, that of the most advanced survivor, are skipped: only some survivors may have received the
-        lost worker's data. So all of them end with equally many steps. See `Topology.of_survivors`.
-        """
-        self._mixes_from = step + 1
-        self.rounds.follow_survivors()
-        self.exchange.connect()
-        self._reserve()
-
     def release(self) -> None:
         """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
         self.drain()
@@ -370,7 +342,6 @@ class Mixer:
     def start_at(self, step: int) -> None:
         """Count steps from `step`; the next `consensus_update` posts the exchange of the parameters as they are."""
         self.discard_exchange()
-        self._mixes_from = 0
         self.step = self.group.steps_taken = step
 
     def discard_exchange(self) -> None:
@@ -381,7 +352,7 @@ class Mixer:
 
     @property
     def topology(self) -> Topology:
-        """The topology; after a lost worker, that of the survivors."""
+        """The topology."""
         return self.rounds.topology
 
     @property

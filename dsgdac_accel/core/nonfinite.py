@@ -154,7 +154,7 @@ class ArrivalGuard:
         local_workers = range(self.rounds.local_workers)
         mine = [self.rounds.workers[local] for local in local_workers if self._has_nonfinite(local)]
         neighbors = {neighbor for local in local_workers for neighbor in self.rounds.plan(round_, local).weights}
-        suspects = sorted(map(self.rounds.original_number, mine or self.rounds.elsewhere(neighbors)))
+        suspects = sorted(mine or self.rounds.elsewhere(neighbors))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
 
@@ -164,7 +164,7 @@ class ArrivalGuard:
         return self.group.row.any(not finite, "looking for the shard that is not finite")
 
     def _raise_too_far(self, step: int) -> None:
-        me, dtype = self.rounds.original_number(self.rounds.workers[0]), self.buckets.values(0)[0].dtype
+        me, dtype = self.rounds.workers[0], self.buckets.values(0)[0].dtype
         message = f"worker {me} and its neighbors are too far apart at step {step}"
         self._raise(message, f": the square of their distance is beyond {dtype}")
 
@@ -339,7 +339,7 @@ class GradientGuard:
                 continue
             self.skipped += 1
             self.in_a_row[local] += 1
-            where = f"worker {rounds.original_number(worker)}, step {step}"
+            where = f"worker {worker}, step {step}"
             if self.arrivals.group.row.rank == 0:  # a sharded worker says it once
                 logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self.in_a_row[local] >= self.limit:

@@ -35,8 +35,6 @@ class Rounds:
         self.members = members
         self.local_workers = local_workers
         self.all_reduce = all_reduce
-        self._launched = topology, list(members.original_ranks)
-        """Topology and processes before any was lost."""
         self._follow(topology)
 
     def _follow(self, topology: Topology) -> None:
@@ -49,12 +47,6 @@ class Rounds:
         self._partners = [[self._partner_of(round_, worker) for worker in self.workers] for round_ in period]
         self.slots = [self._slots_of(local) for local in range(self.local_workers)]
         """Sets of receive buffers that each local worker needs: one per simultaneous neighbor in another process."""
-
-    def follow_survivors(self) -> None:
-        """Use the launched topology without the workers that were lost; see `Topology.of_survivors`."""
-        topology, ranks = self._launched
-        first_workers = [ranks.index(rank) * self.local_workers for rank in self.members.original_ranks]
-        self._follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
 
     def use_pairs(self) -> None:
         """Exchange in pairs from now on, where whole groups were averaged by an all-reduce."""
@@ -116,8 +108,3 @@ class Rounds:
         """Return the averaging groups of a round with workers here and in other processes, in order."""
         groups = {plan.averaging_group for plan in self.plans[round_ % len(self.plans)] if plan.averaging_group}
         return sorted(group for group in groups if self.elsewhere(group))
-
-    def original_number(self, worker: int) -> int:
-        """Return the number that a worker had before any was lost, which error messages use."""
-        process, local = divmod(worker, self.local_workers)
-        return self.members.original_ranks[process] * self.local_workers + local

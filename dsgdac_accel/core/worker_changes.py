@@ -113,7 +113,7 @@ class WorkerChanges:
         """
         self._converted |= converted
         mine = (self._has_changed(), tuple(map(_REQUIRES_GRAD, self.parameters.find())) if self._together else ())
-        told = (self.group.members.original_rank, *mine)
+        told = (self.group.rank, *mine)
         everyone = self.group.everyone.all_gather_object((told, self._story()), what)
         self._unread = None
         rows = {worker: (changed, trained) for (worker, changed, trained), _ in everyone}

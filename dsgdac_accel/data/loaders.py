@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
-from accelerate.utils import synchronize_rng_states
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -116,32 +115,6 @@ def share_own_samplers(prepared: Any, group: WorkerGroup) -> None:
     # This covers Accelerate's seedable sampler, which is a RandomSampler.
     if type(inner) is not BatchSampler or not isinstance(inner.sampler, _ORDERED_BY_TORCH):
         shard.batch_sampler = SharedStream(inner, shared_seed(group))
-
-
-class RepeatedSharing:
-    """Replaces a loader's `rng_types`: iterating over it synchronizes the random states, again after a lost worker.
-
-    Accelerate iterates over `rng_types` at the start of each pass, including loaders from `skip_first_batches`. Its own
-    broadcast would end the survivors of a lost worker.
-    """
-
-    def __init__(self, kinds: Sequence[Any], generator: torch.Generator | None, group: WorkerGroup) -> None:
-        self.kinds = list(kinds)
-        self.generator = generator
-        self.group = group
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.group.size > 1:
-            self.group.collective(
-                lambda: synchronize_rng_states(self.kinds, self.generator), "sharing the order of a loader", strict=True
-            )
-        return iter(())
-
-
-def survive_losses(prepared: Any, group: WorkerGroup) -> None:
-    """Let survivors of a lost worker synchronize the random states of a loader again, if the group continues then."""
-    if group.policy.name == "continue" and getattr(prepared, "rng_types", None):
-        prepared.rng_types = RepeatedSharing(prepared.rng_types, prepared.synchronized_generator, group)
 
 
 def set_shared_epoch(loader: Any, epoch: int) -> None:

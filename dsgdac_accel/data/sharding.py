@@ -17,7 +17,6 @@ from dsgdac_accel.data.loaders import (
     differ_per_worker,
     share_own_samplers,
     share_sampler_seed,
-    survive_losses,
     warn_of_own_shards,
 )
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -110,7 +109,6 @@ class LoaderSharding:
         prepared = record_passes(prepared, loaders, self.phase.may_train, self.phase.around)
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
-        survive_losses(prepared, self.group)
         if isinstance(prepared, DataLoaderDispatcher):
             if self.group.same_data > 1:
                 raise ValueError(
@@ -122,7 +120,7 @@ class LoaderSharding:
         equal = self.equal_steps(prepared)
         if 0 in equal.lengths:  # on all workers, since none may wait for one that has stopped
             members = self.group.members
-            first = members.named([members.original_ranks[equal.lengths.index(0)]])
+            first = members.named([equal.lengths.index(0)])
             raise ValueError(
                 f"{first} would get no batch: the dataset has {known_length(loader.dataset)} samples for "
                 f"{self.group.readers} {members.noun}s with batches of {loader.batch_size} "

@@ -3,8 +3,6 @@
 When a neighbor dies, its connections break, or nothing arrives within `timeout` seconds. The exchange or
 the collective that waits for it raises a transport error in `WorkerGroup.guarded`. `FailureDetector` recognizes the
 error and finds out which worker is gone, from the other workers' reports in the rendezvous store and from the process
-table. Then the group's loss policy decides. `StopOnLoss`, the default, raises `WorkerLostError`, which names the worker
-and the step. This worker ends, which breaks its own connections, so the others end likewise, one after the other,
-and quote the first report. With `GossipConfig(on_worker_loss="continue")` the policy is
-`dsgdac_accel.elastic.recovery.ContinueWithSurvivors`: the survivors reconnect and train on without the lost worker.
+table. Then the group raises `WorkerLostError`, which names the worker and the step. This worker ends, which breaks its
+own connections, so the others end likewise, one after the other, and quote the first report.
 """

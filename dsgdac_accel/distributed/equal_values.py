@@ -65,14 +65,13 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup, column:
 
 def _refusal(everyone: Sequence[tuple[list[tuple], list, str | None]], members: Members) -> str | None:
     """Return why the tensors of the workers, given their layouts, digests and problems, cannot be compared."""
-    workers = members.original_ranks
     first_layouts = everyone[0][0]
-    for worker, (_, _, found) in zip(workers, everyone, strict=True):
+    for worker, (_, _, found) in enumerate(everyone):
         if found:
             return f"{members.named([worker])}: {found}"
-    for worker, (other_layouts, _, _) in zip(workers, everyone, strict=True):
+    for worker, (other_layouts, _, _) in enumerate(everyone):
         if other_layouts != first_layouts:
-            names = members.named(workers[:1]), members.named([worker])
+            names = members.named([0]), members.named([worker])
             return _other_layout(first_layouts, other_layouts, *names)
     return None
 

@@ -27,13 +27,6 @@ class WorkerLostError(RuntimeError):
     """Another worker did not answer: it was killed, raised an error, hangs, or ran out of data."""
 
 
-class WorkersChangedError(RuntimeError):
-    """A worker was lost during shared work, and the survivors have reconnected. All of them get this error.
-
-    Do the same work once more, with the remaining workers.
-    """
-
-
 @dataclass(frozen=True)
 class Failure:
     """A communication that failed because of another worker."""
@@ -43,7 +36,7 @@ class Failure:
     cause: str
     """The transport's own words."""
     peer: int | None = None
-    """Original rank of the only other worker in it, if there is only one."""
+    """Rank of the only other worker in it, if there is only one."""
 
     @property
     def is_silence(self) -> bool:
@@ -63,7 +56,7 @@ class FailureDetector:
     def __init__(self, members: Members, timeout: float, ranks: Sequence[int] | None = None) -> None:
         self.members = members
         self.timeout = timeout
-        self.reports = FailureReports(members.original_rank, members.launched, ranks)
+        self.reports = FailureReports(members.rank, members.size, ranks)
 
     def failure_in(
         self, error: RuntimeError, what: str, step: int, peer: int | None = None, strict: bool = False
@@ -81,11 +74,7 @@ class FailureDetector:
         pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
         if not (isinstance(error, dist.DistError) or pattern.search(str(error))):
             return None
-        return Failure(
-            what if re.search(r"step \d", what) else f"{what} at step {step}",
-            short_cause(error),
-            None if peer is None else self.members.original_ranks[peer],
-        )
+        return Failure(what if re.search(r"step \d", what) else f"{what} at step {step}", short_cause(error), peer)
 
     def worker_lost(self, failure: Failure) -> WorkerLostError:
         """The error for this worker. Takes a few seconds where the lost worker has to be found by a roll call."""
@@ -102,10 +91,10 @@ class FailureDetector:
         return WorkerLostError(f"{me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
-        """Original ranks of the workers that are to blame, and of those that only do not answer and may be alive."""
+        """Ranks of the workers that are to blame, and of those that only do not answer and may be alive."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", failure.cause)
         if named:
-            return [self.members.original_ranks[int(rank)] for rank in re.findall(r"[0-9]+", named[1])], []
+            return [int(rank) for rank in re.findall(r"[0-9]+", named[1])], []
         if failure.peer is not None:
             return [failure.peer], []
         if self.reports.first():

@@ -12,22 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 T = TypeVar("T")
 
 _FIRST_FAILURE = "dsgdac_accel/first_failure"  # keys in the store
 _REPORT_OF = "dsgdac_accel/report_of"
-_ROLL_CALL = "dsgdac_accel/roll_call"  # one for all: survivors may notice the loss in different places
+_ROLL_CALL = "dsgdac_accel/roll_call"  # one for all: workers may notice the loss in different places
 _STORE_SECONDS = 3.0  # the store may live in the very process that was lost
 _CHAIN_SECONDS = 2.5  # two waits that began in one step time out about this far apart
-_ROLL_CALL_SECONDS = 4.0  # longer than the survivors' notices of one loss are apart
+_ROLL_CALL_SECONDS = 4.0  # longer than the workers' notices of one loss are apart
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class FailureReports:
-    """Writes the report of worker `me` (its original rank), and reads those of the other launched workers.
+    """Writes the report of worker `me` (its rank), and reads those of the other workers.
 
     `ranks` has the launched rank of each worker, which is another number where a worker is several processes.
     """
@@ -36,7 +34,7 @@ class FailureReports:
         self.me = me
         self.ranks = range(workers) if ranks is None else ranks
         self.processes: list[tuple[str, int]] = [("", 0)] * workers
-        """Machine and process id of each worker, by original rank; unknown until all are connected."""
+        """Machine and process id of each worker, by rank; unknown until all are connected."""
         self.store: Any = None
         """The rendezvous store; None in a run of one process."""
 
@@ -96,17 +94,6 @@ class FailureReports:
         except OSError:
             return False
         return state not in "ZX"  # killed, and not yet reaped by its parent
-
-    def tell_launcher(self, *keys: str) -> None:
-        """Set keys where `dsgdac launch` reads them; see `launcher_protocol`."""
-
-        def write(store: Any) -> None:
-            while isinstance(store, dist.PrefixStore):
-                store = store.underlying_store
-            for key in keys:
-                store.set(key, "")
-
-        self._ask(write, _STORE_SECONDS)
 
     def _ask(self, ask: Callable[[Any], T], seconds: float) -> T | None:
         """Ask the store. Return None if it does not answer in time: its process may be gone."""

@@ -19,10 +19,8 @@ from torch import Tensor
 from dsgdac_accel.devices import Placement, identity_of, is_on, refuse_misplaced, refuse_unsuitable
 from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
-from dsgdac_accel.distributed.launcher_protocol import CONNECTED
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
 from dsgdac_accel.distributed.lines import Line
-from dsgdac_accel.distributed.loss_policy import OnLoss, StopOnLoss, load_policy
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
@@ -58,32 +56,23 @@ class WorkerGroup:
         device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA). A single process may use
             another accelerator, see `devices`.
         timeout: seconds (> 0) after which a silent worker counts as lost.
-        on_loss: whether a lost worker means that the others "stop", or "continue" without it (gloo only). With
-            "continue", a loss also replaces the default process group.
         line: which processes of the run belong to the group; by default all of them.
 
     Raises:
-        ValueError: several processes were launched without a process group, gossip is impossible on `device`, two
-            processes share a GPU, or continuing after a loss is impossible.
-        ImportError: "continue" is not installed.
+        ValueError: several processes were launched without a process group, gossip is impossible on `device`, or two
+            processes share a GPU.
         WorkerLostError: a worker did not connect.
     """
 
-    policy: StopOnLoss
-
-    def __init__(
-        self, device: torch.device, timeout: float = 600.0, on_loss: OnLoss = "stop", line: Line | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, timeout: float = 600.0, line: Line | None = None) -> None:
         launched = dist.is_available() and dist.is_initialized()
         if not launched:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
         self._begin(device, timeout, members if line is None else line.members, line)
-        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
         if self.size > 1:
             self._connect()
-        self.policy = policy  # until now, a lost worker ends the run in any case
 
     def _begin(self, device: torch.device, timeout: float, members: Members, line: Line | None = None) -> None:
         self.device = device
@@ -95,14 +84,12 @@ class WorkerGroup:
         self._everyone: WorkerGroup | None = None
         self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
         self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
-        self.policy = StopOnLoss(self.detector)
         self._steps_taken = 0
         self.closed = False
         self.poster = Poster(threaded=self.process_groups.transport.posts_in_thread)
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
-        self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._moved = False
         """Whether the group was pickled in another process; its connections did not come along."""
         self._key = uuid.uuid4().hex
@@ -122,7 +109,6 @@ class WorkerGroup:
         refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
         transport = self.process_groups.transport
         self.guarded(lambda: transport.within(self.timeout, self.process_groups.connect), "connecting the workers")
-        reports.tell_launcher(CONNECTED)
         name_loss = weakref.WeakMethod(self._name_loss)
         transport.watchdog.start(lambda pending: (name_loss() or str)(pending), self.timeout)
         weakref.finalize(self, transport.watchdog.stop)
@@ -179,17 +165,6 @@ class WorkerGroup:
         """Number of processes."""
         return self.members.size
 
-    @property
-    def lost(self) -> list[int]:
-        """Ranks that the lost workers had before any was lost."""
-        return self.members.lost
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process among those on its machine."""
-        machines = [self.detector.reports.processes[worker][0] for worker in self.members.original_ranks]
-        return machines[: self.rank].count(machines[self.rank])
-
     # ---- who uses the group
 
     def new_channel(self) -> int:
@@ -209,15 +184,9 @@ class WorkerGroup:
     def register(self, communicator: Any) -> None:
         """Register something that communicates in the background. The group holds it weakly.
 
-        `drain()` runs before every reduction and broadcast, since NCCL may hang beside point-to-point in flight;
-        `abandon()` and `regroup(step)` run after a failure, and `step` is then read.
+        `drain()` runs before every reduction and broadcast, since NCCL may hang beside point-to-point in flight.
         """
         self._registered.append(weakref.ref(communicator))
-
-    def registered(self) -> dict[int, Any]:
-        """Return the registered objects that still exist, by order of registration, which all workers share."""
-        references = enumerate(self._registered)
-        return {number: mixer for number, reference in references if (mixer := reference()) is not None}
 
     def hold(self, mixer: Any) -> None:
         """Keep a mixer alive from posting an exchange to `let_go`, even if its training is dropped meanwhile.
@@ -231,8 +200,10 @@ class WorkerGroup:
         self._in_flight.discard(mixer)
 
     def _drain(self) -> None:
-        for mixer in self.registered().values():
-            mixer.drain()
+        for reference in self._registered:
+            communicator = reference()
+            if communicator is not None:
+                communicator.drain()
 
     def close(self) -> None:
         """Refuse further use, since the process group is about to end."""
@@ -252,13 +223,13 @@ class WorkerGroup:
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
-    def serves(self, device: torch.device, timeout: float, on_loss: str = "stop") -> bool:
+    def serves(self, device: torch.device, timeout: float) -> bool:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
             not (self.closed or self._moved)
             and self.process_groups.world is world
-            and (self.device, self.timeout, self.policy.name) == (device, timeout, on_loss)
+            and (self.device, self.timeout) == (device, timeout)
         )
 
     # ---- lost workers
@@ -274,7 +245,6 @@ class WorkerGroup:
 
         Raises:
             WorkerLostError: a worker was lost, and the run ends.
-            WorkersChangedError: a worker was lost, and the survivors have reconnected.
         """
         self.require_open()
         try:
@@ -288,31 +258,12 @@ class WorkerGroup:
         failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
         if failure is not None:
             self.process_groups.transport.watchdog.stop()
-            self.policy.handle(failure, error)
+            raise self.detector.worker_lost(failure) from error
 
     def _name_loss(self, pending: Pending) -> str:
         error = pending.error()
         failure = self.detector.failure_in(error, pending.what, self.steps_taken, pending.peer)
         return str(error if failure is None else self.detector.worker_lost(failure))
-
-    def retry_after_loss(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run as a section and repeated if the run continues after a loss in it."""
-        return self.policy.retry_after_loss(work)
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, a method, after every loss, once `rank` and `size` are those of the survivors.
-
-        Its object is held weakly: a group serves one accelerator after another.
-        """
-        self._callbacks = [known for known in self._callbacks if known() is not None]
-        self._callbacks.append(weakref.WeakMethod(callback))
-
-    def workers_changed(self) -> None:
-        """Call the callbacks of `when_workers_change`. The loss policy does it after a loss."""
-        for known in self._callbacks:
-            callback = known()
-            if callback is not None:
-                callback()
 
     def report(self, message: str) -> str:
         """Tell the other workers why this run ends. Returns the first message that any worker wrote."""
@@ -320,17 +271,10 @@ class WorkerGroup:
 
     # ---- collectives: synchronous, on groups of their own, each with a name for the error message
 
-    def collective(self, communicate: Callable[[], T], what: str, strict: bool = False) -> T:
-        """Run a collective of all workers. If the run continues after a loss in it, the survivors do it once more.
-
-        Arguments as in `guarded`. `communicate` may run again, so it must not overwrite its input.
-        """
-        return self.policy.collective(lambda: self.guarded(communicate, what, strict=strict), what)
-
     def barrier(self, what: str) -> None:
         """Wait until every worker is here. The error names the workers that did not come."""
         if self.size > 1:
-            self.collective(lambda: self.process_groups.barrier(self.timeout), what)
+            self.guarded(lambda: self.process_groups.barrier(self.timeout), what)
 
     def _device_for(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor travels.
@@ -341,10 +285,7 @@ class WorkerGroup:
         return tensor.device if is_on(tensor.device, self.device) else torch.device("cpu")
 
     def _run(self, collective: Callable[..., Any], tensor: Tensor, what: str) -> None:
-        """Run a collective of torch on a tensor that is where `_device_for` says.
-
-        The process group is looked up now: after a lost worker there are new ones.
-        """
+        """Run a collective of torch on a tensor that is where `_device_for` says."""
         if is_on(tensor.device, self.device):
             self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.reduction), what)
         else:
@@ -376,7 +317,7 @@ class WorkerGroup:
                     self._run(dist.all_reduce, wide, what)
                 return wide.div_(self.size * (1 + len(others)))
 
-            part.copy_(self.collective(mean, what))
+            part.copy_(self.guarded(mean, what))
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor, what: str) -> Tensor:
@@ -389,7 +330,7 @@ class WorkerGroup:
                 self._run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), found, what)
                 return found
 
-            tensor.copy_(self.collective(largest, what))
+            tensor.copy_(self.guarded(largest, what))
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
@@ -403,7 +344,7 @@ class WorkerGroup:
                 self._run(partial(dist.broadcast, group_src=0), octets, what)
                 return octets.view(tensor.dtype).view(tensor.shape)
 
-            values = self.collective(first, what)
+            values = self.guarded(first, what)
             if self.rank != 0:
                 narrowed(tensor.detach(), tensor).copy_(narrowed(values, tensor))
         return tensor
@@ -416,13 +357,13 @@ class WorkerGroup:
         if self.size == 1:
             return [value]
         content = pickle.dumps((what, value))
-        gathered = self.collective(lambda: self._gather(content), what)
-        answers, names = list(map(pickle.loads, gathered)), self.members.original_ranks
+        gathered = self.guarded(lambda: self._gather(content), what)
+        answers = list(map(pickle.loads, gathered))
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
-                    f"the workers are in different collectives: {self.members.named(names[:1])} in {answers[0][0]}, "
-                    f"{self.members.named([names[rank]])} in {where}. All of them must take every optimizer step and "
+                    f"the workers are in different collectives: {self.members.named([0])} in {answers[0][0]}, "
+                    f"{self.members.named([rank])} in {where}. All of them must take every optimizer step and "
                     f"enter every `prepare` and `deployed_model`."
                 )
         return [answer for _, answer in answers]
@@ -452,13 +393,13 @@ class WorkerGroup:
         If workers are several processes, it is raised on all of them although only one shard differs.
         """
         where = f"comparing the {what} of all workers"
-        values, names = self.all_gather_object(value, where), self.members.original_ranks
+        values = self.all_gather_object(value, where)
         differing = next((rank for rank, other in enumerate(values) if other != values[0]), None)
         refusal = None
         if differing is not None:
             refusal = (
-                f"all workers must have the same {what}; {self.members.named(names[:1])} has {_short(values[0])} and "
-                f"{self.members.named([names[differing]])} has {_short(values[differing])}.{advice and ' '}{advice}"
+                f"all workers must have the same {what}; {self.members.named([0])} has {_short(values[0])} and "
+                f"{self.members.named([differing])} has {_short(values[differing])}.{advice and ' '}{advice}"
             )
         refusal = self.row.first(refusal, where)
         if refusal is not None:

@@ -62,10 +62,6 @@ class Poster:
         except BaseException as error:
             posted.set_exception(error)
 
-    def forget(self) -> None:
-        """Drop the latest result, whose works hold connections open."""
-        self._last = self._result = None
-
 
 def _start_thread(poster: Poster) -> queue.SimpleQueue[Callable[[], None] | None]:
     """Start a thread that ends with its poster. The interpreter does not wait for it for long: it may be blocked."""

@@ -22,7 +22,7 @@ class ProcessGroups:
         self.device = device
         self._lines = lines
         self.limit = timedelta(seconds=timeout)
-        """Timeout of groups when they are created; shorter while survivors of a loss connect."""
+        """Timeout of the groups."""
         launched = dist.is_available() and dist.is_initialized()
         self.transport = transport_for(device, launched and dist.get_world_size() > 1)
         """The transport of parameters."""
@@ -61,19 +61,8 @@ class ProcessGroups:
         self.exchange = self.new(self.backend)
         self.reduction = self.control if self.backend == "gloo" else self.exchange
 
-    def disconnect(self) -> None:
-        """Close every connection, so that a worker that waits for this one gets an error at once."""
-        self.world = self.control = self.exchange = self.reduction = None
-        self.connected.clear()
-        self._subgroups.clear()
-        self._created.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # torch also counts a default group that failed to connect, and would then search under another name.
-        dist.distributed_c10d._world.group_count = 0
-
     def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """A process group of `ranks`, by default of all members. Collective over ALL processes. Ends with a loss.
+        """A process group of `ranks`, by default of all members. Collective over ALL processes.
 
         All parallel lines get such a group, since every process must create every group.
         """
@@ -121,9 +110,3 @@ class ProcessGroups:
         if self.world is not None:
             later = timedelta() if self.backend == "gloo" else NCCL_LATER
             dist.distributed_c10d._set_pg_timeout(self.limit + later, self.world)
-
-    def limit_all(self, limit: timedelta) -> None:
-        """Change the timeout of all groups, those that exist and those to come."""
-        self.limit = limit
-        for handle in (dist.group.WORLD, *self._created):
-            dist.distributed_c10d._set_pg_timeout(limit, handle)

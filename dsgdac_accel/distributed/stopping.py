@@ -14,7 +14,7 @@ at boundary p_i + 1, which is at most S, until it knows S. So nobody is past S b
 Why nobody waits forever: numbers are published by the threads, even while training waits in an exchange for a worker
 that is held. A worker that leaves publishes its number too. It had as many boundaries as all others have, so S lies
 beyond the last one, and the run ends by itself. A worker that was killed publishes nothing: the others end by an error
-that names it, or, if the run continues after a loss, stop without it.
+that names it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ import torch.distributed as dist
 
 from dsgdac_accel.distributed.failure_detection import Failure
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.launcher_protocol import EXIT_STOPPED
 from dsgdac_accel.distributed.signals import STOP_SIGNALS, SignalReceiver
+
+EXIT_STOPPED = 75
+"""Exit status of a worker that a signal stopped, with a complete checkpoint to resume from (EX_TEMPFAIL)."""
 
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 20.0  # threads answer within a second or so; launchers kill 30 s after they asked
@@ -131,7 +133,6 @@ class StopAgreement:
         self.receiver = receiver
         self.reason: str | None = None
         self._prefix = f"dsgdac_accel/stop/{word}"
-        self._workers, self._me = list(group.members.original_ranks), group.members.original_rank
         self._news = threading.Condition()
         self._passed = 0
         self._held = False  # at the next boundary, until S is known
@@ -204,28 +205,25 @@ class StopAgreement:
     def _publish(self) -> None:
         with self._news:
             passed, self._held = self._passed, True
-        self._store.set(f"{self._prefix}/passed/{self._me}", str(passed))
+        self._store.set(f"{self._prefix}/passed/{self.group.rank}", str(passed))
 
     def _decide(self) -> None:
         """Wait for the numbers of all workers, and let training continue to boundary S."""
         passed: dict[int, int] = {}
-        waited_for = list(self._workers)
+        waited_for = list(range(self.group.size))
         deadline = time.monotonic() + min(_ANSWER_SECONDS, self.group.timeout)
-        members, reports = self.group.members, self.group.detector.reports
         while waited_for and not self._leaving.is_set():
             for worker in list(waited_for):
                 # Before looking: what a dead worker has not written by then it never will.
-                dead = worker not in members.original_ranks or reports.is_alive(worker) is False
+                dead = self.group.detector.reports.is_alive(worker) is False
                 late = time.monotonic() > deadline
                 if self._store.check([f"{self._prefix}/passed/{worker}"]):
                     passed[worker] = int(self._store.get(f"{self._prefix}/passed/{worker}"))
-                elif not (dead or late):
-                    continue
-                elif self.group.policy.name == "stop":
+                    waited_for.remove(worker)
+                elif dead or late:
                     how = "connection lost: the process is gone" if dead else "timed out: no answer to a signal"
                     what = f"agreeing on where to stop at step {self.group.steps_taken}"
                     return self._release(lost=Failure(what, how, worker))
-                waited_for.remove(worker)
             if waited_for:
                 self.receiver.wait(_POLL_SECONDS / 5)
         if self._leaving.is_set():

@@ -144,11 +144,6 @@ class GossipCallback(TrainerCallback):
             raise ValueError("this Trainer has two GossipCallbacks and would mix twice per step. Keep one of them.")
         if self._trainer is trainer:
             return
-        if self.config.on_worker_loss == "continue":
-            raise ValueError(
-                "on_worker_loss='continue' is not supported with the Trainer, whose own collectives do not survive a "
-                "lost worker. Use 'stop' and resume from a checkpoint, or train with GossipAccelerator."
-            )
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
         model, sharded = cast(nn.Module, trainer.model), shards_workers(trainer, self.device_mesh)

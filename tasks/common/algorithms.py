@@ -24,7 +24,7 @@ from dsgdac_accel.calibration import Forward
 from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.data.dataloader_state import DataPosition, ResumedBatches, data_position, record_passes
 from dsgdac_accel.deployed_model import deployed_model
-from dsgdac_accel.distributed.rendezvous import init_method_after_restart
+from dsgdac_accel.distributed.restarts import init_method_after_restart
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.randomness import seed_workers_differently

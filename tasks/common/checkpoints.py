@@ -108,8 +108,7 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
 
 
 def _require_same_count(folder: Path, launched: int) -> None:
-    manifest = read_manifest(folder)
-    saved = manifest.workers + len(manifest.facts.get("lost", ()))  # all that shared the data
+    saved = read_manifest(folder).workers
     if saved != launched:
         raise ConfigError(
             f"resume_from_checkpoint: {folder} holds the state of {saved} workers, and {launched} were launched. "
@@ -167,10 +166,9 @@ class Checkpoints:
         self.accelerator.group.barrier("stopping the run")  # launchers end the other workers after the first exit
         reason = self.accelerator.stop_reason
         self.accelerator.end_training()
-        others = " and on_other_worker_count: deployed, since workers were lost" if self.accelerator.group.lost else ""
         raise StoppedBySignal(
             f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
-            f"{_how_to_resume(self.config.resume_from_checkpoint)}{others}"
+            f"{_how_to_resume(self.config.resume_from_checkpoint)}"
         )
 
     def finish(self) -> None:

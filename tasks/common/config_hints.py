@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from dsgdac_accel.config import REMOVED
+
 MEANT = {
     "learning_rate": "lr rate peak_lr base_lr",
     "gossip.max_lr": "max_rate gossip.lr gossip.lr_max gossip.rate",
@@ -100,12 +102,16 @@ def hint(path: str, known: Collection[str]) -> str:
     'It belongs at gossip.power.'
     >>> hint("gossip.x", ["gossip", "gossip.power", "seed"])
     'The keys of gossip are power.'
+    >>> hint("gossip.on_worker_loss", ["gossip", "gossip.power", "seed"])[:28]
+    'on_worker_loss was removed. '
     """
     plain = path.lower().replace("-", "_")
     parent, _, name = plain.rpartition(".")
     usual = [setting for setting, names in MEANT.items() if plain in names.split() and setting in known]
     for meant in [plain] * (plain in known) + usual:
         return f"Did you mean {meant}?"
+    if name in REMOVED and parent in ("gossip", ""):
+        return f"{name} was removed. {REMOVED[name]}"
     for setting, names, sentence in USE:
         if plain in names.split() and setting in known:
             return sentence

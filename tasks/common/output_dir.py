@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ class OutputDir:
         self.folder: Path = config.output_dir
         self._lock = FileLock(self.folder / ".lock", blocking=False)
         self._log = self.folder / "metrics.jsonl"
-        self._writes = False
         accelerator.group.require_equal(config_fingerprint(config), "configuration")
 
     def begin(self, resumed_at: int | None = None, log_bytes: int | None = None) -> None:
@@ -62,8 +61,6 @@ class OutputDir:
         problem = self._try_to_begin(resumed_at, log_bytes)
         for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
             raise OSError(found)
-        self._writes = self.accelerator.is_main_process
-        self.accelerator.group.when_workers_change(self._take_over)
 
     def _try_to_begin(self, resumed_at: int | None, log_bytes: int | None) -> str | None:
         """Begin the files on the main worker and the trackers; returns an error message, or None."""
@@ -103,17 +100,6 @@ class OutputDir:
         if log_bytes is not None and self._log.exists() and self._log.stat().st_size > log_bytes:
             os.truncate(self._log, log_bytes)
         write_whole(self.folder / "config.yaml", [dump_config(self.config).encode()])
-        self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
-
-    def _take_over(self) -> None:
-        """Continue the log on the new main worker after the old one was lost."""
-        if self._writes or not self.accelerator.is_main_process:
-            return
-        self._writes = True
-        with suppress(Timeout):  # a worker that is silent but alive still holds the lock
-            self._lock.acquire()
-        text = self._log.read_bytes()
-        os.truncate(self._log, text.rfind(b"\n") + 1)  # drop a line that was cut off
         self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
 
     def logged_bytes(self) -> int:

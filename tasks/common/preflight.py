@@ -62,7 +62,7 @@ def _examine_run(task: Any, run_class: Any, config: Any, timeout: float) -> Repo
             "output_dir": stand_in,
             "report_to": (),
             "resume_from_checkpoint": "never",
-            "gossip": replace(config.gossip, timeout=timeout, on_worker_loss="stop"),
+            "gossip": replace(config.gossip, timeout=timeout),
         }
         run = run_class(replace(config, **quiet))
         report = examine(run.accelerator, run.model, run.loader, settings=config, timeout=timeout)

@@ -193,7 +193,7 @@ class TrainingLoop:
             done = self.step == self.total_steps
             measure_curvature = self.config.curvature.due(self.epoch, done)
             if done or measure_curvature or (self.epoch + 1) % self.config.eval_every == 0:
-                self.accelerator.group.retry_after_loss(lambda: task.evaluate(done, measure_curvature))  # noqa: B023  # called at once
+                task.evaluate(done, measure_curvature)
             if done:
                 break
             self.epoch += 1
@@ -272,7 +272,6 @@ class TrainingLoop:
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json that all tasks share."""
         steps = self.accelerator.gossip_steps
-        lost = self.accelerator.group.lost
         train_seconds, train_cpu_seconds = self.clock.train_seconds
         return {
             "algorithm": self.config.algorithm,
@@ -288,7 +287,6 @@ class TrainingLoop:
             "train_cpu_seconds": round(train_cpu_seconds, 3),
             "data_share": round(self.clock.waited_seconds / train_seconds, 4),
             "seed": self.config.seed,
-            **({"lost_workers": lost} if lost else {}),
         }
 
     def radius(self) -> float:

@@ -238,11 +238,6 @@ class CifarConfig:
                 f"calibrate must be true with weight_average.kind = {self.weight_average.kind}, since no worker has "
                 f"BatchNorm statistics of the averaged weights; got false. Leave it out."
             )
-        if self.data.shards == "fixed" and self.gossip.on_worker_loss == "continue":
-            raise ValueError(
-                "data.shards must be reshuffled with gossip.on_worker_loss: continue, since nobody would read the "
-                "shard of a lost worker; got fixed. Change one of them."
-            )
         check_image_model(self.model, self.dropout)
 
 

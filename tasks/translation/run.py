@@ -168,7 +168,7 @@ class TranslationRun:
     def train(self) -> None:
         """Train all steps, with a validation every `eval_every` epochs; then translate and score the test split."""
         self.loop.run(self)
-        self.accelerator.group.retry_after_loss(self._finish)
+        self._finish()
 
     # ---- what the training loop calls
 

@@ -44,8 +44,8 @@ class StepLoss:
 
     def local(self, of_workers: NDArray) -> NDArray:
         """Select this process's workers: (..., workers of the launch) to (..., local workers)."""
-        count, group = self.accelerator.workers_per_process, self.accelerator.group
-        first = count * group.members.original_ranks[group.rank]  # the plan was made before any worker was lost
+        count = self.accelerator.workers_per_process
+        first = count * self.accelerator.group.rank
         return of_workers[..., first : first + count]
 
     def _token_scales(self) -> NDArray:

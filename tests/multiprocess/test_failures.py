@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import CheckpointError, GossipAccelerator, GossipConfig, WorkerLostError
-from tests.workers import Launch, LaunchesAhead, run_workers
+from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -115,3 +115,20 @@ def save_as_others_do(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_checkpoints_of_one_worker_alone_or_in_its_own_folder_are_refused_with_the_way_out(tmp_path):
     run_workers(save_as_others_do, 2, str(tmp_path))
+
+
+def lose_while_accelerate_gathers(rank: int) -> None:
+    accelerator = GossipAccelerator(gossip=GossipConfig(timeout=20, log_every=0))
+    model = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.deployed_model(model):
+        if rank == FAULTY:
+            fail("killed")
+        accelerator.gather(torch.tensor([rank]))
+
+
+def test_errors_of_accelerates_own_collectives_are_accelerates_own() -> None:
+    outcomes = try_workers(lose_while_accelerate_gathers, 3)
+    errors = [outcomes[0].error, outcomes[2].error]
+    assert all("RuntimeError" in error for error in errors), errors
+    assert not any(WorkerLostError.__name__ in error for error in errors)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,8 +268,8 @@ def train_with_everything(rank: int, project: str, resume: bool) -> dict[str, An
     training.accelerator.register_for_checkpointing(counter)
     training.accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append(len(weights)))
     training.accelerator.register_load_state_pre_hook(lambda models, folder: hooked.append(folder[-12:]))
-    if resume:
-        training.accelerator.load_state()
+    loaded = training.accelerator.load_state("auto")
+    assert loaded == (Path(project) / "checkpoints" / "checkpoint_2" if resume else None)
     for epoch in range(training.position()[0], 2):
         training.model.train()
         for batch in training.batches():

@@ -88,7 +88,6 @@ def test_validation_images_are_of_the_test_split_alone_and_even_over_the_classes
     [
         (["--data.validation_limit", "0"], "data.*validation_limit must be an integer >= 1"),
         (["--data.shards", "fix"], "fixed"),
-        (["--data.shards", "fixed", "--gossip.on_worker_loss", "continue"], "data.shards must be reshuffled"),
         (["--decoupled_weight_decay", "true"], "decoupled_weight_decay is for adam, dadam and dadam_ac.*dsgd_ac"),
     ],
 )

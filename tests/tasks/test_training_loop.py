@@ -23,9 +23,7 @@ class FakeAccelerator:
     device = torch.device("cpu")
 
     def __init__(self):
-        self.group = SimpleNamespace(
-            steps_taken=0, lost=[], retry_after_loss=lambda work: work(), all_gather_object=lambda mine, what: [mine]
-        )
+        self.group = SimpleNamespace(steps_taken=0, all_gather_object=lambda mine, what: [mine])
         self.seen = self.passes = 0
         self.logged = []
 

@@ -18,7 +18,7 @@ from tasks.studies.run_commands import find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_task.py")
-COMMANDS = ("sweep", "report", "show", "plot", "curvature", "topology", "schedule", "scaling", "doctor", "launch")
+COMMANDS = ("sweep", "report", "show", "plot", "curvature", "topology", "schedule", "scaling", "doctor")
 
 
 def run(capsys, *words):
@@ -76,7 +76,6 @@ def test_words_that_are_not_understood_end_with_status_2(capsys, words):
         (["sweep", "a.yaml", "--print_commands"], "Did you mean --print-commands?"),
         (["scaling", "--bits", "8", "--bits", "8"], "--bits is given twice"),
         (["report", "a.yaml", "--out", "folder"], "unrecognized arguments: --out folder. Did you mean --output?"),
-        (["launch", "-n", "2", "--workers", "3", "a.py"], "--workers is given twice"),
         (["doctor", "--timeout", "1e300"], "--timeout must be a number > 0 and <= 1e+09; got 1e+300"),
     ],
 )

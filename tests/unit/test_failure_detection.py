@@ -1,10 +1,15 @@
 """Which errors mean a lost worker, which worker the message names, and what it advises."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 
 from dsgdac_accel.distributed import failure_detection, failure_reports
 from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector, WorkerLostError
+from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
 from dsgdac_accel.distributed.members import Members
 
 CLOSED = "[/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically due to a crash"
@@ -47,12 +52,6 @@ def test_a_failure_names_what_was_going_on_with_its_step_once():
     assert members.failure_in(RuntimeError(CLOSED), "the exchange of step 6", 7).what == "the exchange of step 6"
 
 
-def test_a_peer_is_called_by_its_rank_before_any_loss():
-    one = detector(me=1)
-    one.members.original_ranks = [1, 3]
-    assert one.failure_in(RuntimeError(CLOSED), "evaluating", 7, peer=1).peer == 3
-
-
 def test_the_only_peer_is_named_with_the_step():
     message = str(detector().worker_lost(Failure("the exchange of step 4", "Connection closed by peer", 2)))
     assert message.startswith("worker 0: worker 2 was lost in the exchange of step 4 (Connection closed by peer).")
@@ -73,11 +72,9 @@ def test_silence_is_told_from_death_and_has_a_way_out_of_its_own():
     )
 
 
-def test_a_barrier_names_the_workers_that_did_not_come_by_their_original_ranks():
-    one = detector()
-    one.members.original_ranks = [0, 2, 3]
-    failure = Failure("averaging the workers at step 5", "Ranks 1, 2 failed to pass monitoredBarrier in 3000 ms")
-    message = str(one.worker_lost(failure))
+def test_a_barrier_names_the_workers_that_did_not_come():
+    failure = Failure("averaging the workers at step 5", "Ranks 2, 3 failed to pass monitoredBarrier in 3000 ms")
+    message = str(detector().worker_lost(failure))
     assert "workers 2, 3 did not answer within 3 s in averaging the workers at step 5" in message
     assert "enter `deployed_model`, `save_model` and evaluation on all workers" in message
 
@@ -125,6 +122,32 @@ def test_later_errors_quote_the_first_report_and_that_of_the_peer():
     detector(1, store=store).reports.write("the reason of worker 1")
     message = str(detector(0, store=store).worker_lost(Failure("the exchange of step 5", "Connection closed", 1)))
     assert "First report of this run: a report. Worker 1 reports: the reason of worker 1." in message
+
+
+@pytest.fixture
+def ended():
+    """A process that has ended and is not reaped yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
+
+
+def test_only_processes_of_this_machine_are_seen(ended):
+    here = this_machine()
+    reports = FailureReports(0, 4)
+    reports.processes = [(here, os.getpid()), (here, ended), (here, 2**22 + 1), ("elsewhere", os.getpid())]
+    assert [reports.is_alive(worker) for worker in range(4)] == [True, False, False, None]  # 2**22 is the largest id
+
+
+def test_a_worker_that_does_not_answer_the_roll_call_is_gone_if_its_process_is_known_to_be(ended):
+    here = this_machine()
+    reports, other = FailureReports(0, 5), FailureReports(4, 5)
+    reports.store = other.store = dist.HashStore()
+    processes = [(here, os.getpid()), (here, ended), (here, os.getppid()), ("elsewhere", 1), (here, os.getpid())]
+    reports.processes = other.processes = processes
+    other.missing()
+    assert reports.missing() == ([1], [2, 3])  # 3 may compute, on another machine
 
 
 def test_the_cause_is_the_transports_first_sentence():

@@ -1,8 +1,11 @@
-"""A group of one process: the mean over its workers against torch's, and its reuse for another training."""
+"""A group of one process: the mean over its workers against torch's, its reuse, and how a loss in it ends the run."""
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from dsgdac_accel import WorkerGroup
+from dsgdac_accel import WorkerGroup, WorkerLostError
+from dsgdac_accel.distributed.members import Members
 
 
 def workers(count, size=25):
@@ -31,7 +34,36 @@ def test_a_group_serves_another_training_until_it_is_closed():
     group = WorkerGroup(cpu, timeout=5.0)
     assert group.serves(cpu, 5.0)
     assert not group.serves(cpu, 6.0)
-    assert not group.serves(cpu, 5.0, "continue")
     assert not group.serves(torch.device("meta"), 5.0)
     group.close()
     assert not group.serves(cpu, 5.0)
+
+
+@pytest.mark.parametrize("peer", [None, 0])
+def test_a_loss_ends_the_run(peer):
+    def communicate():
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(WorkerLostError, match="in a test at step 0"):
+        WorkerGroup(torch.device("cpu")).guarded(communicate, "a test", peer)
+
+
+def test_what_communicates_in_the_background_is_drained_before_every_reduction_and_broadcast(monkeypatch):
+    group, done = WorkerGroup(torch.device("cpu")), []
+    group.members = Members(0, 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: done.append("all_reduce"))
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, group_src, group=None: done.append("broadcast"))
+
+    class Mixer:
+        def drain(self):
+            done.append("drain")
+
+    mixer = Mixer()
+    group.register(mixer)
+    group.all_reduce_mean_(torch.ones(3), "a test")
+    group.all_reduce_max_(torch.ones(3), "a test")
+    group.broadcast_(torch.ones(3), "a test")
+    assert done == ["drain", "all_reduce", "drain", "all_reduce", "drain", "broadcast"]
+    del mixer
+    group.all_reduce_max_(torch.ones(3), "a test")
+    assert done[6:] == ["all_reduce"]
