@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dsgdac_accel.topology import Topology, build_topology
     from dsgdac_accel.trainer import GossipCallback
     from dsgdac_accel.virtual_workers import VirtualWorkers
-    from dsgdac_accel.worker_parallelism import WorkerParallelismConfig
 
 __all__ = [
     "EXIT_STOPPED",
@@ -45,7 +44,6 @@ __all__ = [
     "WorkerCountError",
     "WorkerGroup",
     "WorkerLostError",
-    "WorkerParallelismConfig",
     "__version__",
     "build_topology",
     "join_slurm_step",
@@ -69,7 +67,6 @@ _MODULES = {
     "WorkerCountError": "checkpoint",
     "WorkerGroup": "distributed.group",
     "WorkerLostError": "distributed.failure_detection",
-    "WorkerParallelismConfig": "worker_parallelism",
     "build_topology": "topology",
     "join_slurm_step": "distributed.launcher_variables",
 }

@@ -53,7 +53,6 @@ from dsgdac_accel.data.dataloader_state import (
     recorder_of,
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length, refuse_joint_reading
-from dsgdac_accel.data.gathering import is_all_tensors, of_readers
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.data.shared_queue import SharedQueue
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
@@ -73,9 +72,9 @@ from dsgdac_accel.scheduler_ticks import (
     TickSetting,
     refuse_unsteady,
 )
-from dsgdac_accel.shards import gathering_modules, reshard, settle_gradients
+from dsgdac_accel.sharded_workers import mesh_of_workers, with_workers, workers_in
+from dsgdac_accel.shards import gathering_modules, reshard
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
-from dsgdac_accel.worker_parallelism import mesh_of_workers, with_workers, workers_in
 from dsgdac_accel.wrappers import eager_name
 
 logger = logging.getLogger(__name__)
@@ -155,13 +154,11 @@ class GossipAccelerator(Accelerator):
             per pass, and host memory for one copy. It ends with the first `deployed_model`, and is not kept of sharded
             models.
         device_mesh: the processes as workers that are several processes each, which shard the model: a mesh of all
-            processes with the dimension `dp_replicate` (the workers, which gossip), and `dp_shard` (FSDP2), `tp`
-            (tensor parallelism) or both. Shard the model by `parallelize_module(model, device_mesh["tp"], plan)` and
-            `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is one
-            process, or what `parallelism_config` says.
+            processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard` (FSDP2). Shard the
+            model by `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is
+            one process, or what `parallelism_config` says.
         *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
-            `parallelism_config` with `fsdp_plugin` shards on GPUs: `dp_replicate_size` is the number of workers. See
-            `WorkerParallelismConfig`.
+            `parallelism_config` with `fsdp_plugin` shards on GPUs: `dp_replicate_size` is the number of workers.
 
     Raises:
         ValueError, TypeError: workers cannot gossip with this launch or these settings. The message has the way out.
@@ -289,7 +286,7 @@ class GossipAccelerator(Accelerator):
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
-        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.readers, config.total_steps)
+        self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
         self._keep_and_watch_average = keep_average, watch_average
         self.consensus_logger = ConsensusLogger(self.training.metrics)
         self._make_own_parts()
@@ -398,13 +395,6 @@ class GossipAccelerator(Accelerator):
     def _gossip_schedulers(self) -> list[GossipScheduler]:
         return [scheduler for scheduler in self._schedulers if isinstance(scheduler, GossipScheduler)]
 
-    def _prepare_tp(self, *args: Any) -> Any:
-        """Leave parameters outside the plan of `tp` as they are if FSDP2 shards the model: it takes ordinary tensors.
-
-        Accelerate would make DTensors of them by `ReplicateParallel`, which Transformers 5 does not have any more.
-        """
-        return args if self.is_fsdp2 else super()._prepare_tp(*args)
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -459,9 +449,6 @@ class GossipAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Shard a loader over the workers. If they get unequally many batches, training stops at the shortest."""
         new = not getattr(data_loader, "_is_accelerate_prepared", False)
-        if self.parallelism_config is None:  # Accelerate deals batches by the mesh: to processes along tp the same
-            mesh = self.group.row.mesh
-            self.state.device_mesh = None if mesh is None else mesh.device_mesh
         self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
@@ -567,7 +554,6 @@ class GossipAccelerator(Accelerator):
         if self.group.row.mesh is not None:  # before `model.parameters()` is read: the shards have the gradients
             reshard(gathering_modules(self._models))
         listed = list(map(self.training.parameter_of, as_parameter_list(parameters)))
-        settle_gradients(listed)
         return self.training.owners.by_worker(listed)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -676,19 +662,13 @@ class GossipAccelerator(Accelerator):
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode.
-
-        Processes along `tp` read the same batch, and the results of the first of them are returned.
-        """
+        """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode."""
         self.pass_average.warn_of_gathered_evaluation()
-        return of_readers(super().gather(tensor), self.group.everyone)
+        return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `Accelerator.gather_for_metrics`; warns as `gather`."""
         self.pass_average.warn_of_gathered_evaluation()
-        everyone = self.group.everyone
-        if everyone.rank % everyone.same_data and (use_gather_object or not is_all_tensors(input_data)):
-            input_data = input_data[:0]  # of Python objects, each process may give any number
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

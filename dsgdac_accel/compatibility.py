@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
-from dsgdac_accel.shards import has_shards, local_of
-from dsgdac_accel.worker_parallelism import WorkerParallelismConfig
+from dsgdac_accel.sharded_workers import ShardedWorkers
+from dsgdac_accel.shards import has_shards, local_of, refuse_other_splits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,7 +46,7 @@ _SEVERAL_POINTS = (
 )
 
 
-def refuse_unsupported_launch(accelerator: Accelerator, workers: WorkerParallelismConfig | None = None) -> None:
+def refuse_unsupported_launch(accelerator: Accelerator, workers: ShardedWorkers | None = None) -> None:
     """Raise ValueError unless every worker holds its own model, on a device where workers can gossip.
 
     All launched processes must see each other. `workers` is what the accelerator's config for parallelism will become;
@@ -54,7 +54,7 @@ def refuse_unsupported_launch(accelerator: Accelerator, workers: WorkerParalleli
     """
     parallelism = workers or getattr(accelerator, "parallelism_config", None)
     kind = accelerator.distributed_type
-    inside_workers = isinstance(parallelism, WorkerParallelismConfig)
+    inside_workers = isinstance(parallelism, ShardedWorkers)
     splits = parallelism is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
     whole = kind is DistributedType.NO or kind.name.startswith("MULTI_")
     if not (whole or (inside_workers and accelerator.is_fsdp2)) or (splits and not inside_workers):
@@ -150,7 +150,11 @@ def warn_of_single_worker(group: WorkerGroup) -> None:
 
 
 def refuse_unsupported_model(model: nn.Module) -> None:
-    """Raise ValueError for a model with lazy parameters, or with layers that share gradients or statistics."""
+    """Raise ValueError for a model with lazy parameters, or with layers that share gradients or statistics.
+
+    Also for one that is split in another way than by FSDP2.
+    """
+    refuse_other_splits(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} of a lazy module has no values yet. Run one batch through the model first.")
@@ -269,6 +273,7 @@ def refuse_unsupported_trainer(
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ValueError(f"fsdp= has no effect on CPUs; leave it out. {_SHARD_IN_TRAINER}")
     assert trainer.model is not None
+    refuse_other_splits(trainer.model)
     if shards_workers(trainer, device_mesh):
         _refuse_unsupported_shards(trainer, calibrates, renamed)
     elif has_shards(trainer.model):
@@ -344,10 +349,10 @@ def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool, renamed: bool
             "train_sampling_strategy='batch_rebalance' deals batches to processes, but sharded workers need them dealt "
             "by the mesh. Use 'group_by_length'."
         )
-    if getattr(trainer, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError(
-            "the model was sharded when it was loaded (DistributedConfig or tp_plan), over processes of several "
-            f"workers. Load it without. {_SHARD_IN_TRAINER}"
+            "the model was sharded when it was loaded (DistributedConfig), over processes of several workers. Load it "
+            f"without. {_SHARD_IN_TRAINER}"
         )
     if calibrates:
         raise ValueError(
@@ -406,7 +411,7 @@ def _is_of_trl(bases: set[str]) -> bool:
 @torch.no_grad()
 def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
     """Log a warning if the gradients are the same on all workers, as with DDP or with the same batches. Collective."""
-    counted = [p.grad for p in model.parameters() if p.grad is not None and group.row.counts(p)]
+    counted = [p.grad for p in model.parameters() if p.grad is not None]
     own = math.hypot(*(float(local_of(gradient).to_dense().double().norm()) for gradient in counted))
     what = "comparing the first gradients"
     squares = group.row.sum(torch.tensor([own**2], dtype=torch.float64, device="cpu"), what)

@@ -93,11 +93,7 @@ class GossipTraining:
         whole = [(name, tensor) for name, tensor in distinct.values() if not is_sharded(tensor)]
         sharded = [(name, tensor) for name, tensor in distinct.values() if is_sharded(tensor)]
         make_equal_(whole, self.group.everyone)
-        row = self.group.row
-        if row.copies is not None:
-            copied = [(name, local_of(tensor)) for name, tensor in sharded if row.is_copied(tensor)]
-            make_equal_(copied, row.copies, self.group)
-        if row.mesh is not None:
+        if self.group.row.mesh is not None:
             make_equal_([(name, local_of(tensor)) for name, tensor in sharded], self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
@@ -115,7 +111,6 @@ class GossipTraining:
                 if id(parameter) in mine:
                     name = watch.names.get(id(parameter), "a parameter")
                     raise ValueError(f"{name} is in two optimizers and would be mixed twice. Give it to one of them.")
-        self.group.row.require_parallelized(self.models)
         several = self.config.workers_per_process > 1
         step = GossipStep(optimizer, self.group, self.config, watch, self.owners.worker_of if several else None)
         self.steps.append(step)

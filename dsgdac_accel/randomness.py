@@ -24,26 +24,20 @@ def shared_seed(group: WorkerGroup) -> int:
 def seed_workers_differently(group: WorkerGroup, *salt: int) -> None:
     """Seed torch, NumPy and Python differently on every worker, from worker 0's seed and `salt`. Collective.
 
-    Ranks that read the same data, for tensor parallelism, are seeded alike: they compute parts of the same layers.
-
     A run that is repeated with the same seed gets the same streams. Samplers are not affected: they keep the order that
     all workers share (see `data.loaders`).
     """
-    words = _seed_words(shared_seed(group), group.reader, *salt)
+    words = _seed_words(shared_seed(group), group.rank, *salt)
     random.seed(words[0])
     numpy.random.seed(words[1])
     torch.manual_seed(_torch_seed(words))
 
 
 def make_streams_differ(group: WorkerGroup) -> None:
-    """Seed the workers differently if two of them have the same torch stream. Collective.
-
-    Ranks that read the same data need the same stream.
-    """
+    """Seed the workers differently if two of them have the same torch stream. Collective."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     digests = group.all_gather_object(digest, "comparing random states")
-    alike = [set(digests[first : first + group.same_data]) for first in range(0, group.size, group.same_data)]
-    if len(set(digests)) < group.readers or any(len(streams) > 1 for streams in alike):
+    if len(set(digests)) < group.size:
         seed_workers_differently(group)
 
 

@@ -1,12 +1,15 @@
-"""Tensors of which this process holds a shard: torch's DTensors, whoever made them (FSDP2, tensor parallelism)."""
+"""Tensors of which this process holds a shard: torch's DTensors, which FSDP2 makes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "dp_shard_cp")
+"""Dimensions that a mesh may have: workers and shards, which Accelerate calls by the last name for FSDP2."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -26,18 +29,30 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, model.parameters()))
 
 
-def settle_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give gradients the placements of their parameters. Collective over the meshes of DTensors.
+def refuse_other_splits(model: nn.Module) -> None:
+    """Raise ValueError if a model is split in another way than by FSDP2 over the shards of a worker."""
+    for module in model.modules():
+        refuse_other_dimensions({"tp": getattr(module, "tp_size", None) or 1}, "the model")  # tp_plan= of Transformers
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            refuse_other_dimensions(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), name)
 
-    Tensor parallelism leaves sums over its processes open (Partial) until they are needed, and a part of a sum is no
-    part of a gradient.
+
+def refuse_other_dimensions(sizes: Mapping[str, int], what: str) -> None:
+    """Raise ValueError if processes split a worker over another dimension than FSDP2's shards.
+
+    Args:
+        sizes: number of processes along each dimension, by its name.
+        what: what has the dimensions, for the message.
     """
-    for parameter in parameters:
-        gradient: Any = parameter.grad
-        if gradient is not None and is_sharded(gradient):
-            placements = parameter.placements  # type: ignore[attr-defined]
-            if gradient.placements != placements:
-                parameter.grad = gradient.redistribute(placements=placements)
+    for name, size in sizes.items():
+        if size > 1 and name not in _DIMENSIONS:
+            raise ValueError(
+                f"{what} splits a worker over {size} processes by '{name}', and only FSDP2 ('dp_shard') may split one. "
+                f"Use device_mesh= with fully_shard, or ParallelismConfig(dp_replicate_size=workers, "
+                f"dp_shard_size=shards), as in docs/sharded.md."
+            )
 
 
 def gathering_modules(models: Iterable[nn.Module]) -> list[Any]:

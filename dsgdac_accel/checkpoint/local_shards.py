@@ -74,7 +74,7 @@ class LocalShard:
     dims: Dims = ()
     """Dimensions of the mesh."""
     placements: tuple[str, ...] = ()
-    """For each of them: "replicate", "shard DIM" or "strided DIM FACTOR"."""
+    """For each of them: "replicate" or "shard DIM"."""
     like: Any = None
     """The DTensor whose mesh and placements `tensor` takes."""
 
@@ -164,8 +164,6 @@ def _from_local(values: Tensor, mesh: Any, placements: Any, shape: torch.Size, s
 
 
 def _described(placement: Any) -> str:
-    if type(placement).__name__ == "_StridedShard":
-        return f"strided {placement.dim} {placement.split_factor}"
     if placement.is_shard():
         return f"shard {placement.dim}"
     if placement.is_replicate():
@@ -175,10 +173,7 @@ def _described(placement: Any) -> str:
 
 def _placement(text: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard  # a mesh is there, so it is imported already
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     kind, *numbers = text.split()
     kinds: dict[str, Any] = {"replicate": Replicate, "shard": Shard}
-    if kind == "strided":
-        return _StridedShard(int(numbers[0]), split_factor=int(numbers[1]))
     return kinds[kind](*map(int, numbers))

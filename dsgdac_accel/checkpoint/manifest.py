@@ -76,7 +76,7 @@ class Manifest:
     common_files: tuple[SavedFile, ...] = ()
     """The common tensors that are stored, by digest: one file, or one for each rank of a worker that has some."""
     mesh: dict[str, int] = field(default_factory=dict)
-    """Sizes of the dimensions of the device mesh inside a worker, by name. Empty if a worker is one process."""
+    """{"dp_shard": ranks of each worker}. Empty if a worker is one process without a device mesh."""
     library: str = __version__
 
     @property
@@ -140,6 +140,8 @@ def _check(manifest: Manifest) -> None:
     mesh = manifest.mesh
     if not isinstance(mesh, dict) or any(type(size) is not int or size < 1 for size in mesh.values()):
         raise ValueError("its mesh has no sizes")
+    if mesh.keys() - {"dp_shard"}:
+        raise ValueError(f"its mesh is {mesh}, and only 'dp_shard' may split a worker")
     if type(manifest.workers) is not int or not 0 < manifest.workers * manifest.shards == len(manifest.files):
         raise ValueError("its files are not those of its workers")
     owners = [f"{worker:05d}" for worker in range(manifest.workers)]

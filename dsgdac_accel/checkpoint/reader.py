@@ -85,7 +85,7 @@ def load_private(folder: Path | str, rank: int, targets: Targets = _WHOLE) -> An
             f"the checkpoint {folder} holds the state of workers 0 to {manifest.workers - 1}; asked was worker {rank}."
         )
     files = manifest.files_of(rank)
-    order = targets.order(manifest.mesh)
+    order = targets.order(manifest.shards)
     with _damage_named(folder, "a worker's files are not as this library writes them"):
         return put_together(
             [partial(read_state, Path(folder), files[shard]) for shard in order], targets, bool(manifest.mesh)
@@ -105,7 +105,7 @@ def add_common(
             f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
             f"in another way cannot be compared with them. Launch as many ranks per worker as the saved run had."
         )
-    order = targets.order(manifest.mesh)
+    order = targets.order(manifest.shards)
     mine = own if alike else None
     with _damage_named(folder, "its common tensors are not those of its models"):
         readers = [partial(_common_of, manifest, Path(folder), shard, state["models"], mine) for shard in order]

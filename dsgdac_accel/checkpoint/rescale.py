@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from dsgdac_accel.checkpoint.local_shards import KeyPath, LocalShard, mapped
 from dsgdac_accel.checkpoint.manifest import Manifest, read_manifest
 from dsgdac_accel.checkpoint.reader import load_private
-from dsgdac_accel.checkpoint.resharding import Targets, leaves, readers_per_worker
+from dsgdac_accel.checkpoint.resharding import Targets, leaves
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ def average_of_workers(
     launched: int,
     warn: bool = True,
     targets: Targets | None = None,
-    mesh: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the state of the deployed model of a checkpoint, for each of `launched` workers.
 
@@ -37,7 +35,6 @@ def average_of_workers(
         launched: number of workers that resume.
         warn: whether to log that optimizer states start anew; on one worker is enough.
         targets: the parts of the tensors that this rank of a worker needs. Default: all.
-        mesh: sizes of the dimensions of the device mesh inside a worker that resumes. Default: one process.
 
     Raises:
         CheckpointError: the checkpoint was saved inside an accumulation window.
@@ -61,26 +58,25 @@ def average_of_workers(
     for gossip in state["gossip"]:
         gossip["mixer"]["workers"] = launched
         gossip["nonfinite_steps"], gossip["consecutive_nonfinite"] = 0, [0]
-    fit_to_processes(state, manifest, launched, mesh or {})
+    fit_to_processes(state, manifest, launched, targets.ranks)
     return state
 
 
-def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, mesh: Mapping[str, int]) -> None:
+def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, shards: int) -> None:
     """Change a saved state for other processes than the saved ones, in place.
 
     Args:
         state: of a process that resumes.
         manifest: of the checkpoint.
         launched: number of workers that resume.
-        mesh: sizes of the dimensions of the device mesh inside each of them.
+        shards: number of processes of each of them.
     """
     for gossip in state["gossip"]:
         for key in ("references", "references_of"):  # they belong to pairs of the saved processes
             gossip["mixer"].pop(key, None)
-    readers = manifest.workers * readers_per_worker(manifest.mesh), launched * readers_per_worker(mesh)
     for position in state["loaders"]:
         if position and position["running"]:
-            _rescale_position(position, *readers)
+            _rescale_position(position, manifest.workers * manifest.shards, launched * shards)
 
 
 def _state_of_worker(folder: Path, rank: int, warn: bool, targets: Targets) -> Any:

@@ -7,7 +7,6 @@ one file per rank, and every other number of ranks, or none beside the first, re
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,30 +22,6 @@ from dsgdac_accel.shards import is_sharded
 Saved = Tensor | LocalShard | Flattened
 """A tensor in a file: whole, the part that one rank held, or made of several."""
 
-_SAME_BATCHES = ("tp", "cp", "sp")
-"""Dimensions of a mesh whose ranks read the same batches."""
-
-
-def readers_per_worker(mesh: Mapping[str, int]) -> int:
-    """Return how many ranks of a worker read a share of the data each.
-
-    Args:
-        mesh: sizes of the dimensions of the device mesh inside a worker.
-
-    >>> readers_per_worker({"dp_shard": 4, "tp": 2})
-    4
-    """
-    return math.prod(size for name, size in mesh.items() if name not in _SAME_BATCHES)
-
-
-def split_of(mesh: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the dimensions of a mesh that split a worker, with their sizes: those of size 1 do not.
-
-    >>> split_of({"dp_shard": 4, "tp": 1})
-    [('dp_shard', 4)]
-    """
-    return [(name, size) for name, size in mesh.items() if size > 1]
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -58,43 +33,27 @@ class Targets:
     """Device meshes for everything else, by the names of their dimensions."""
     place: int = 0
     """Number of this rank within its worker."""
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the dimensions of the device mesh inside each worker, by name."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of each worker."""
-        return math.prod(self.mesh.values())
+    ranks: int = 1
+    """Ranks of each worker."""
 
     @cached_property
     def parameters(self) -> Mapping[int, KeyPath]:
         """The paths of parameters outside the states of optimizers, by the id of the tensor."""
         return {id(tensor): path for path, tensor in self.own.items() if path[0] in ("models", "loose")}
 
-    def order(self, saved: Mapping[str, int]) -> list[int]:
+    def order(self, files: int) -> list[int]:
         """Return the ranks of a saved worker in the order in which to read their files: the likeliest first.
 
-        Ranks that read the same batches must hold the same buffers and plain values, which are those of the first file.
-        On another mesh than the saved one they begin with one file.
-
         Args:
-            saved: sizes of the dimensions of the device mesh inside a saved worker, by name.
+            files: number of ranks of a saved worker.
 
-        >>> Targets(place=2, mesh={"dp_shard": 4}).order({"dp_shard": 2})
+        >>> Targets(place=2, ranks=4).order(2)
         [1, 0]
-        >>> Targets(place=1, mesh={"dp_shard": 2}).order({"dp_shard": 4})
+        >>> Targets(place=1, ranks=2).order(4)
         [2, 3, 0, 1]
-        >>> Targets(place=1, mesh={"tp": 2}).order({"dp_shard": 4})
-        [0, 2, 3, 1]
         """
-        files = math.prod(saved.values())
         likeliest = self.place * files // self.ranks
-        order = [*range(likeliest, files), *range(likeliest)]
-        if split_of(saved) != split_of(self.mesh):
-            alike = self.ranks // readers_per_worker(self.mesh)
-            first = self.place // alike * alike * files // self.ranks
-            order = [first, *(file for file in order if file != first)]
-        return order
+        return [*range(likeliest, files), *range(likeliest)]
 
     def parameter(self, path: KeyPath) -> KeyPath | None:
         """Return the path of the parameter that a state of an optimizer, at `path`, belongs to."""
@@ -109,11 +68,11 @@ class Targets:
         return template(saved, self.meshes) if isinstance(saved, LocalShard) else None
 
 
-def targets_of(own: Mapping[KeyPath, Tensor], place: int, mesh: Mapping[str, int]) -> Targets:
+def targets_of(own: Mapping[KeyPath, Tensor], place: int, ranks: int) -> Targets:
     """Return the targets for these tensors, and their meshes for everything else. Other arguments as `Targets` has."""
     sharded = [tensor for tensor in own.values() if is_sharded(tensor)]
     meshes = {tuple(tensor.device_mesh.mesh_dim_names or ()): tensor.device_mesh for tensor in sharded}  # type: ignore[attr-defined]
-    return Targets(own, meshes, place, mesh)
+    return Targets(own, meshes, place, ranks)
 
 
 def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: bool) -> Any:
@@ -159,7 +118,7 @@ def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[KeyPath
     for path, saved in leaves(tree):
         if is_sharded(saved):
             continue  # a common tensor that the model has already
-        # A count of steps may have the shape of its parameter by chance. Tensor parallelism leaves parameters whole.
+        # A count of steps may have the shape of its parameter by chance. A single shard may be a whole parameter.
         stays = path[:1] == ("optimizers",) and (
             path[-1] == "step" or (sharded and targets.parameter(path) not in whole)
         )

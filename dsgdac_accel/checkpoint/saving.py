@@ -26,7 +26,7 @@ from dsgdac_accel.checkpoint.manifest import (
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, leaves, split_of, targets_of
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
@@ -45,7 +45,7 @@ from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.processes import by_worker
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
-from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard, settle_gradients
+from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class AcceleratorCheckpoints:
         self.gossip_steps = gossip_steps
         self.gossip = gossip
         self.workers_per_process = workers_per_process
-        self.mesh = {} if group.row.mesh is None else group.row.mesh.inside
-        """Sizes of the dimensions of the device mesh inside a worker, by name."""
+        self.mesh = {} if group.row.mesh is None else {"dp_shard": group.row.size}
+        """Size of the dimension of the device mesh inside a worker, by its name."""
         self.everyone = by_worker(group)
         self._writer = CheckpointWriter(self.everyone, self.mesh)
 
@@ -180,8 +180,6 @@ class AcceleratorCheckpoints:
             step.mixer.edits.compare_meetings(f"saving a checkpoint at step {step.mixer.step}")
         recorders = [recorder_of(loader) for loader in accelerator._dataloaders]
         at_step_boundary = accelerator.gradient_state.sync_gradients
-        if not at_step_boundary:
-            settle_gradients(parameter for model in accelerator._models for parameter in model.parameters())
         return {
             "gossip": gossip,
             "models": models,
@@ -262,7 +260,7 @@ class AcceleratorCheckpoints:
         if self.mesh:
             registered = [mine.state_dict() for mine in accelerator._custom_objects]
             own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
-        return targets_of(own, self.group.row.rank, self.mesh)
+        return targets_of(own, self.group.row.rank, self.group.row.size)
 
     def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
         """Return the state for this process, and whether it was saved by other processes than these.
@@ -273,16 +271,16 @@ class AcceleratorCheckpoints:
         try:
             state = load_checkpoint(folder, self.everyone, own, targets)
             manifest = read_manifest(folder)
-            moved = split_of(manifest.mesh) != split_of(self.mesh)
+            moved = manifest.shards != self.group.row.size
             if moved:
-                fit_to_processes(state, manifest, self.group.size, self.mesh)
+                fit_to_processes(state, manifest, self.group.size, self.group.row.size)
             return self._on_all(lambda: revived(state)), moved
         except WorkerCountError:
             if on_other_worker_count == "refuse":
                 raise
 
         def average() -> dict[str, Any]:
-            state = average_of_workers(folder, self.group.size, self.everyone.rank == 0, targets, self.mesh)
+            state = average_of_workers(folder, self.group.size, self.everyone.rank == 0, targets)
             add_common(state, folder, own, targets)
             return revived(state)
 

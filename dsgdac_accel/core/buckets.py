@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dsgdac_accel.core.flat_parameters import Layout, laid_out
-from dsgdac_accel.distributed.row import Row
 
 
 class Use(Enum):
@@ -71,15 +70,14 @@ class Buckets:
         """Whether a receive buffer is as large as its bucket."""
 
     @torch.inference_mode(False)  # what is made in an evaluation is trained on afterwards
-    def lay_out(self, parameters: Sequence[Sequence[Parameter]], row: Row | None = None) -> None:
+    def lay_out(self, parameters: Sequence[Sequence[Parameter]]) -> None:
         """Move the parameters of each local worker into buckets. `reserve` must follow.
 
         Args:
             parameters: of each local worker.
-            row: the processes of this worker, by default a single one.
         """
         assert self.use is Use.FREE, f"the receive buffers are {self.use.value}"
-        self.flats = [laid_out(mine, row) for mine in parameters]
+        self.flats = [laid_out(mine) for mine in parameters]
 
     @torch.inference_mode(False)
     def reserve(self, counts: Sequence[int], empty_message: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -101,11 +99,6 @@ class Buckets:
     def values(self, worker: int) -> list[Tensor]:
         """Return x of a local worker: the data of each of its buckets."""
         return [bucket.data for bucket in self.flats[worker].buckets]
-
-    @property
-    def shares(self) -> list[float]:
-        """The share of each bucket, see `Bucket.share`."""
-        return [bucket.share for bucket in self.flats[0].buckets]
 
     def read_in(self) -> None:
         """Copy into the buckets the parameters that are no views of them."""

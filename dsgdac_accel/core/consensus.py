@@ -95,7 +95,7 @@ class Average:
                 mean.copy_(first)
                 self.group.all_reduce_mean_(mean, what, others=others)
                 for mine, x in zip(squares, (first, *others), strict=True):
-                    mine.append(self.buckets.shares[number] * _squared_distance(mean, x))
+                    mine.append(_squared_distance(mean, x))
         self._measured(squares)
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Average:
             own = [kept[number] for kept in self.spare.backup]
             self.group.all_reduce_mean_(mean, f"averaging the workers at step {self.mixer.step}", others=own[1:])
             for worker, x in enumerate(own):
-                squares[worker].append(self.buckets.shares[number] * _squared_distance(mean, x))
+                squares[worker].append(_squared_distance(mean, x))
                 if worker > 0:
                     self.buckets.values(worker)[number].copy_(mean)
         self.buckets.write_back()

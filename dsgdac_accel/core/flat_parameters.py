@@ -22,7 +22,6 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from dsgdac_accel.core.parameter_guard import extent
-from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.shards import is_sharded, local_of
 
 ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
@@ -41,8 +40,6 @@ class Bucket:
     """The same memory with a storage of its own, which the parameter points to."""
     addresses: list[int] = field(default_factory=list)
     """The address of the first element of each view."""
-    share: float = 1.0
-    """0 if another process of the worker has a copy of the bucket and counts it in sums over the worker, else 1."""
 
 
 class FlatParameters:
@@ -50,12 +47,11 @@ class FlatParameters:
 
     Args:
         parameters: parameters that can be mixed exactly, see `refuse_unmixable`.
-        row: the processes of the worker. Parameters of which several have copies get buckets of their own.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], row: Row | None = None) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
-        self.buckets = _buckets_of(self.parameters, row or Row())
+        self.buckets = _buckets_of(self.parameters)
         for bucket in self.buckets:
             for parameter, target in zip(bucket.parameters, bucket.targets, strict=True):
                 parameter.data = target
@@ -127,12 +123,12 @@ class StagedParameters:
     buckets, and `write_back` copies the buckets into the shards. Methods as in `FlatParameters`.
 
     Args:
-        parameters, row: as for `FlatParameters`.
+        parameters: as for `FlatParameters`.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], row: Row | None = None) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
-        self.buckets = _buckets_of(self.parameters, row or Row())
+        self.buckets = _buckets_of(self.parameters)
         self._in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self._views = [view for bucket in self.buckets for view in bucket.views]
         self._kinds = list(map(_kind, self._views))
@@ -182,10 +178,10 @@ class StagedParameters:
 Layout = FlatParameters | StagedParameters
 
 
-def laid_out(parameters: Sequence[Parameter], row: Row | None = None) -> Layout:
+def laid_out(parameters: Sequence[Parameter]) -> Layout:
     """Return the parameters of one worker in buckets."""
     layout = StagedParameters if any(map(is_sharded, parameters)) else FlatParameters
-    return layout(parameters, row)
+    return layout(parameters)
 
 
 @contextmanager
@@ -211,15 +207,12 @@ def changing_alike(misfits: Sequence[tuple[Parameter, Tensor]], name_of: Callabl
         local.data.add_((view - old).to(local))
 
 
-def _buckets_of(parameters: Sequence[Parameter], row: Row) -> list[Bucket]:
-    """Return one bucket for each dtype and device; parameters that several processes copy get buckets of their own."""
-    alike: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
+def _buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:
+    """Return one bucket for each dtype and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for parameter in parameters:
-        alike.setdefault((parameter.dtype, parameter.device, row.is_copied(parameter)), []).append(parameter)
-    buckets = list(map(_bucket_of, alike.values()))
-    for bucket in buckets:
-        bucket.share = float(row.counts(bucket.parameters[0]))
-    return buckets
+        alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return list(map(_bucket_of, alike.values()))
 
 
 def _bucket_of(parameters: list[Parameter]) -> Bucket:

@@ -176,29 +176,29 @@ def _clip_shards(parameters: Iterable[Parameter], max_norm: float, norm_type: fl
     if not p > 0:
         raise ValueError(f"norm_type must be > 0 for a sharded model; got {norm_type}. Use 2, or math.inf.")
     shards = _values_in_place(parameters)
-    counted = [values for parameter, values in shards if row.counts(parameter) and values.numel()]  # inf needs elements
+    counted = [values for values in shards if values.numel()]  # inf needs elements
     own = torch.nn.utils.get_total_norm(counted, norm_type).double()
     if p == math.inf:
         total = row.max(torch.where(own.isnan(), math.inf, own), what)  # maxima over processes may lose NaN
     else:
         total = row.sum(own**p, what) ** (1 / p)
     if shards:
-        torch._foreach_mul_([values for _, values in shards], torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
-def _values_in_place(parameters: Iterable[Parameter]) -> list[tuple[Parameter, Tensor]]:
-    """Return the parameters with a gradient, and the values of each in this process, in the gradient's own memory."""
+def _values_in_place(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """Return the values of each gradient in this process, in the gradient's own memory."""
     with_gradient = [p for p in parameters if p.grad is not None]
     for parameter in with_gradient:
         if parameter.grad.is_sparse:  # type: ignore[union-attr]
             parameter.grad = parameter.grad.coalesce()  # type: ignore[union-attr]
-    return [(p, gradient_values(local_of(p.grad))) for p in with_gradient]  # type: ignore[arg-type]
+    return [gradient_values(local_of(p.grad)) for p in with_gradient]  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def _clip_sparse(parameters: Iterable[Parameter], max_norm: float, norm_type: float) -> Tensor:
-    values = [values for _, values in _values_in_place(parameters)]
+    values = _values_in_place(parameters)
     total = torch.nn.utils.get_total_norm(values, norm_type)
     torch._foreach_mul_(values, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total

@@ -239,7 +239,7 @@ class Mixer:
         self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
         selected = self._select()
         self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
-        self.buckets.lay_out(selected, self.group.row)
+        self.buckets.lay_out(selected)
         self.edits.forget_meetings()
         self.changes.laid_out()
         self._reserve()

@@ -33,7 +33,6 @@ from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import settle_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class ArrivalGuard:
         The processes of a sharded worker call it in every step, also without updates: it holds all that they decide
         together in a step, in a single collective.
         """
-        norms = [update.norm(self.buckets.shares) for update in updates]
+        norms = [update.norm() for update in updates]
         total = norms[0] if len(norms) == 1 else torch.stack(norms).mean() if norms else None
         if self.group.row.size > 1:
             total = self._of_worker(total, step)
@@ -228,8 +227,6 @@ class GradientGuard:
             return
         parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
         row, late = self.arrivals.group.row, self.arrivals.checks_late
-        if row.mesh is not None:
-            settle_gradients(self.parameters.find())
         if row.size > 1:  # the row decides in `ArrivalGuard.check`
             flag = nonfinite_flag(parameters[0]) if late else bool(nonfinite_workers(parameters))
             self.arrivals.skip_wanted = False if flag is None else flag

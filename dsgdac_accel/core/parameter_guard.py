@@ -288,7 +288,6 @@ class MixedParameters:
             first = replicas[0]
             group.require_equal(tuple(first.shape), "shape of the parameter added to the optimizer")
             what = f"starting from equal values of {self.name_of(first)}"
-            group.row.equalize_(local_of(first), first, what)
             group.broadcast_(local_of(first), what)
             for other in replicas[1:]:
                 if other.shape == first.shape:

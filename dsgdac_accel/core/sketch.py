@@ -155,7 +155,7 @@ class RadiusEstimate:
 
     A thread sends and receives through a process group that nothing else uses, over gloo even if mixing uses NCCL, so
     nothing waits for it. Each process of a sharded worker projects its own shard, with random numbers of its own, so
-    that the squares of the shards add up; of several copies the first counts. A late worker delays an estimate, not a
+    that the squares of the shards add up. A late worker delays an estimate, not a
     step. A step around which a worker is lost has no estimate.
 
     Args:
@@ -212,7 +212,7 @@ class RadiusEstimate:
         if self.group.size == len(flats) == 1:
             self._latest = Consensus(0.0, 0.0, step)
             return
-        counted = [[bucket.data if bucket.share else bucket.data[:0] for bucket in flat.buckets] for flat in flats]
+        counted = [[bucket.data for bucket in flat.buckets] for flat in flats]
         sketches = torch.stack(list(map(self.projection, counted)))
         if self.group.row.size > 1:  # a small shard has fewer numbers
             sketches = torch.nn.functional.pad(sketches, (0, self.projection.numbers - sketches.shape[1]))

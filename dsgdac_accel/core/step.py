@@ -139,20 +139,9 @@ class GossipStep:
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
         gamma = self.schedule.next_gamma(int(self.progress), epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
-        if self.group.row.copies is not None and (first or self._is_logged()):
-            self._compare_copies()
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
         return self.guard.allows_step()
-
-    def _compare_copies(self) -> None:
-        """Raise ValueError on all processes if copies of a parameter along `tp` have different gradients."""
-        named = [(self.mixer.parameters.name_of(p), p) for p in self.mixer.parameters.find()]
-        what = f"comparing copies of parameters at step {self.mixer.step}"
-        found = self.group.row.unequal_gradients(named, what)
-        refusal = self.group.everyone.first(found and f"{self.group.members.me}: {found}", what)
-        if refusal is not None:
-            raise ValueError(refusal)
 
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""

@@ -42,16 +42,12 @@ class Update:
     local: int = 0
     """The local worker."""
 
-    def norm(self, shares: Sequence[float] = ()) -> Tensor:
+    def norm(self) -> Tensor:
         """Return the distance of the worker to the mean of its neighbors, shape ().
 
         ||sum_j W_ij x_j / sum_j W_ij - x_i|| = ||difference|| / ratio_sum
-
-        Args:
-            shares: how much the square of each bucket counts, see `Bucket.share`; by default all of it.
         """
-        weighted = zip(self.squares, shares or [1.0] * len(self.squares), strict=True)
-        squares = [piece if share == 1.0 else share * piece for pieces, share in weighted for piece in pieces]
+        squares = [piece for pieces in self.squares for piece in pieces]
         if not squares:  # everything is frozen
             return torch.zeros((), device="cpu")
         norm = torch.stack(squares).sum().sqrt()

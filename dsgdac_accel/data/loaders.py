@@ -141,7 +141,7 @@ def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
     if loader.batch_size is None and batch_sampler_of(loader) is None:
         raise ValueError(
             f"batch_size=None leaves batches to the dataset, and Accelerate cannot distribute them over "
-            f"{group.readers} workers. Give a BatchSampler as `sampler`, set dispatch_batches=True in "
+            f"{group.size} workers. Give a BatchSampler as `sampler`, set dispatch_batches=True in "
             f"DataLoaderConfiguration, so that worker 0 reads for all, or let every worker read its own part through "
             f"`accelerator.equal_steps(loader)`, without `prepare`."
         )
@@ -149,7 +149,7 @@ def warn_of_own_shards(loader: DataLoader, group: WorkerGroup) -> None:
     if distributed is not None:
         warnings.warn(
             f"{type(distributed).__name__} gives every worker a part of the data, and `prepare` splits it again: every "
-            f"pass would read only one sample in {group.readers}. Leave the sampler out (shuffle=True).",
+            f"pass would read only one sample in {group.size}. Leave the sampler out (shuffle=True).",
             stacklevel=4,
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -177,7 +177,7 @@ def differ_per_worker(loader: Any, group: WorkerGroup) -> None:
         and getattr(plain, "num_workers", 0) > 0
         and not isinstance(plain.worker_init_fn, _SeedLoaderWorker)
     ):
-        plain.worker_init_fn = _SeedLoaderWorker(group.reader, plain.worker_init_fn)
+        plain.worker_init_fn = _SeedLoaderWorker(group.rank, plain.worker_init_fn)
 
 
 class _SeedLoaderWorker:

@@ -110,11 +110,6 @@ class LoaderSharding:
         share_own_samplers(prepared, self.group)
         differ_per_worker(prepared, self.group)
         if isinstance(prepared, DataLoaderDispatcher):
-            if self.group.same_data > 1:
-                raise ValueError(
-                    "dispatch_batches=True (the default for an IterableDataset) would give all workers the same batch "
-                    "with tensor parallelism. Set DataLoaderConfiguration(dispatch_batches=False)."
-                )
             return prepared  # worker 0 reads for all workers, so all get equally many batches
         warn_of_own_shards(loader, self.group)
         equal = self.equal_steps(prepared)
@@ -123,7 +118,7 @@ class LoaderSharding:
             first = members.named([equal.lengths.index(0)])
             raise ValueError(
                 f"{first} would get no batch: the dataset has {known_length(loader.dataset)} samples for "
-                f"{self.group.readers} {members.noun}s with batches of {loader.batch_size} "
+                f"{self.group.size} {members.noun}s with batches of {loader.batch_size} "
                 f"(drop_last={loader.drop_last}). Use more data, smaller batches or fewer workers."
             )
         return equal if equal.needed else prepared

@@ -12,7 +12,7 @@ from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.tensor_bytes import begin_digest, finish_digests, is_plain
 
 
-def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup, column: WorkerGroup | None = None) -> None:
+def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None:
     """Overwrite tensors on every worker by worker 0's, bit by bit. Only those that differ are sent. Collective.
 
     Quantized weights whose state is outside of their elements cannot be sent. They must be equal.
@@ -20,7 +20,6 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup, column:
     Args:
         named: each tensor with its name, the same on all workers.
         group: the workers.
-        column: if `group` is a part of a worker: the workers, all processes of which raise what one has found.
 
     Raises:
         ValueError: on all workers, if names, shapes, dtypes or devices differ, or a tensor cannot be compared or sent.
@@ -52,10 +51,7 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup, column:
                 f"{named[fixed[0]][0]} is quantized and differs between the workers, and its quantization state cannot "
                 f"be sent. Load the same base with the same quantization on all workers."
             )
-    if column is None:
-        refusal = group.row.first(refusal, where)  # of a sharded worker, all processes raise what one has found
-    else:
-        refusal = column.everyone.first(refusal and f"{column.members.me}: {refusal}", where)
+    refusal = group.row.first(refusal, where)  # of a sharded worker, all processes raise what one has found
     if refusal is not None:
         raise ValueError(refusal)
     for number in differing:

@@ -79,8 +79,6 @@ class WorkerGroup:
         self.timeout = timeout
         self.members = members
         self.row = Row()
-        self.same_data = 1
-        """Number of successive ranks that read the same data and draw the same random numbers (tensor parallelism)."""
         self._everyone: WorkerGroup | None = None
         self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
         self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
@@ -128,7 +126,7 @@ class WorkerGroup:
     @steps_taken.setter
     def steps_taken(self, steps: int) -> None:
         self._steps_taken = steps
-        for other in (self._everyone, self.row.group, self.row.copies):
+        for other in (self._everyone, self.row.group):
             if other is not None:
                 other.steps_taken = steps
 
@@ -137,21 +135,9 @@ class WorkerGroup:
         """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
         everyone = cls(device, timeout, line=mesh.everyone)
         column = cls(device, timeout, line=mesh.column)
-        copies = cls(device, timeout, line=mesh.tensor) if mesh.tensor_size > 1 else None
-        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh, copies), everyone
-        everyone.same_data = mesh.tensor_size
+        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
         mesh.limit(timeout)
         return column
-
-    @property
-    def readers(self) -> int:
-        """Number of different data shards that the ranks read."""
-        return self.size // self.same_data
-
-    @property
-    def reader(self) -> int:
-        """Index of the data shard that this rank reads."""
-        return self.rank // self.same_data
 
     # ---- who is here
 

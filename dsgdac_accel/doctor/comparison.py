@@ -69,12 +69,9 @@ def compare_models(group: WorkerGroup, model: nn.Module, fresh: bool) -> list[Fi
 
 
 def compare_streams(group: WorkerGroup) -> list[Finding]:
-    """Find workers that draw the same random numbers. Collective.
-
-    Ranks that read the same data draw the same numbers, and the first of them speaks for all.
-    """
+    """Find workers that draw the same random numbers. Collective."""
     fingerprints = group.all_gather_object(stream_fingerprints(), "comparing the random streams")
-    return check_streams(fingerprints[:: group.same_data])
+    return check_streams(fingerprints)
 
 
 # ---- facts about this worker

@@ -40,7 +40,6 @@ from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployment import TrainerDeployment
 from dsgdac_accel.trainer.sharding import (
     ShardsInTrainer,
-    count_items_of_process,
     is_renamed,
     items_of_worker,
     load_deployed,
@@ -68,8 +67,8 @@ class GossipCallback(TrainerCallback):
     `timeout` to the Trainer's own collectives.
 
     With `TrainingArguments(parallelism_config=...)` a worker is several processes, which shard its model:
-    `dp_replicate_size` is the number of workers. On CPUs, and for a model that was sharded by `fully_shard` or
-    `parallelize_module` before, pass `device_mesh` instead.
+    `dp_replicate_size` is the number of workers. On CPUs, and for a model that was sharded by `fully_shard` before,
+    pass `device_mesh` instead.
 
     Args:
         config: topology, gamma schedule and policies. Default: `GossipConfig()`, the paper's settings.
@@ -187,10 +186,6 @@ class GossipCallback(TrainerCallback):
             shards = ShardsInTrainer(trainer)
             self._wrap("_save", shards.save)
             self._wrap("_save_optimizer_and_scheduler", shards.save_nothing)
-            self._wrap("_get_dataloader", shards.get_dataloader)
-            self._wrap("get_total_train_batch_size", shards.total_batch_size)
-            if hasattr(trainer, "_has_mixed_mesh_grads"):  # of newer Transformers
-                self._wrap("_has_mixed_mesh_grads", shards.has_mixed_mesh_grads)
 
     def _begin_run(self) -> None:
         """Reset the state of one `train()`."""
@@ -366,7 +361,7 @@ class GossipCallback(TrainerCallback):
         trainer, count = self.trainer, self._accelerator.workers_per_process
         trains = not self.deployment.active and bool(self._steps)  # otherwise an evaluation, of one model
         if self._group.row.mesh is not None:
-            items = count_items_of_process(trainer, original, batches, *args, **kwargs)
+            items = original(batches, *args, **kwargs)
             counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
             return items_of_worker(items, self._group.row, trainer.args.device) if trains and counts else items
         if not trains:

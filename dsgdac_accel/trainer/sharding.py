@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable
@@ -10,12 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers.trainer
 from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import seed_worker
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from dsgdac_accel.checkpoint import CheckpointError
@@ -50,46 +47,8 @@ class ShardsInTrainer:
     def save_nothing(self, original: Callable[..., Any], output_dir: str) -> None:
         """Leave optimizer and scheduler to the states of workers: the Trainer's files would hold worker 0's shards."""
 
-    def get_dataloader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let loader processes draw the same random numbers where the ranks along `tp` read the same batches.
-
-        The Trainer seeds them by the number of their rank.
-        """
-        same_data = self.trainer.accelerator.group.everyone.same_data
-        seeds = transformers.trainer.seed_worker
-        transformers.trainer.seed_worker = functools.partial(_seed_by_reader, same_data=same_data)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            transformers.trainer.seed_worker = seeds
-
-    def total_batch_size(self, original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Return the samples of all workers in a step. Without `parallelism_config` the Trainer knows of no `tp`."""
-        total = original(*args, **kwargs)
-        accelerator = self.trainer.accelerator
-        return total if accelerator.parallelism_config is not None else total // accelerator.group.everyone.same_data
-
-    def has_mixed_mesh_grads(self, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        """Return False, so that the Trainer leaves the norm of a worker's gradient to the accelerator."""
-        return False
-
-
-def _seed_by_reader(worker_id: int, num_workers: int, rank: int, same_data: int) -> None:
-    seed_worker(worker_id, num_workers, rank // same_data)
-
 
 # ---- tokens
-
-
-def count_items_of_process(
-    trainer: Any, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any
-) -> Tensor | int | None:
-    """Return the number of tokens that count in this process's batches; None if the Trainer does not count them.
-
-    The Trainer divides a number by `tp_size`, as if it had been summed over all processes that read the same batch.
-    """
-    parallelism = trainer.accelerator.parallelism_config
-    return original(batches * (1 if parallelism is None else parallelism.tp_size), *args, **kwargs)
 
 
 def items_of_worker(items: Tensor | int | None, row: Row, device: torch.device) -> Tensor | None:

@@ -15,8 +15,6 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
@@ -70,34 +68,30 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-CASES: dict[str, tuple[str, tuple[int, int], list[tuple[int, int, int]]]] = {
-    "sgd": ("sgd", (2, 0), [(2, 3, 0), (2, 0, 0), (1, 4, 0)]),
-    "adam": ("adam", (2, 0), [(2, 1, 0), (3, 2, 0), (2, 0, 2)]),
-    "tp": ("adam", (0, 2), [(2, 2, 0), (2, 1, 0), (2, 0, 0), (1, 0, 2), (3, 0, 0)]),
-    "shards and tp": ("sgd", (2, 2), [(2, 4, 0), (2, 1, 0), (2, 0, 2)]),
+CASES: dict[str, list[tuple[int, int]]] = {
+    "sgd": [(2, 3), (2, 0), (1, 4)],
+    "adam": [(2, 1), (3, 2), (3, 0)],
 }
-"""Optimizer, sizes of dp_shard and tp of two workers that save, and workers and sizes of those that load it."""
+"""Workers and shards of those that load what two workers of two shards save, by optimizer."""
 
 
 class Training:
-    """A user's script on a mesh of workers, shards and tensor parallelism; both sizes 0 mean without a mesh."""
+    """A user's script on a mesh of workers and shards; 0 shards mean without a mesh."""
 
     def __init__(
         self,
         workers: int,
         shards: int,
         optimizer: str,
-        tensor: int = 0,
         width: int = 7,
         accumulation: int = 1,
         project: ProjectConfiguration | None = None,
         **gossip: Any,
     ) -> None:
         set_seed(0)
-        inside = {name: size for name, size in (("dp_shard", shards), ("tp", tensor)) if size}
         mesh = None
-        if inside:
-            mesh = init_device_mesh("cpu", (workers, *inside.values()), mesh_dim_names=("dp_replicate", *inside))
+        if shards:
+            mesh = init_device_mesh("cpu", (workers, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
         config = GossipConfig(power=1, total_steps=40, log_every=2, timeout=120, **gossip)
         self.accelerator = GossipAccelerator(
             cpu=True,
@@ -108,14 +102,7 @@ class Training:
             gradient_accumulation_steps=accumulation,
         )
         model = Net(width)
-        if mesh is not None and tensor:  # `norm` is copied; FSDP cuts `first.weight` in strides
-            hidden = Shard(0) if accumulation > 1 else Replicate()
-            first, base = ColwiseParallel(output_layouts=hidden), ColwiseParallel(input_layouts=hidden)
-            plan = {"first": first, "base": base, "last": RowwiseParallel()}
-            if accumulation > 1:  # the gradient of `norm` is a sum over `tp` that is left open up to the step
-                plan["norm"] = SequenceParallel(sequence_dim=0)
-            parallelize_module(model, mesh["tp"], plan)
-        if mesh is not None and shards:
+        if mesh is not None:
             for layer in (model.first, model.base, model.last):
                 fully_shard(layer, mesh=mesh["dp_shard"])
             fully_shard(model, mesh=mesh["dp_shard"])
@@ -178,8 +165,8 @@ class Training:
 # ---- launches
 
 
-def train_and_save(rank: int, folder: Path, optimizer: str, shards: int, tensor: int) -> dict[str, Any]:
-    training = Training(2, shards, optimizer, tensor)
+def train_and_save(rank: int, folder: Path, optimizer: str) -> dict[str, Any]:
+    training = Training(2, 2, optimizer)
     training.run({SAVED_AT: folder / "c", SAVED_AT + 1: folder / "background"})
     radius = training.accelerator.measure_consensus()["gossip/radius"]
     return {
@@ -192,17 +179,17 @@ def train_and_save(rank: int, folder: Path, optimizer: str, shards: int, tensor:
     }
 
 
-def resume(rank: int, folder: Path, optimizer: str, shards: int, tensor: int, name: str) -> dict[str, Any]:
-    training = Training(2, shards, optimizer, tensor)
+def resume(rank: int, folder: Path, optimizer: str, name: str) -> dict[str, Any]:
+    training = Training(2, 2, optimizer)
     training.accelerator.load_state(folder / name)
     training.run()
     radius = training.accelerator.measure_consensus()["gossip/radius"]
     return {"end": training.local(), "notes": training.notes, "radius": radius}
 
 
-def load_elsewhere(rank: int, folder: Path, optimizer: str, workers: int, shards: int, tensor: int) -> dict[str, Any]:
+def load_elsewhere(rank: int, folder: Path, optimizer: str, workers: int, shards: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    training = Training(workers, shards, optimizer, tensor)
+    training = Training(workers, shards, optimizer)
     if workers != 2:
         before = training.whole()
         with pytest.raises(WorkerCountError, match=f"of 2 workers, but {workers} were launched"):
@@ -212,7 +199,7 @@ def load_elsewhere(rank: int, folder: Path, optimizer: str, workers: int, shards
     found["worker"], found["loaded"] = training.worker, training.whole()
     found["position"] = training.accelerator.data_position(training.loader)
     found["step"], found["lr"] = training.accelerator.gossip_steps[0].mixer.step, training.scheduler.get_last_lr()
-    found["random"], found["seen"] = torch.get_rng_state(), training.model.seen.clone()
+    found["random"] = torch.get_rng_state()
     training.run(until=SAVED_AT + 2)
     found["finite"] = all(value.isfinite().all() for value in training.whole().values())
     return found
@@ -255,15 +242,14 @@ def load_whole(rank: int, folder: Path, workers: int) -> tuple[int, dict[str, Te
     return training.worker, training.whole()
 
 
-def resume_in_window(rank: int, folder: Path, comm_dtype: str, shards: int, tensor: int) -> list[Any]:
+def resume_in_window(rank: int, folder: Path, comm_dtype: str) -> list[Any]:
     ends: list[Any] = []
     for load in (False, True):
-        training = Training(2, shards, "sgd", tensor, accumulation=2, comm_dtype=comm_dtype)
+        training = Training(2, 2, "sgd", accumulation=2, comm_dtype=comm_dtype)
         if load:
             training.accelerator.load_state(folder / "c")
         for batch in range(5 if load else 0, 9):  # the step after the fifth batch is not taken yet
-            reader = rank // max(1, tensor)
-            rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * batch + reader))
+            rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * batch + rank))
             with training.accelerator.accumulate(training.model):
                 training.accelerator.backward(training.model(rows).square().mean())
                 training.optimizer.step()
@@ -294,22 +280,19 @@ def rotate(rank: int, folder: Path) -> tuple[list[str], bool]:
 # ---- tests
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_sharded_workers_resume_and_load_elsewhere(tmp_path, case):
-    optimizer, (shards, tensor), elsewhere = CASES[case]
-    ranks = max(1, shards) * max(1, tensor)
-    first = run_workers(train_and_save, 2 * ranks, tmp_path, optimizer, shards, tensor)
+@pytest.mark.parametrize("optimizer", CASES)
+def test_sharded_workers_resume_and_load_elsewhere(tmp_path, optimizer):
+    first = run_workers(train_and_save, 4, tmp_path, optimizer)
     assert first[0]["files"] == [
-        *(f"{worker:05d}/{place:03d}.safetensors" for worker in range(2) for place in range(ranks)),
-        *(f"common/{place:03d}.safetensors" for place in range(ranks)),
+        *(f"{worker:05d}/{place:03d}.safetensors" for worker in range(2) for place in range(2)),
+        *(f"common/{place:03d}.safetensors" for place in range(2)),
     ]
     manifest = read_manifest(tmp_path / "c")
-    mesh = {name: size for name, size in (("dp_shard", shards), ("tp", tensor)) if size}
-    assert (manifest.workers, manifest.mesh, manifest.step) == (2, mesh, SAVED_AT)
+    assert (manifest.workers, manifest.mesh, manifest.step) == (2, {"dp_shard": 2}, SAVED_AT)
     assert {tensor.name for tensor in manifest.common} == {"base.weight"}  # the bias is smaller than 1 KiB
 
     name, step = ("c", SAVED_AT) if optimizer == "sgd" else ("background", SAVED_AT + 1)
-    resumed = run_workers(resume, 2 * ranks, tmp_path, optimizer, shards, tensor, name)
+    resumed = run_workers(resume, 4, tmp_path, optimizer, name)
     for before, after in zip(first, resumed, strict=True):
         assert after["notes"] == before["notes"][step:]
         assert after["radius"] == before["radius"]
@@ -322,25 +305,22 @@ def test_sharded_workers_resume_and_load_elsewhere(tmp_path, case):
     for worker in range(2):
         parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
         assert all(torch.equal(value, saved[worker][name]) for name, value in parameters.items())
-    readers = 2 * max(1, shards)
-    epoch, taken = divmod(SAVED_AT, math.ceil(SAMPLES / (BATCH * readers)))
-    for workers, others, copies in elsewhere:
-        size = workers * max(1, others) * max(1, copies)
-        loaded = run_workers(load_elsewhere, size, tmp_path, optimizer, workers, others, copies)
+    epoch, taken = divmod(SAVED_AT, math.ceil(SAMPLES / (BATCH * 4)))
+    for workers, shards in CASES[optimizer]:
+        size = workers * max(1, shards)
+        loaded = run_workers(load_elsewhere, size, tmp_path, optimizer, workers, shards)
         streams = set()
-        for rank, result in enumerate(loaded):
+        for result in loaded:
             assert result["finite"]
             assert (result["step"], result["lr"]) == (SAVED_AT, loaded[0]["lr"])
             streams.add(result["random"].numpy().tobytes())
-            for shared in ("random", "seen") if copies else ():
-                assert torch.equal(result[shared], loaded[rank // copies * copies][shared])
             assert result["position"].epoch == epoch
-            assert result["position"].batches == taken * readers // (workers * max(1, others))
+            assert result["position"].batches == taken * 4 // size
             assert result["loaded"].keys() == saved[0].keys()
             for name, value in result["loaded"].items():
                 expected = saved[result["worker"]][name] if workers == 2 else mean_of(saved, name)
-                assert torch.equal(value, expected), (workers, others, copies, name)
-        assert len(streams) == workers * max(1, others)
+                assert torch.equal(value, expected), (workers, shards, name)
+        assert len(streams) == size
 
 
 @pytest.mark.parametrize("shards", [0, 1])
@@ -353,9 +333,9 @@ def test_sharded_workers_load_those_of_one_process(tmp_path, shards):
                 assert torch.equal(value, saved[worker][name] if workers == 2 else mean_of(saved, name)), name
 
 
-@pytest.mark.parametrize(("comm_dtype", "shards", "tensor"), [("full", 2, 0), ("int8", 2, 0), ("int8", 0, 2)])
-def test_an_accumulation_window_and_the_references_of_messages_are_resumed(tmp_path, comm_dtype, shards, tensor):
-    for whole, resumed in run_workers(resume_in_window, 4, tmp_path, comm_dtype, shards, tensor):
+@pytest.mark.parametrize("comm_dtype", ["full", "int8"])
+def test_an_accumulation_window_and_the_references_of_messages_are_resumed(tmp_path, comm_dtype):
+    for whole, resumed in run_workers(resume_in_window, 4, tmp_path, comm_dtype):
         for name, value in whole.items():
             assert torch.equal(resumed[name], value), name
 
@@ -369,7 +349,7 @@ def mean_of(saved: dict[int, dict[str, Tensor]], name: str) -> Tensor:
 
 
 def test_what_cannot_be_loaded_or_saved_is_refused_before_anything_changes(tmp_path):
-    run_workers(train_and_save, 4, tmp_path, "sgd", 2, 0)
+    run_workers(train_and_save, 4, tmp_path, "sgd")
     for damage in ("missing", "altered"):
         shutil.copytree(tmp_path / "c", tmp_path / damage)
         part = tmp_path / damage / "workers" / "00001" / "001.safetensors"

@@ -20,7 +20,6 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
     LlamaForCausalLM,
     MarianConfig,
@@ -39,7 +38,6 @@ from dsgdac_accel import (
     AdaptiveConsensus,
     GossipCallback,
     GossipConfig,
-    WorkerParallelismConfig,
     build_topology,
     compatibility,
 )
@@ -53,7 +51,6 @@ from tests.workers import run_workers, try_workers
 pytestmark = pytest.mark.multiprocess
 
 LR, BATCH, MAX_NORM = 0.05, 2, 0.3
-PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -116,17 +113,13 @@ class Watched(TrainerCallback):
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    if "tp" in mesh.mesh_dim_names:
-        parallelize_module(model, mesh["tp"], PLAN)
-    if "dp_shard" in mesh.mesh_dim_names:
-        fully_shard(model.up, mesh=mesh["dp_shard"])
-        fully_shard(model, mesh=mesh["dp_shard"])
-    return model
+    fully_shard(model.up, mesh=mesh["dp_shard"])
+    return fully_shard(model, mesh=mesh["dp_shard"])
 
 
 def trainer_of(
     folder: str,
-    world: tuple[int, int, int],
+    world: tuple[int, int],
     by: str = "mesh",
     model: nn.Module | None = None,
     data: Any = None,
@@ -138,13 +131,11 @@ def trainer_of(
 ) -> Trainer:
     """Return a Trainer. `by`: who shards, the test by a "mesh", or Accelerate by "arguments" or the "environment"."""
     fresh()
-    workers, shards, tensor = world
+    workers, shards = world
     model = Tokens() if model is None else model
-    sizes = {"dp_replicate_size": workers, "dp_shard_size": shards, "tp_size": tensor}
+    sizes = {"dp_replicate_size": workers, "dp_shard_size": shards}
     options: dict[str, Any] = {}
-    if by == "arguments" and shards == 1:
-        options = {"parallelism_config": WorkerParallelismConfig(**sizes)}
-    elif by == "fsdp":
+    if by == "fsdp":
         options = {"fsdp": True, "fsdp_config": {"version": 2}}
     elif by == "arguments":
         options = {"parallelism_config": ParallelismConfig(**sizes), "fsdp": True, "fsdp_config": {"version": 2}}
@@ -166,15 +157,13 @@ def trainer_of(
             **settings,
         },
     )
-    assert args.world_size == workers * shards * tensor
+    assert args.world_size == workers * shards
     mesh = None
     if by == "mesh":
         mesh = mesh_of(*world)
         sharded(model, mesh) if isinstance(model, Tokens) else fully_shard(model, mesh=mesh["dp_shard"])
     else:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # on gloo in place of GPUs
-        if tensor > 1:
-            parallelize_module(model, options["parallelism_config"].get_device_mesh("cpu")["tp"], PLAN)
     config = GossipConfig(**{"power": 2.0, "timeout": 60, **(gossip or {})})
     watched = Watched() if watched is None else watched
     trainer = Trainer(
@@ -192,10 +181,10 @@ def trainer_of(
     return trainer
 
 
-def train(rank: int, folder: str, world: tuple[int, int, int], **case: Any) -> dict[str, Any]:
+def train(rank: int, folder: str, world: tuple[int, int], **case: Any) -> dict[str, Any]:
     trainer = trainer_of(folder, world, **case)
     model: Any = trainer.model
-    if rank >= math.prod(world[1:]):  # worker 0's values count
+    if rank >= world[1]:  # worker 0's values count
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.5)
@@ -220,15 +209,14 @@ def train(rank: int, folder: str, world: tuple[int, int, int], **case: Any) -> d
     }
 
 
-def simulate(results: list[dict[str, Any]], world: tuple[int, int, int], accumulation: int = 2) -> dict[str, Any]:
+def simulate(results: list[dict[str, Any]], world: tuple[int, int], accumulation: int = 2) -> dict[str, Any]:
     """The same with one dense model per worker, whose loss is the sum over all its tokens divided by their number."""
-    workers, shards, tensor = world
+    workers, shards = world
     data, evaluation = Sentences(23), Sentences(16, seed=4)
     models = [Tokens() for _ in range(workers)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0) for model in models]
     schedule = AdaptiveConsensus(power=2.0)
     simulation = Simulation(models, optimizers, build_topology("one_peer_ring", workers), schedule)
-    readers = results[::tensor]
     per_pass = math.ceil(math.ceil(23 / BATCH) / (workers * shards))
     starts = [first + at for first in range(0, 99, per_pass) for at in range(0, per_pass, accumulation)]
     weights, norms, losses, evaluations = [], [], [], []
@@ -241,7 +229,7 @@ def simulate(results: list[dict[str, Any]], world: tuple[int, int, int], accumul
         for worker, model in enumerate(models):
             optimizers[worker].param_groups[0]["lr"] = LR * (total - step) / total
             model.zero_grad()
-            mine = readers[worker * shards : (worker + 1) * shards]
+            mine = results[worker * shards : (worker + 1) * shards]
             rows = [row for result in mine for batch in result["rows"][first:last] for row in batch]
             loss = model(data.tokens[rows], data.labels[rows])["loss"]
             loss.backward()
@@ -272,19 +260,18 @@ def model_with(values: torch.Tensor) -> Tokens:
     return model
 
 
-def require_equal(results: list[dict[str, Any]], world: tuple[int, int, int], folder: Path) -> None:
-    workers, shards, tensor = world
+def require_equal(results: list[dict[str, Any]], world: tuple[int, int], folder: Path) -> None:
+    workers, shards = world
     expected = simulate(results, world)
     assert expected["radius"] > 1e-3, "the workers have to differ in this test"
     assert expected["gammas"][-1] < 0.2, "gamma has to change in this test"
-    read = [{*chain.from_iterable(result["rows"][: 3 // shards])} for result in results[::tensor]]
+    read = [{*chain.from_iterable(result["rows"][: 3 // shards])} for result in results]
     assert all(not first & second for first in read for second in read if first is not second)
     for rank, result in enumerate(results):
-        worker = rank // (shards * tensor)
+        worker = rank // shards
         assert result["workers"] == workers
         assert result["steps"] == len(expected["weights"]) == len(result["weights"])
         assert result["samples"] == 2 * BATCH * workers * shards
-        assert result["rows"] == results[rank // tensor * tensor]["rows"]
         for step, weights in enumerate(result["weights"]):
             torch.testing.assert_close(weights, expected["weights"][step][worker], rtol=0, atol=1e-9)
         assert result["gammas"] == pytest.approx(expected["gammas"], abs=1e-12)
@@ -309,28 +296,19 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_
 
 
 def test_two_workers_of_two_shards_follow_algorithm_1_in_a_trainer(tmp_path):
-    results = run_workers(train_case, 4, str(tmp_path), (2, 2, 1), EVALUATING)
-    require_equal(results, (2, 2, 1), tmp_path)
+    results = run_workers(train_case, 4, str(tmp_path), (2, 2), EVALUATING)
+    require_equal(results, (2, 2), tmp_path)
 
 
-def train_case(rank: int, folder: str, world: tuple[int, int, int], case: dict[str, Any]) -> dict[str, Any]:
+def train_case(rank: int, folder: str, world: tuple[int, int], case: dict[str, Any]) -> dict[str, Any]:
     return train(rank, folder, world, **case)
 
 
-BY_ACCELERATE = [
-    ((2, 2, 1), {"by": "arguments"}),
-    ((2, 2, 1), {"by": "environment"}),
-    ((2, 1, 2), {"by": "arguments"}),
-    ((2, 1, 2), {"by": "mesh"}),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(BY_ACCELERATE)))
-def test_workers_of_other_worlds_and_of_accelerate_follow_algorithm_1(tmp_path, number):
-    world, case = BY_ACCELERATE[number]
-    results = run_workers(train_case, 4, str(tmp_path), world, case | EVALUATING)
-    require_equal(results, world, tmp_path)
+@pytest.mark.parametrize("by", ["arguments", "environment"])
+def test_workers_that_accelerate_shards_follow_algorithm_1(tmp_path, by):
+    results = run_workers(train_case, 4, str(tmp_path), (2, 2), {"by": by, **EVALUATING})
+    require_equal(results, (2, 2), tmp_path)
 
 
 # ---- checkpoints
@@ -356,9 +334,7 @@ class Steps(Watched):
             self.trainer.gossip.request_stop("the test")
 
 
-def run(
-    rank: int, folder: str, world: tuple[int, int, int], by: str, resume: Any, stop: bool = False
-) -> dict[str, Any]:
+def run(rank: int, folder: str, world: tuple[int, int], by: str, resume: Any, stop: bool = False) -> dict[str, Any]:
     """Train three passes of four steps, with a checkpoint after steps 5 and 10."""
     steps = Steps(stop_at=6 if stop and rank == 3 else None)
     frozen = Tokens(dropout=0.2)
@@ -376,7 +352,7 @@ def run(
         save_steps=5,
         callback={"stop_on_request": stop},
         gossip={"on_other_worker_count": "deployed"},
-        data=Sentences(31 // world[2]),
+        data=Sentences(31),
     )
     model: Any = trainer.model
     if resume:  # everything comes from the checkpoint
@@ -400,11 +376,11 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "by"), [((2, 2, 1), "mesh"), ((2, 2, 1), "arguments"), ((2, 1, 2), "arguments")])
-def test_a_run_stopped_by_one_process_resumes_as_if_unbroken(tmp_path, world, by):
-    unbroken = run_workers(run, 4, str(tmp_path / "unbroken"), world, by, None)
-    stopped = run_workers(run, 4, str(tmp_path / "stopped"), world, by, None, True)
-    resumed = run_workers(run, 4, str(tmp_path / "stopped"), world, by, "auto")
+@pytest.mark.parametrize("by", ["mesh", "arguments"])
+def test_a_run_stopped_by_one_process_resumes_as_if_unbroken(tmp_path, by):
+    unbroken = run_workers(run, 4, str(tmp_path / "unbroken"), (2, 2), by, None)
+    stopped = run_workers(run, 4, str(tmp_path / "stopped"), (2, 2), by, None, True)
+    resumed = run_workers(run, 4, str(tmp_path / "stopped"), (2, 2), by, "auto")
     for rank, (first, second, expected) in enumerate(zip(stopped, resumed, unbroken, strict=True)):
         assert (first["stopped"], second["stopped"], expected["stopped"]) == (75, None, None)
         assert expected["folders"] == ["checkpoint-10", "checkpoint-12", "checkpoint-5"]
@@ -423,16 +399,16 @@ def test_a_run_stopped_by_one_process_resumes_as_if_unbroken(tmp_path, world, by
 @pytest.mark.slow
 def test_a_checkpoint_is_read_by_another_number_of_shards_and_of_workers(tmp_path):
     """Also a deployed model alone, and states of workers of one process each."""
-    saved = run_workers(run, 4, str(tmp_path), (2, 2, 1), "mesh", None)
+    saved = run_workers(run, 4, str(tmp_path), (2, 2), "mesh", None)
     checkpoint = str(tmp_path / "checkpoint-5")
-    fewer = run_workers(run, 2, str(tmp_path / "fewer"), (2, 1, 1), "mesh", checkpoint)
+    fewer = run_workers(run, 2, str(tmp_path / "fewer"), (2, 1), "mesh", checkpoint)
     for rank, result in enumerate(fewer):
         assert torch.equal(result["begun"], saved[2 * rank]["states"][5][0])
         assert torch.isfinite(result["deployed"]).all()
-    more = run_workers(run, 4, str(tmp_path / "more"), (2, 2, 1), "arguments", str(tmp_path / "fewer/checkpoint-10"))
+    more = run_workers(run, 4, str(tmp_path / "more"), (2, 2), "arguments", str(tmp_path / "fewer/checkpoint-10"))
     for rank, result in enumerate(more):
         assert torch.equal(result["begun"], fewer[rank // 2]["states"][10][0])
-    single = run_workers(run, 2, str(tmp_path / "single"), (1, 2, 1), "arguments", checkpoint)
+    single = run_workers(run, 2, str(tmp_path / "single"), (1, 2), "arguments", checkpoint)
     mean = (saved[0]["states"][5][0] + saved[2]["states"][5][0]) / 2
     for result in single:
         torch.testing.assert_close(result["begun"], mean, rtol=0, atol=1e-12)
@@ -447,7 +423,7 @@ def test_a_checkpoint_is_read_by_another_number_of_shards_and_of_workers(tmp_pat
         optimizer.step()
         schedule.step()
     torch.save(schedule.state_dict(), tmp_path / "only" / "scheduler.pt")
-    alone = run_workers(run, 4, str(tmp_path / "alone"), (2, 2, 1), "mesh", str(tmp_path / "only"))
+    alone = run_workers(run, 4, str(tmp_path / "alone"), (2, 2), "mesh", str(tmp_path / "only"))
     for result in alone:
         torch.testing.assert_close(result["begun"], mean, rtol=0, atol=1e-12)
         assert min(result["states"]) == 6
@@ -457,7 +433,7 @@ def test_a_checkpoint_is_read_by_another_number_of_shards_and_of_workers(tmp_pat
 def choose_best(rank: int, folder: str, by: str) -> dict[str, Any]:
     trainer = trainer_of(
         folder,
-        (2, 2, 1),
+        (2, 2),
         by,
         eval_strategy="steps",
         save_strategy="steps",
@@ -517,7 +493,7 @@ def train_llama(rank: int, folder: str, by: str, bf16: bool) -> dict[str, Any]:
     model = build_model(LlamaForCausalLM, tie_word_embeddings=True)
     trainer = trainer_of(
         folder,
-        (2, 2, 1),
+        (2, 2),
         by,
         model=model,
         data=TokenIds(),
@@ -559,7 +535,7 @@ def predict_by_generating(rank: int, folder: str) -> Any:
     torch.manual_seed(0)
     sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     config = MarianConfig(vocab_size=300, d_model=16, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **sizes)
-    mesh, model = mesh_of(2, 2, 1), MarianMTModel(config)
+    mesh, model = mesh_of(2, 2), MarianMTModel(config)
     for part in (*model.model.encoder.layers, *model.model.decoder.layers, model):
         fully_shard(part, mesh=mesh["dp_shard"])
     gossip = GossipCallback(GossipConfig(timeout=20), device_mesh=mesh)
@@ -612,40 +588,31 @@ def test_a_llama_of_shared_embeddings_trains_saves_and_generates(tmp_path, by, b
         assert bf16 or torch.equal(result["generated"], expected)
 
 
-# ---- data and gradients of processes along tp
+# ---- data and gradients of processes
 
 
 def read_noise(rank: int, folder: str, by: str) -> dict[str, Any]:
-    """Read random numbers that loader processes draw, and compare gradients of shards whose norms are alike."""
+    """Read random numbers that loader processes draw."""
+    data = Sentences(23, noise=True)
     trainer = trainer_of(
-        folder, (2, 1, 2), by, data=Sentences(23, noise=True), dataloader_num_workers=1, max_steps=3,
-        gradient_accumulation_steps=1,
-    )  # fmt: skip
+        folder, (2, 2), by, data=data, dataloader_num_workers=1, max_steps=3, gradient_accumulation_steps=1
+    )
     gathered = trainer.gather_function([rank], use_gather_object=True)
     trainer.train()
-    said: list[str] = []
-    compatibility.logger.warning = lambda message, *args: said.append(message)
-    group = trainer.accelerator.group
-    model = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))])
-    for gradients in ([1.0, 2.0], [1.0, 2.0 + rank // 2]):
-        for parameter, value in zip(model, gradients, strict=True):
-            parameter.grad = torch.full((2,), value)
-        compatibility.warn_of_equal_gradients(model, group)
-    return {"noises": trainer.model.noises, "said": len(said), "gathered": gathered}
+    return {"noises": trainer.model.noises, "gathered": gathered}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["mesh", "arguments"])
-def test_loader_processes_draw_alike_where_batches_are_the_same(tmp_path, by):
+def test_loader_processes_of_every_process_draw_their_own_numbers(tmp_path, by):
     results = run_workers(read_noise, 4, str(tmp_path), by)
-    assert results[0]["noises"] == results[1]["noises"] != results[2]["noises"] == results[3]["noises"]
-    assert [result["said"] for result in results] == [1] * 4
+    assert len({str(result["noises"]) for result in results}) == 4
     for result in results:
-        assert result["gathered"] == [0, 2]
+        assert result["gathered"] == [0, 1, 2, 3]
 
 
 def compare_gradients(rank: int, folder: str) -> int:
-    trainer = trainer_of(folder, (2, 2, 1))
+    trainer = trainer_of(folder, (2, 2))
     said: list[str] = []
     compatibility.logger.warning = lambda message, *args: said.append(message)
     model = nn.Linear(2, 1, bias=False)
@@ -670,7 +637,7 @@ class Dies(Watched):
 
 
 def lose_a_shard(rank: int, folder: str) -> None:
-    trainer_of(folder, (2, 2, 1), watched=Dies(), gossip={"timeout": 15}).train()
+    trainer_of(folder, (2, 2), watched=Dies(), gossip={"timeout": 15}).train()
 
 
 @pytest.mark.slow
@@ -681,7 +648,7 @@ def test_a_killed_shard_ends_the_run_by_name(tmp_path):
 
 
 def train_twice(rank: int, folder: str, by: str) -> list[torch.Tensor]:
-    trainer = trainer_of(folder, (2, 2, 1), by, gradient_accumulation_steps=1, max_steps=3)
+    trainer = trainer_of(folder, (2, 2), by, gradient_accumulation_steps=1, max_steps=3)
     found = []
     for _ in range(2):
         trainer.train()
@@ -731,7 +698,7 @@ def tiny_mixtral() -> nn.Module:
 
 
 def refuse_all(rank: int, folder: str) -> dict[str, str]:
-    def build(by: str = "mesh", world: tuple[int, int, int] = (1, 2, 1), **case: Any) -> Trainer:
+    def build(by: str = "mesh", world: tuple[int, int] = (1, 2), **case: Any) -> Trainer:
         return trainer_of(folder, world, by, attached=False, **case)
 
     def args_of(trainer: Any) -> Any:
@@ -778,13 +745,15 @@ def refuse_all(rank: int, folder: str) -> dict[str, str]:
         "trl": attach(changed(build(), lambda trainer: trainer, __class__=trl)),
         "virtual": attach(build(gossip={"workers_per_process": 2})),
         "no mesh": attach(changed(build(), lambda trainer: trainer.gossip, device_mesh=None)),
-        "both": attach(changed(build("arguments"), lambda trainer: trainer.gossip, device_mesh=mesh_of(1, 2, 1))),
+        "both": attach(changed(build("arguments"), lambda trainer: trainer.gossip, device_mesh=mesh_of(1, 2))),
         "fsdp on CPUs": attach(changed(build(), args_of, fsdp=True)),
         "no sizes": attach(build("fsdp")),
         "no fsdp": attach(build("arguments", fsdp=None)),
         "fsdp 1": attach(build("fsdp", fsdp_config={"version": 1, "sync_module_states": False})),
         "offload": attach(build("arguments", fsdp_config={"version": 2, "cpu_offload": True})),
         "context": attach(build("arguments", parallelism_config=ParallelismConfig(cp_size=2))),
+        "tensor": attach(build("arguments", parallelism_config=ParallelismConfig(tp_size=2), fsdp=None)),
+        "plan": attach(changed(build(), lambda trainer: trainer.model, tp_size=2)),
         "fp16": attach(changed(build("arguments"), lambda trainer: trainer.accelerator.state, _mixed_precision="fp16")),
     }
     trainer = build("arguments")
@@ -824,7 +793,9 @@ REFUSED = {
     "no fsdp": r"dp_shard_size=2 needs FSDP2 to shard the model.*fsdp=True\)",
     "fsdp 1": r"fsdp_version=1 averages the gradients of all processes.*fsdp=True\)",
     "offload": "cpu_offload keeps parameters on the CPU.*Leave cpu_offload",
-    "context": "cp_size=2 .context parallelism. is not supported.*Leave it out",
+    "context": "parallelism_config splits a worker over 2 processes by 'cp'.*'dp_shard'",
+    "tensor": "parallelism_config splits a worker over 2 processes by 'tp'.*'dp_shard'",
+    "plan": "the model splits a worker over 2 processes by 'tp'.*'dp_shard'",
     "fp16": "mixed_precision='fp16' does not work with device_mesh.*Use 'bf16'",
     "before training": r"FSDP2 shards the model in train\(\).*eval_on_start=True",
     "search": "hyperparameter_search was not tried with sharded workers",

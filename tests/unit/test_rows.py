@@ -4,6 +4,7 @@ import logging
 import math
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 
 CPU = torch.device("cpu")
-MESH = SimpleNamespace(is_sharded=lambda parameter: True, is_copied=lambda parameter: False)
+MESH = SimpleNamespace(is_sharded=lambda parameter: True)
 
 
 class TwoShards:
@@ -169,10 +170,9 @@ def test_formats_that_are_chosen_need_an_exchange_that_is_hidden():
 def test_collectives_of_fsdp_on_nccl_give_up_after_those_of_the_library(device, seconds, monkeypatch):
     limits = []
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
-    mesh = SimpleNamespace(
-        device_mesh=SimpleNamespace(device_type=device), _inner=[SimpleNamespace(get_group=lambda: None)]
-    )
-    WorkerMesh.limit(mesh, 30)
+    device_mesh = MagicMock(device_type=device)
+    WorkerMesh.limit(SimpleNamespace(device_mesh=device_mesh), 30)
+    device_mesh.__getitem__.assert_called_once_with("dp_shard")
     assert limits == [timedelta(seconds=seconds)]
 
 
@@ -217,7 +217,7 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
     parameters = MixedParameters(lambda: optimizer.param_groups)
     parameters.select(CPU)
     changes = WorkerChanges(parameters, group)
-    arrivals = ArrivalGuard(group, rounds, SimpleNamespace(shares=[1.0]), edits, changes)
+    arrivals = ArrivalGuard(group, rounds, SimpleNamespace(), edits, changes)
     arrivals.checks_late = late
     guard = GradientGuard(optimizer, parameters, arrivals, limit=9)
     for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -42,11 +42,11 @@ from dsgdac_accel.checkpoint import (
     writer,
 )
 from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
-from dsgdac_accel.checkpoint.local_shards import placed
+from dsgdac_accel.checkpoint.local_shards import LocalShard, placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, targets_of
+from dsgdac_accel.checkpoint.resharding import Targets, put_together, targets_of
 from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
@@ -63,16 +63,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, list[Any] | None]]] = {
     "two": ({"dp_shard": 2}, {}),
     "three": ({"dp_shard": 3}, {}),
     "columns": ({"dp_shard": 2}, {"weight": [Shard(1)], "thin": [Shard(1)]}),
-    "with tp": (
-        {"dp_shard": 2, "tp": 2},
-        {
-            "weight": [_StridedShard(0, split_factor=2), Shard(0)],
-            "thin": [Shard(0), Shard(1)],
-            "norm": [Shard(0), Replicate()],
-            "base": [_StridedShard(0, split_factor=2), Shard(0)],
-        },
-    ),
-    "tp": ({"tp": 2}, {"bias": None, "norm": [Replicate()]}),
+    "copies": ({"dp_shard": 2}, {"bias": None, "norm": [Replicate()]}),
     "four": ({"dp_shard": 4}, {}),
 }
 """Dimensions, and placements of tensors: None for ordinary ones. Default: cut along the first dimension."""
@@ -144,24 +135,18 @@ def whole(worker: int) -> dict[str, Tensor]:
 def cut(mesh_name: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """What each rank of a worker holds of these tensors."""
     mesh, placements = MESHES[mesh_name]
-    return cut_by(mesh, placements, tensors) if mesh else [dict(tensors)]
-
-
-def cut_by(
-    mesh: Mapping[str, int], placements: Mapping[str, list[Any] | None], tensors: Mapping[str, Tensor]
-) -> list[dict[str, Tensor]]:
     found = []
-    for place in range(torch.Size(mesh.values()).numel()):
+    for place in range(torch.Size(mesh.values()).numel()) if mesh else ():
         with rank_of(mesh, place) as device_mesh:
             found.append(
                 {
                     name: tensor
-                    if (placed := placements.get(name, [Shard(0)] + [Replicate()] * (len(mesh) - 1))) is None
+                    if (placed := placements.get(name, [Shard(0)])) is None
                     else distribute_tensor(tensor, device_mesh, placed, src_data_rank=None)
                     for name, tensor in tensors.items()
                 }
             )
-    return found
+    return found or [dict(tensors)]
 
 
 def state_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -187,7 +172,7 @@ def targets(own: Mapping[str, Tensor], place: int, mesh_name: str) -> Targets:
     by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
     by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
     by_path[("registered", 0, "best")] = own["thin"]
-    return targets_of(by_path, place, MESHES[mesh_name][0])
+    return targets_of(by_path, place, torch.Size(MESHES[mesh_name][0].values()).numel())
 
 
 @pytest.fixture(scope="module")
@@ -231,12 +216,12 @@ def load_by_torch(folder: Path, parameters: Mapping[str, Tensor]) -> None:
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
-@pytest.mark.parametrize("saved", ["three", "with tp", "tp"])
+@pytest.mark.parametrize("saved", ["three", "copies"])
 def test_torch_reads_a_worker_without_this_library(tmp_path, parts, saved):
     for step in (5, 6):  # the second one replaces the first in the same folder
         save(tmp_path / "c", saved, parts, step)
     for worker in range(WORKERS):
-        for loading in ("one process", "columns", "with tp"):
+        for loading in ("one process", "columns", "four"):
             zeros = cut(loading, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
             for own, found in zip(parts[loading][worker], zeros, strict=True):
                 load_by_torch(tmp_path / "c" / "workers" / f"{worker:05d}-1", found)
@@ -347,7 +332,7 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
     target = ("optimizers", 0, "state", 0)
 
     def resume(group: Together) -> Any:
-        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, {"dp_shard": 2}))
+        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, 2))
 
     for state in in_threads(WORKERS * 2, resume):
         found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
@@ -355,15 +340,15 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
         with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
-            load_private(tmp_path / name, 0, targets_of({target: own}, 0, {"dp_shard": 2} if is_sharded(own) else {}))
+            load_private(tmp_path / name, 0, targets_of({target: own}, 0, 2 if is_sharded(own) else 1))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
-    save(tmp_path / "c", "with tp", parts)
+    save(tmp_path / "c", "four", parts)
     read: list[str] = []
     whole_file = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append("/".join(path.parts[-2:])) or whole_file(path))
-    load(tmp_path / "c", "with tp", parts)
+    load(tmp_path / "c", "four", parts)
     assert sorted(set(read)) == sorted(
         ["c/gossip.json", *(f"{worker:05d}/{place:03d}.safetensors" for worker in range(WORKERS) for place in range(4))]
     )
@@ -395,7 +380,7 @@ def frozen(worker: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("saved", ["two", "three", "with tp"])
+@pytest.mark.parametrize("saved", ["two", "three", "four"])
 def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     mesh, ranks = MESHES[saved][0], len(parts[saved][0])
     own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
@@ -419,16 +404,15 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     }
     stored = list((tmp_path / "c" / "workers" / "common").iterdir())
     assert len(stored) == ranks
-    copies = mesh.get("tp", 1)
     numel = sum(tensor.numel() for file in stored for tensor in load_file(file).values())
-    assert numel == 320 + copies * (300 + 300 + 299)  # "base" is cut along `tp`, too
+    assert numel == 320 + 300 + 300 + 299
     for worker in range(WORKERS):
         parameters = load_worker(tmp_path / "c", worker)["models"][0]["parameters"]
         assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen(worker).items())
     found = {name: torch.zeros_like(tensor) for name, tensor in frozen(0).items() if name != "ends"}
     load_by_torch(tmp_path / "c" / "workers" / "common", found)
     assert all(torch.equal(found[name], frozen(0)[name]) for name in found)
-    for loading in ("one process", "two", "with tp", "four"):
+    for loading in ("one process", "two", "four"):
         others = [cut(loading, frozen(worker)) for worker in range(WORKERS)]
         places = len(others[0])
 
@@ -457,6 +441,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         ("altered", "was altered since it was written"),
         ("another part", r"parts of state\['models'\]\[0\]\['parameters'\]\['weight'\] are in none of the files"),
         ("another mesh", "its files are not those of its workers"),
+        ("tensor parallelism", "its mesh is {'tp': 2}, and only 'dp_shard' may split a worker"),
         ("swapped", "its files are not those of its workers"),
     ],
 )
@@ -475,6 +460,8 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
         manifest["files"][3] = manifest["files"][2] | {"name": manifest["files"][3]["name"]}
     elif damage == "another mesh":
         manifest["mesh"] = {"dp_shard": 4}
+    elif damage == "tensor parallelism":
+        manifest["mesh"] = {"tp": 2}
     else:
         manifest["files"][2:] = reversed(manifest["files"][2:])
     (folder / "gossip.json").write_text(json.dumps(manifest))
@@ -543,38 +530,23 @@ def test_old_checkpoints_and_what_interrupted_saves_left_are_deleted(tmp_path, p
 
 
 @pytest.mark.parametrize(
-    ("saved", "launched", "mesh", "taken"),
-    [
-        ({"dp_shard": 2}, 2, {}, 12),
-        ({}, 2, {"dp_shard": 3}, 2),
-        ({"dp_shard": 2, "tp": 4}, 2, {"dp_shard": 2}, 6),  # the ranks of tp read the same batches
-        ({"dp_shard": 4}, 1, {"dp_shard": 4}, 12),
-    ],
+    ("saved", "launched", "shards", "taken"),
+    [({"dp_shard": 2}, 2, 1, 12), ({}, 2, 3, 2), ({"dp_shard": 4}, 1, 4, 12)],
 )
-def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, mesh, taken):
+def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shards, taken):
     ranks = torch.Size(saved.values()).numel()
     manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * ranks, mesh=saved)
     position = {"running": {"taken": 6, "fetched_at": 3}, "global_batches": False}
     state = {"gossip": [{"mixer": {"step": 5, "references": [], "references_of": []}}], "loaders": [None, position]}
-    fit_to_processes(state, manifest, launched, mesh)
+    fit_to_processes(state, manifest, launched, shards)
     assert position["running"] == {"taken": taken, "fetched_at": None}
     assert state["gossip"] == [{"mixer": {"step": 5}}]
 
 
-def test_parts_that_are_no_boxes_load_on_the_same_mesh_only(tmp_path, parts):
-    mesh, placements = {"dp_shard": 2, "tp": 2}, {"long": [Shard(0), _StridedShard(0, split_factor=2)]}
-    own = cut_by(mesh, placements, {"long": torch.arange(8.0)})  # rank 0 has 0 and 2, rank 1 has 1 and 3
-    places = torch.Size(mesh.values()).numel()
-
-    def work(group: Together) -> Any:
-        save_checkpoint(tmp_path / "c", {"long": own[group.rank]["long"]}, group, step=5, mesh=mesh)
-        goal = targets_of({("long",): own[group.rank]["long"]}, group.rank, mesh)
-        return placed(load_checkpoint(tmp_path / "c", group, targets=goal))
-
-    for rank, state in enumerate(in_threads(places, work)):
-        assert torch.equal(local(state["long"]), local(own[rank]["long"]))
+def test_parts_that_overlap_are_a_clear_error():
+    files = [partial(dict, long=LocalShard(torch.arange(5.0), (8,), (first,))) for first in (0, 3)]
     with pytest.raises(CheckpointError, match=r"parts of state\['long'\] overlap"):
-        load_worker(tmp_path / "c", 0)
+        put_together(files, Targets(), sharded=True)
 
 
 def test_an_unsharded_checkpoint_is_one_that_older_versions_read(tmp_path, parts):

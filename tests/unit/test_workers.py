@@ -66,7 +66,7 @@ def test_worker_streams_equal_those_of_separate_processes_and_resume_from_a_chec
     expected = []
     for rank in range(3):
         torch.manual_seed(7)
-        seed_workers_differently(SimpleNamespace(reader=rank, all_gather_object=lambda seed, what: [seed]))
+        seed_workers_differently(SimpleNamespace(rank=rank, all_gather_object=lambda seed, what: [seed]))
         expected.append(torch.rand(6))
     torch.set_rng_state(outside)
     assert len({tuple(numbers.tolist()) for numbers in expected}) == 3, "every worker has its own stream"
@@ -89,7 +89,7 @@ def test_worker_streams_equal_those_of_separate_processes_and_resume_from_a_chec
 def test_a_salt_changes_a_workers_random_numbers_repeatably():
     def drawn(*salt):
         torch.manual_seed(7)
-        seed_workers_differently(SimpleNamespace(reader=1, all_gather_object=lambda seed, what: [seed]), *salt)
+        seed_workers_differently(SimpleNamespace(rank=1, all_gather_object=lambda seed, what: [seed]), *salt)
         return torch.rand(()).item(), random.random(), numpy.random.rand()
 
     assert drawn(5) == drawn(5)

@@ -13,8 +13,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.accelerator import is_available
 
-_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size")
-_REFUSED_SIZES = {"cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+from dsgdac_accel.shards import refuse_other_dimensions
+
+_SIZES = ("dp_replicate_size", "dp_shard_size")
+_OTHER_DIMENSIONS = ("tp", "cp", "sp")
 _HOW_TO_SHARD = (
     "parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards) and "
     "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2); to a Trainer, TrainingArguments("
@@ -22,46 +24,30 @@ _HOW_TO_SHARD = (
 )
 
 
-class WorkerParallelismConfig(ParallelismConfig):
-    """`ParallelismConfig` whose `dp_replicate_size` is the number of workers, which gossip.
-
-    `GossipAccelerator` and `GossipCallback` make one of a plain `ParallelismConfig`, and of the variables that
-    `accelerate launch` sets. Construct it yourself for workers with tensor parallelism alone, which the plain class
-    refuses.
+class ShardedWorkers(ParallelismConfig):
+    """`ParallelismConfig` whose `dp_replicate_size` is the number of workers, which FSDP2 shards.
 
     Differences from the plain class: the mesh always has `dp_replicate`, and FSDP2's has not, so that gradients are
-    reduced inside a worker only; `tp_size` needs no `dp_shard_size`.
-
-    Raises:
-        ValueError: a size is not positive, or of a dimension that gossip does not support.
+    reduced inside a worker only.
     """
 
-    dp_replicate_size: Any
-
-    def __post_init__(self) -> None:
-        """Read sizes that are None from the environment, as the plain class does, and check them."""
-        given = self.dp_replicate_size
-        workers = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) if given is None else given
-        self.dp_replicate_size = min(workers, 1)  # several replicas need dp_shard beside tp only for DDP
-        super().__post_init__()
-        self.dp_replicate_size = self._sizes["dp_replicate"] = workers
-        for name, meaning in _REFUSED_SIZES.items():
-            if getattr(self, name, 1) > 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} ({meaning}) is not supported with gossip. Leave it out, and use "
-                    f"dp_shard_size or tp_size."
-                )
-
     @classmethod
-    def of(cls, config: Any) -> WorkerParallelismConfig:
-        """Return this config for a plain one."""
-        if isinstance(config, cls):
-            return config
+    def of(cls, config: Any) -> ShardedWorkers:
+        """Return this config for a plain one.
+
+        Raises:
+            TypeError: it is no ParallelismConfig.
+            ValueError: it splits a worker over another dimension than `dp_shard`.
+        """
         if not isinstance(config, ParallelismConfig):
             raise TypeError(
                 f"parallelism_config must be a ParallelismConfig; got {type(config).__name__}. Write "
                 f"ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards)."
             )
+        sizes = {name: getattr(config, f"{name}_size", 1) for name in _OTHER_DIMENSIONS}
+        refuse_other_dimensions(sizes, "parallelism_config")
+        if isinstance(config, cls):
+            return config
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     @property
@@ -83,25 +69,30 @@ class WorkerParallelismConfig(ParallelismConfig):
         launched = dist.get_world_size() if dist.is_initialized() else 1
         if self.total_size != launched:
             raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size}, dp_shard_size={self.dp_shard_size} and "
-                f"tp_size={self.tp_size} make {self.total_size} processes, but {launched} were launched. Launch "
-                f"{self.total_size}, or change the sizes."
+                f"dp_replicate_size={self.dp_replicate_size} and dp_shard_size={self.dp_shard_size} make "
+                f"{self.total_size} processes, but {launched} were launched. Launch {self.total_size}, or change the "
+                f"sizes."
             )
         return super().build_device_mesh(device_type)
 
 
 def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Accelerator` with `WorkerParallelismConfig` in place of a plain config.
+    """Return the arguments of `Accelerator` with `ShardedWorkers` in place of a plain config.
 
     A config that `accelerate launch` left in the environment becomes an argument. One whose sizes are all 1 stays as
     it is: every process is a worker.
 
     Raises:
         TypeError: `parallelism_config` is no ParallelismConfig.
-        ValueError: shards without FSDP2, or the other way round; FSDP1; or parallelism without GPUs.
+        ValueError: shards without FSDP2, or the other way round; FSDP1; another dimension than `dp_shard` inside a
+            worker; or parallelism without GPUs.
     """
     config, plugin = arguments.get("parallelism_config"), arguments.get("fsdp_plugin")
     launched = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if launched:
+        variables = {name: f"PARALLELISM_CONFIG_{name.upper()}_SIZE" for name in _OTHER_DIMENSIONS}
+        sizes = {name: int(os.environ.get(variable, "1")) for name, variable in variables.items()}
+        refuse_other_dimensions(sizes, "accelerate launch --use_parallelism_config")
     with_fsdp = plugin is not None or (not on_cpu(arguments) and _is_set("ACCELERATE_USE_FSDP"))
     if not with_fsdp and _splits_nothing(config, launched):
         return dict(arguments)
@@ -116,26 +107,26 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
         _refuse_other(config)
         return dict(arguments)
     if config is None and launched:
-        config = WorkerParallelismConfig()
+        config = ShardedWorkers()
     version = getattr(plugin, "fsdp_version", None) or int(os.environ.get("FSDP_VERSION", "1"))
-    _refuse_unfit(1 if config is None else WorkerParallelismConfig.of(config).dp_shard_size, with_fsdp, version)
+    _refuse_unfit(1 if config is None else ShardedWorkers.of(config).dp_shard_size, with_fsdp, version)
     if config is None:
         return dict(arguments)
-    return {**arguments, "parallelism_config": WorkerParallelismConfig.of(config)}
+    return {**arguments, "parallelism_config": ShardedWorkers.of(config)}
 
 
-def workers_in(accelerator: Any) -> WorkerParallelismConfig | None:
-    """Return the `WorkerParallelismConfig` for an Accelerator that somebody else has made; None if it splits nothing.
+def workers_in(accelerator: Any) -> ShardedWorkers | None:
+    """Return the `ShardedWorkers` for an Accelerator that somebody else has made; None if it splits nothing.
 
     Its mesh is that of the accelerator. If that has no workers, since there is only one, call `build_device_mesh`.
 
     Raises:
         ValueError: shards without FSDP2, or the other way round; FSDP1; settings of FSDP2 that do not work with gossip;
-            a dimension that gossip does not support.
+            another dimension than `dp_shard` inside a worker.
     """
     config, plugin = accelerator.parallelism_config, getattr(accelerator.state, "fsdp_plugin", None)
     splits = config is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
-    workers = WorkerParallelismConfig.of(config) if splits else None
+    workers = ShardedWorkers.of(config) if splits else None
     with_fsdp = accelerator.distributed_type is DistributedType.FSDP
     version = getattr(plugin, "fsdp_version", 1)
     _refuse_unfit(1 if workers is None else workers.dp_shard_size, with_fsdp, version)
@@ -163,17 +154,16 @@ def _refuse_unfit(shards: int, with_fsdp: bool, version: int) -> None:
 
 
 def _splits_nothing(config: Any, launched: bool) -> bool:
-    """Return whether all sizes of a plain ParallelismConfig are 1, with which Accelerate trains as without one."""
+    """Return whether all sizes of a ParallelismConfig are 1, with which Accelerate trains as without one."""
     if config is None:
-        return launched and WorkerParallelismConfig().total_size == 1
-    plain = isinstance(config, ParallelismConfig) and not isinstance(config, WorkerParallelismConfig)
-    return plain and config.total_size == 1
+        return launched and ShardedWorkers().total_size == 1
+    return isinstance(config, ParallelismConfig) and config.total_size == 1
 
 
 def _refuse_other(config: Any) -> None:
     if config is None:
         return
-    kept, config = AcceleratorState._shared_state.get("parallelism_config"), WorkerParallelismConfig.of(config)
+    kept, config = AcceleratorState._shared_state.get("parallelism_config"), ShardedWorkers.of(config)
     if any(getattr(kept, name, None) != getattr(config, name) for name in _SIZES):
         raise ValueError(
             "parallelism_config= has no effect here: Accelerate keeps the settings of the first accelerator of a "
@@ -184,7 +174,7 @@ def _refuse_other(config: Any) -> None:
 def mesh_of_workers(accelerator: Any) -> Any:
     """Return the device mesh of an accelerator whose workers are several processes each; None for others."""
     mesh = accelerator.torch_device_mesh
-    workers = isinstance(accelerator.parallelism_config, WorkerParallelismConfig)
+    workers = isinstance(accelerator.parallelism_config, ShardedWorkers)
     return mesh if workers and mesh is not None and mesh.ndim > 1 else None
 
 
