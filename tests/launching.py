@@ -76,9 +76,8 @@ class ForkedScript:
         self.folder = tempfile.TemporaryDirectory()
         self.returncode = None
         variables = {"OMP_NUM_THREADS": "1"} | variables
-        if (
-            num_workers > 1
-        ):  # as torchrun's agent, this process serves the rendezvous, on a port that the system chooses
+        if num_workers > 1:
+            # As torchrun's agent, this process serves the rendezvous, on a port that the system chooses.
             self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             variables |= {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
