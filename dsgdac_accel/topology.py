@@ -306,42 +306,6 @@ TOPOLOGIES: dict[str, Callable[[int], list[Round]]] = {
 """Topologies of `build_topology` by name. Each function returns the rounds for two or more workers."""
 
 
-def steps_to_mix(topology: Topology, tolerance: float) -> int:
-    """Return the number of steps at gamma 1 after which every disagreement has shrunk to `tolerance` of its size.
-
-    That is the first t with ||W(t) .. W(1) - 11'/n||_2 <= tolerance. The norm never grows with t, so t is found by
-    doubling and then by halving.
-
-    Raises ValueError if the disagreement does not shrink at all.
-
-    >>> steps_to_mix(build_topology("one_peer_exponential", 8), 1e-12)
-    3
-    """
-    if topology.spectral_gap() < TOLERANCE:
-        raise ValueError(f"{topology.name} never mixes: its spectral gap is 0. Let each worker keep some own weight.")
-    workers, period = topology.num_workers, topology.period
-    mean = np.full((workers, workers), 1 / workers)
-
-    def remaining(product: Round) -> float:
-        return float(np.linalg.norm(product - mean, ord=2))
-
-    done = np.eye(workers)
-    if remaining(done) <= tolerance:
-        return 0
-    powers = [topology.period_matrix().numpy()]  # products over 1, 2, 4, .. periods
-    while remaining(powers[-1]) > tolerance:
-        powers.append(powers[-1] @ powers[-1])
-    periods = 0
-    for exponent, power in reversed(list(enumerate(powers))):
-        if remaining(power @ done) > tolerance:
-            done, periods = power @ done, periods + 2**exponent
-    for extra in range(period):
-        done = topology.rounds[extra] @ done
-        if remaining(done) <= tolerance:
-            return periods * period + extra + 1
-    return (periods + 1) * period  # the powers were rounded; one more period is enough
-
-
 def _pairs_from(start: int, num_workers: int) -> Round:
     """Average the ring pairs (start, start + 1), (start + 2, start + 3), ...; for odd n, worker start - 1 sits out."""
     lefts = range(start, start + num_workers - 1, 2)

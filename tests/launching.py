@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.workers import fork
 
@@ -29,6 +30,7 @@ CLIENTS = next((folder for folder in _BESIDE if folder.exists()), _BESIDE[0])
 LAUNCH_FILE = str(ROOT / "configs" / "accelerate" / "cpu_4_workers.yaml")
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH_FILE]
 PLAIN = [sys.executable]
+_HELD = []  # the sockets of free_port()
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,11 +39,18 @@ def torchrun(num_workers):
 
 
 def free_port():
-    """A port that is free, below those that the system gives to connections of other tests meanwhile."""
-    for port in random.sample(range(20_000, 32_000), 100):
+    """A port that is free, below those that the system gives to connections of other tests meanwhile.
+
+    No other process of tests gets it while this one lives: a UDP socket, which does not bar those of TCP, holds it.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):  # tests seed the global stream
+        held = socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            held.bind(("127.0.0.1", port))
             probe.bind(("127.0.0.1", port))
+            _HELD.append(held)
             return port
+        held.close()
     raise RuntimeError("100 ports are taken")
 
 
@@ -68,8 +77,12 @@ class ForkedScript:
         self.returncode = None
         variables = {"OMP_NUM_THREADS": "1"} | variables
         if num_workers > 1:
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-            variables |= meeting | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_workers)
+            # As torchrun's agent, this process serves the rendezvous, on a port that the system chooses.
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            variables |= {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": num_workers, "LOCAL_WORLD_SIZE": num_workers,
+            }  # fmt: skip
         self.outputs = [
             [f"{self.folder.name}/{stream}{rank}" for stream in ("out", "err")] for rank in range(num_workers)
         ]

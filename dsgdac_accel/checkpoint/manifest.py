@@ -19,7 +19,6 @@ from dsgdac_accel.checkpoint.serialization import (
     FORMAT,
     LOAD_ANOTHER,
     PARTIAL,
-    READABLE_FORMATS,
     CheckpointError,
     SavedFile,
 )
@@ -27,22 +26,16 @@ from dsgdac_accel.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SHARDED_FORMAT = 4
-"""Version of the manifest of workers that consist of several ranks, with a folder for each worker."""
-
-_SHARDED_FORMATS = (3, SHARDED_FORMAT)
-"""Format 3 has the files of all workers in one folder, without the offsets that torch.distributed.checkpoint reads."""
-
 MANIFEST = "gossip.json"
 WORKERS = "workers"
 RECEIPT = ".receipt"
 """Suffix of the file that reports a worker's file as written; it exists only while a checkpoint is being saved."""
 
 # Names are matched as a whole, so that a manifest from elsewhere cannot point outside its folder.
-_STEM = r"workers/(?P<owner>\d{5,}|common)(?:\.(?P<old>\d{3,}))?(?:-(?P<generation>\d+))?(?:/(?P<shard>\d{3,}))?"
+_STEM = r"workers/(?P<owner>\d{5,}|common)(?:-(?P<generation>\d+))?(?:/(?P<shard>\d{3,}))?"
 _SAVED = re.compile(rf"{_STEM}\.safetensors")
 _OURS = re.compile(rf"{_STEM}(\.safetensors|{re.escape(RECEIPT)})({re.escape(PARTIAL)})?")
-"""Names of the files that saving writes, relative to the checkpoint's folder. `old` is the shard in format 3."""
+"""Names of the files that saving writes, relative to the checkpoint's folder."""
 
 
 class WorkerCountError(CheckpointError):
@@ -93,15 +86,8 @@ class Manifest:
         return next((file for file in self.common_files if _place_of(file) == ("common", shard)), None)
 
     def content(self) -> dict[str, Any]:
-        """Return what the manifest's file holds. Without shards it is what older versions read, too."""
-        content = asdict(self)
-        if self.mesh:
-            return content | {"format": SHARDED_FORMAT}
-        del content["mesh"]
-        for tensor in content["common"]:
-            del tensor["shard"]
-        files = content.pop("common_files")
-        return content | {"common_file": files[0] if files else None, "format": FORMAT}
+        """Return what the manifest's file holds."""
+        return asdict(self) | {"format": FORMAT}
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -122,11 +108,11 @@ def read_manifest(folder: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found not in (*READABLE_FORMATS, *_SHARDED_FORMATS):
+    if found != FORMAT:
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
         raise CheckpointError(
-            f"{path} has format {found}{wrote}; this is {__version__}, which reads formats up to "
-            f"{SHARDED_FORMAT}. Load it with the version that wrote it."
+            f"{path} has format {found}{wrote}; this is {__version__}, which reads format {FORMAT}. Load it with the "
+            f"version that wrote it."
         )
     try:
         manifest = _parsed(content)
@@ -157,15 +143,14 @@ def _check(manifest: Manifest) -> None:
 def _place_of(file: SavedFile) -> tuple[str, int] | None:
     """Return the number of the worker, or "common", and the rank within it; None for another name."""
     match = _SAVED.fullmatch(file.name)
-    return match and (match["owner"], int(match["shard"] or match["old"] or 0))
+    return match and (match["owner"], int(match["shard"] or 0))
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
     files = tuple(SavedFile(**file) for file in content["files"])
-    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content.get("common", ()))
-    single = content.get("common_file")
-    common_files = tuple(SavedFile(**file) for file in content.get("common_files", () if single is None else (single,)))
-    rest = {key: value for key, value in content.items() if key not in ("common_file", "format")}
+    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["common"])
+    common_files = tuple(SavedFile(**file) for file in content["common_files"])
+    rest = {key: value for key, value in content.items() if key != "format"}
     return Manifest(**{**rest, "files": files, "common": common, "common_files": common_files})
 
 

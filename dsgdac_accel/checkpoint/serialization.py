@@ -31,11 +31,8 @@ from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
 from dsgdac_accel.tensor_bytes import as_bytes
 
-FORMAT = 2
-"""Version of the files and of the manifest. Raise it when older readers would misunderstand newer files."""
-
-READABLE_FORMATS = (1, 2)
-"""Format 1 has no common tensors: every worker's file holds all of its model."""
+FORMAT = 5
+"""Version of the files and of the manifest, the only one that is read. Raise it when the layout of either changes."""
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
@@ -481,9 +478,9 @@ def read_state(folder: Path, file: SavedFile) -> Any:
         found = metadata[_FORMAT]
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path} is not a state file of this library ({error}). {LOAD_ANOTHER}") from error
-    if found not in map(str, READABLE_FORMATS):
+    if found != str(FORMAT):
         raise CheckpointError(
-            f"{path} has format {found}; this version reads {FORMAT}. Load it with the "
-            f"version of dsgdac_accel that wrote it."
+            f"{path} has format {found}; this version reads format {FORMAT}. Load it with the version of dsgdac_accel "
+            f"that wrote it."
         )
     return decode(encoded)

@@ -26,11 +26,11 @@ from torch.nn import Parameter
 from dsgdac_accel import GossipConfig, WorkerGroup
 from dsgdac_accel.checks import check_integer
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.plotting import BLUE, DPI, VERMILION, add_legend, add_title, finish_axes, new_figure
 from tasks.benchmarks.launching import launch_again
 from tasks.benchmarks.report import check_output, write_result
 from tasks.common.cli_errors import quiet_ends, starting_up, training
 from tasks.common.config import parse_config
+from tasks.common.plot_style import BLUE, DPI, VERMILION, add_legend, add_title, finish_axes, new_figure
 
 _CASE = "BENCHMARK_CASE"
 """Environment variable with the case that launched workers measure."""

@@ -11,11 +11,10 @@ import torch
 
 from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import config_to_dict
-from dsgdac_accel.plotting import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
-from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
+from tasks.common.plot_style import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 
 REFERENCES = ("local", "local+bytes", "ddp", "decent_dp", "fsdp", "fsdp+bytes", "hsdp")
 """Variants that the others are compared with, if they are measured."""
@@ -31,9 +30,6 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         lines: lines about the network, to print and to keep in the file.
     """
     table = summarize(measured.turns)
-    predicted = predicted_seconds(config, table, measured.parameters, workers)
-    for name, row in table.items():
-        row["predicted_seconds"] = predicted.get(name)
     verdicts = [Target.parse(text).judge(table) for text in config.targets]
     print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
     for name, reason in measured.left_out.items():
@@ -105,17 +101,13 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     width = max(len(name) for name in table)
     references = [name for name in REFERENCES if name in table]
-    predicted = any(row["predicted_seconds"] is not None for row in table.values())
-    head = f"{'':{width}}  {'ms/step':>9}" + (f"  {'by formula':>10}" if predicted else "")
+    head = f"{'':{width}}  {'ms/step':>9}"
     head += "".join(f"  {f'of {name} (quartiles)':>22}" for name in references)
     head += f"  {'cpu ms':>8}" + "".join(f"  {f'cpu of {name}':>16}" for name in references)
     head += f"  {'MB sent':>8}  {'ms waited':>9}  {'copies':>6}"
     lines = [head]
     for name, row in table.items():
         line = f"{name:{width}}  {1e3 * row['seconds']:9.2f}"
-        if predicted:
-            seconds = row["predicted_seconds"]
-            line += f"  {'-' if seconds is None else f'{1e3 * seconds:.2f}':>10}"
         for reference in references:
             ratio = row["ratios"][reference]
             line += f"  {ratio['median']:6.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})"

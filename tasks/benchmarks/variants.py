@@ -21,7 +21,6 @@ from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.step import GossipStep
-from dsgdac_accel.scaling import ring_all_reduce
 from tasks.benchmarks.config import BenchmarkConfig, StallConfig
 from tasks.benchmarks.models import Workload, build_workload
 from tasks.benchmarks.names import VariantName
@@ -94,6 +93,11 @@ def stalls(config: StallConfig, rank: int, undisturbed: bool = False) -> Callabl
     return maybe_sleep
 
 
+def all_reduce_bytes(workers: int, size: float) -> float:
+    """Return the bytes that each worker sends in a ring all-reduce of `size` bytes, the least possible."""
+    return 2 * (workers - 1) * size / workers
+
+
 def make_optimizer(parameters: Any, kernel: str) -> torch.optim.Optimizer:
     """SGD as in the image task, with a small learning rate."""
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=5e-4, **{kernel: True})
@@ -116,11 +120,11 @@ def _synchronous(
         if "bf16" in name.options:
             wrapped.register_comm_hook(None, average_in_bf16)
             size /= 2
-        bytes_sent = ring_all_reduce(group.size, size).bytes_sent
+        bytes_sent = all_reduce_bytes(group.size, size)
         model = wrapped
     if name.kind == "hsdp":
         size = 4.0 * sum(parameter.numel() for parameter in model.parameters()) / config.shards
-        bytes_sent = ring_all_reduce(group.size, size).bytes_sent
+        bytes_sent = all_reduce_bytes(group.size, size)
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
 
     def step() -> None:
@@ -227,7 +231,7 @@ def _decent_dp(
         _local_world_size=1,
     )
     size = 4.0 * sum(parameter.numel() for parameter in workload.model.parameters())
-    bytes_sent = ring_all_reduce(group.size if topology == "complete" else 2, size).bytes_sent
+    bytes_sent = all_reduce_bytes(group.size if topology == "complete" else 2, size)
 
     def step() -> None:
         stall()

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.plotting import (
+from tasks.common.config import ConfigError
+from tasks.common.known_tasks import base_values, script_for
+from tasks.common.plot_style import (
     BLUE,
     DPI,
     FEW_POINTS,
@@ -24,8 +26,6 @@ from dsgdac_accel.plotting import (
     set_logarithmic,
     wrapped,
 )
-from tasks.common.config import ConfigError
-from tasks.common.known_tasks import base_values, script_for
 
 Records = list[dict[str, Any]]
 Series = tuple[list[int], list[float]]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.plotting import (
+from tasks.common.plot_style import (
     FEW_POINTS,
     add_legend,
     add_title,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
+from tests.launching import free_port
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.workers import run_workers, try_workers
 
@@ -222,10 +222,8 @@ if __name__ == "__main__":
 def test_a_notebook_can_launch_it_after_the_import(tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    done = subprocess.run([sys.executable, script, port], capture_output=True, text=True, timeout=120)
+    words = [sys.executable, script, str(free_port())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "worker 0 of 2" in done.stdout
     assert "worker 1 of 2" in done.stdout

@@ -1,7 +1,7 @@
 """The doctor with real workers, one of which is deliberately wrong: the finding must name it."""
 
-import json
 import os
+import re
 import time
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import GossipAccelerator, GossipConfig
-from dsgdac_accel.doctor import comparison, examination, examine, quick_check
+from dsgdac_accel import GossipAccelerator, GossipConfig, doctor
+from dsgdac_accel.doctor import errors_of, examine, quick_check
 from dsgdac_accel.randomness import seed_workers_differently
 from tests.launching import finish, forked, start
 from tests.workers import run_workers
@@ -29,28 +29,12 @@ def healthy(rank, run):
 
 def other_version(rank, run):
     if rank == 1:
-        versions = comparison.package_versions() | {"torch": "1.0"}
-        run["patches"].setattr(comparison, "package_versions", lambda: versions)
+        versions = doctor.package_versions() | {"torch": "1.0"}
+        run["patches"].setattr(doctor, "package_versions", lambda: versions)
 
 
 def other_setting(rank, run):
     run["settings"] = {"data": {"name": "digits"}, "lr": 0.3 if rank == 2 else 0.1}
-
-
-def other_model(rank, run):
-    if rank == 1:
-        run["model"] = nn.Linear(4, 3)
-
-
-def other_values(rank, run):
-    if rank == 2:
-        with torch.no_grad():
-            next(run["model"].parameters()).add_(1)
-
-
-def same_stream(rank, run):
-    if rank in (0, 2):
-        torch.manual_seed(7)
 
 
 def shared_samples(rank, run):
@@ -80,13 +64,12 @@ def own_samples(run, samples):
 
 
 CASES = (
-    healthy, other_version, other_setting, other_model, other_values, same_stream, shared_samples, one_step_more,
-    slow_link,
+    healthy, other_version, other_setting, shared_samples, one_step_more, slow_link,
 )  # fmt: skip
 
 
 def examine_all(rank):
-    """The report of each case, in one launch."""
+    """The findings of each case, in one launch."""
     reports = {}
     for case in CASES:
         torch.manual_seed(3)
@@ -96,21 +79,15 @@ def examine_all(rank):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with pytest.MonkeyPatch.context() as patches:
-            run = {"accelerator": accelerator, "model": model, "loader": loader, "patches": patches}
+            run = {"accelerator": accelerator, "loader": loader, "patches": patches}
             case(rank, run)
             del run["accelerator"], run["patches"]
             if case is not slow_link:
-                patches.setattr(examination, "measure_links", quick_links)
+                patches.setattr(doctor, "_BUDGET_SECONDS", 0.5)
             before = torch.get_rng_state()
-            reports[case.__name__] = examine(accelerator, parameters=PARAMETERS, timeout=20, **run)
+            reports[case.__name__] = examine(accelerator, PARAMETERS, timeout=20, **run)
             assert torch.equal(before, torch.get_rng_state())
     return reports
-
-
-def quick_links(*args):
-    from dsgdac_accel.doctor.links import measure_links
-
-    return measure_links(*args, budget=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -120,30 +97,21 @@ def reports():
 
 def only(reports, case, level, subject):
     """The findings of a case that are not ok; they are of one subject, and the same on all workers."""
-    found = [finding for finding in reports[0][case].findings if finding.level != "ok"]
+    found = [finding for finding in reports[0][case] if finding.level != "ok"]
     assert {(finding.level, finding.name) for finding in found} == {(level, subject)}, found
     for report in reports[1:]:
-        assert [finding for finding in report[case].findings if finding.level != "ok"] == found
+        assert [finding for finding in report[case] if finding.level != "ok"] == found
     return found
 
 
 def test_a_healthy_run_has_no_warning(reports):
     for report in reports:
-        report = report["healthy"]
-        assert [finding.line() for finding in report.findings if finding.level != "ok"] == []
-        assert report.exit_status == 0
-    text = "\n".join(reports[0]["healthy"].lines())
+        assert [finding.line() for finding in report["healthy"] if finding.level != "ok"] == []
+    text = "\n".join(finding.line() for finding in reports[0]["healthy"])
     assert "workers         3 (3 processes x 1), cpu, gloo" in text
     assert f"{96 // BATCH // WORKERS} batches a pass" in text
     assert "disjoint, 96 samples" in text
-
-
-def test_links_are_measured_between_all_neighbors(reports):
-    values = reports[0]["healthy"].values
-    assert values["parameter_bytes"] == 4 * PARAMETERS
-    assert [link["processes"] for link in values["links"]] == [(0, 1), (0, 2), (1, 2)]
-    for seconds in (values["exchange_seconds"], *(link["seconds"] for link in values["links"])):
-        assert 2**20 < 4 * PARAMETERS / seconds < 2**40  # memory of one machine, however busy
+    assert "links           3 measured, an exchange of 1 MB each; slowest, workers " in text
 
 
 def test_another_version_is_an_error_that_names_the_worker(reports):
@@ -154,22 +122,7 @@ def test_another_version_is_an_error_that_names_the_worker(reports):
 def test_another_setting_is_named_with_its_key_and_values(reports):
     (finding,) = only(reports, "other_setting", "error", "configuration")
     assert finding.text == "worker 2: lr = 0.3, but worker 0: lr = 0.1"
-    assert "links" not in reports[0]["other_setting"].values  # such workers might wait for each other
-
-
-def test_another_model_is_named_with_its_first_difference(reports):
-    finding = only(reports, "other_model", "error", "model")[0]
-    assert finding.text.startswith("worker 1: 0.weight = nothing, but worker 0: 0.weight = no. 0, (3, 4) torch.float32")
-
-
-def test_another_start_is_an_error_that_names_the_parameter(reports):
-    (finding,) = only(reports, "other_values", "error", "model")
-    assert finding.text.startswith("worker 2: 0.weight = no. 0, (3, 4) torch.float32, trained, sum ")
-
-
-def test_equal_random_streams_are_an_error(reports):
-    (finding,) = only(reports, "same_stream", "error", "random streams")
-    assert finding.text == "workers 0, 2 draw the same random numbers (torch)"
+    assert "links" not in [finding.name for finding in reports[0]["other_setting"]], "such workers might wait"
 
 
 def test_overlapping_shards_name_both_workers_and_count(reports):
@@ -180,14 +133,14 @@ def test_overlapping_shards_name_both_workers_and_count(reports):
 def test_one_step_more_on_a_worker_is_a_warning(reports):
     (finding,) = only(reports, "one_step_more", "warning", "steps")
     assert "(6, 7, 6)" in finding.text
-    assert reports[0]["one_step_more"].exit_status == 0
+    assert errors_of(reports[0]["one_step_more"]) == []
 
 
 def test_a_slow_link_is_named_by_its_pair(reports):
     (finding,) = only(reports, "slow_link", "warning", "links")
     assert "slowest, workers 1 and 2: " in finding.text
-    times = {link["processes"]: link["seconds"] for link in reports[0]["slow_link"].values["links"]}
-    assert times.pop((1, 2)) >= 0.95 * SLOW_SECONDS > max(times.values())
+    slowest, median = (float(ms) for ms in re.findall(r"([\d.e+]+) ms", finding.text))
+    assert slowest >= 950 * SLOW_SECONDS > median
 
 
 # ---- silence
@@ -206,7 +159,7 @@ def meet_without_one(rank, folder):
         await_files(folder / "0", folder / "2")
         return None
     started = time.monotonic()
-    report = examine(accelerator, parameters=10, timeout=3)
+    report = examine(accelerator, 10, timeout=3)
     (folder / str(rank)).touch()
     return report, time.monotonic() - started
 
@@ -215,10 +168,9 @@ def meet_without_one(rank, folder):
 def test_a_worker_that_does_not_come_is_named_in_time(tmp_path):
     first, _, last = run_workers(meet_without_one, WORKERS, tmp_path)
     for report, seconds in (first, last):
-        (finding,) = [finding for finding in report.findings if finding.level == "error"]
+        (finding,) = errors_of(report)
         assert finding.name == "lost worker"
         assert "worker 1, which does not answer, was lost in connecting the workers" in finding.text
-        assert report.exit_status == 1
         assert seconds < 10
 
 
@@ -232,7 +184,7 @@ def lose_one_on_the_way(rank, folder):
     accelerator = GossipAccelerator(gossip=GossipConfig())
     loader = accelerator.equal_steps(DataLoader(range(9), batch_sampler=Sleepy([[0], [1]])))
     started = time.monotonic()
-    report = examine(accelerator, loader=loader, parameters=10, timeout=2)
+    report = examine(accelerator, 10, loader, timeout=2)
     (folder / str(rank)).touch()
     return report, time.monotonic() - started
 
@@ -241,7 +193,7 @@ def lose_one_on_the_way(rank, folder):
 def test_a_worker_that_falls_silent_is_named(tmp_path):
     first, second, _ = run_workers(lose_one_on_the_way, WORKERS, tmp_path)
     for report, seconds in (first, second):
-        (finding,) = [finding for finding in report.findings if finding.level == "error"]
+        (finding,) = errors_of(report)
         assert finding.name == "lost worker"
         assert "worker 2 did not answer" in finding.text
         assert seconds < 20
@@ -296,14 +248,11 @@ def launch(tmp_path, workers, *words, before=""):
     return finish(start([*forked(workers), script, "doctor", *map(str, words)], tmp_path), timeout=60)
 
 
-def test_worker_0_alone_reports_and_writes_json(tmp_path):
-    file = tmp_path / "made" / "report.json"
-    status, out, err = launch(tmp_path, 2, "--parameters", "100k", "--topology", "ring", "--json", file)
+def test_worker_0_alone_reports(tmp_path):
+    status, out, err = launch(tmp_path, 2, "--parameters", "100k", "--topology", "ring")
     assert status == 0, err
-    assert out.count("doctor: ") == 1
-    report = json.loads(file.read_text())
-    assert [found["name"] for found in report["findings"] if found["level"] != "ok"] == []
-    assert [link["processes"] for link in report["links"]] == [[0, 1]]
+    assert out.count("doctor: no problems found") == 1
+    assert "links           1 measured" in out
 
 
 def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_path):
@@ -316,11 +265,11 @@ def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_worker_that_is_not_launched_is_named(tmp_path):
+def test_a_worker_that_is_not_launched_is_noticed(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
     assert status == 1
-    assert "error    lost worker     worker 1 did not answer within 2 s at the start" in out
+    assert "error    lost worker     a worker did not answer within 2 s at the start: " in out
 
 
 def test_the_failure_of_one_worker_ends_the_launch_with_its_reason(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from dsgdac_accel.cli import main
 from tasks.studies.state import state_of, write_record
+from tests.launching import free_port
 from tests.unit.test_sweep import plan, real_sweep, write_sweep
 
 TINY = {
@@ -61,18 +61,6 @@ def submit(tmp_path):
         return subprocess.run(["bash", script], env=os.environ | variables, timeout=240).returncode
 
     return run
-
-
-def free_port():
-    """A port between those that the script draws from and those that the system gives away."""
-    for port in range(20000 + os.getpid() % 10000, 32000):
-        with socket.socket() as tried:
-            try:
-                tried.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no port is free")
 
 
 def scripts(capsys, file, folder):

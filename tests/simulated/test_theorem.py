@@ -20,8 +20,8 @@ from dsgdac_accel.theory import (
     quadratic_step,
     radius_along,
     simulate_quadratic,
+    slowest_decay,
 )
-from dsgdac_accel.theory.quadratic import slowest_decay
 from dsgdac_accel.topology import Topology, build_topology
 
 LAM = [5.0, 1.0, 0.0, -0.05]

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from dsgdac_accel import GossipConfig, WorkerGroup, WorkerLostError
-from dsgdac_accel.scaling import Cluster, complete_gossip, one_peer_gossip, ring_ddp
 from tasks.benchmarks import launching, measurement, variants
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig, StallConfig
 from tasks.benchmarks.link import Network
@@ -25,7 +23,6 @@ from tasks.benchmarks.measurement import Measured, Turns, measure, quartiles, su
 from tasks.benchmarks.memory import all_storages, extra_copies
 from tasks.benchmarks.models import TRANSFORMERS, LanguageModel, build_workload, check_model_name
 from tasks.benchmarks.names import VariantName
-from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.relay import Direction
 from tasks.benchmarks.relay_process import RelayClient, running_relay
 from tasks.benchmarks.relayed_store import RelayedStore, port_in, replaced
@@ -329,46 +326,6 @@ def test_a_plot_that_cannot_be_drawn_is_noticed_before_anything_is_measured(monk
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match=r"pip install dsgdac-accel\[tasks\]\. Or leave out output"):
         check_output(tmp_path / "result.json")
-
-
-def test_what_the_scaling_model_says_is_held_against_what_was_measured():
-    network = NetworkConfig(rate_mbit=100, delay_ms=10)
-    names = ("local", "ddp", "ddp+bf16", "gossip", "gossip+no_overlap", "gossip:complete", "gossip+int8", "gossip:ring")
-    config = BenchmarkConfig(model="sleeping-1000000", variants=names, network=network)
-    table = {name: {"seconds": 0.2, "bytes_sent": 1_031_250} for name in names}
-    found = predicted_seconds(config, table, 1_000_000, workers=4)
-    settings = {"parameters": 1e6, "compute_seconds": 0.2, "bandwidth": 12.5e6, "latency": 0.01}
-    plain, exposed = Cluster(**settings), Cluster(**settings, overlap=False)
-    assert found == pytest.approx(
-        {
-            "ddp": ring_ddp(plain, 4).seconds,
-            "ddp+bf16": ring_ddp(Cluster(**settings, gradient_bits=16), 4).seconds,
-            "gossip": one_peer_gossip(plain, 4).seconds,
-            "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
-            "gossip:complete": complete_gossip(plain, 4).seconds,
-            "gossip+int8": one_peer_gossip(Cluster(**settings, bits=8.125), 4).seconds,
-        }
-    )
-    short = replace(config, gossip=GossipConfig(comm_dtype="bf16", overlap=False))
-    found = predicted_seconds(short, table, 1_000_000, workers=4)
-    exposed = Cluster(**settings, bits=16, overlap=False)
-    assert found == pytest.approx(
-        {
-            "ddp": ring_ddp(plain, 4).seconds,
-            "ddp+bf16": ring_ddp(Cluster(**settings, gradient_bits=16), 4).seconds,
-            "gossip": one_peer_gossip(exposed, 4).seconds,
-            "gossip+no_overlap": one_peer_gossip(exposed, 4).seconds,
-            "gossip+int8": one_peer_gossip(replace(exposed, bits=8.125), 4).seconds,
-        }
-    )
-    sharded = replace(config, variants=("fsdp", "hsdp", "gossip"), shards=2)
-    table = {"fsdp": {"seconds": 0.2}, "hsdp": {"seconds": 9.0}, "gossip": {"seconds": 9.0}}
-    assert predicted_seconds(sharded, table, 1_000_000, workers=4) == {
-        "hsdp": pytest.approx(0.2 + 6 * (0.01 + 4e6 / 4 / 12.5e6)),  # nothing of the ring is hidden
-        "gossip": pytest.approx(0.01 + 4e6 / 12.5e6),
-    }
-    assert predicted_seconds(replace(config, network=None), table, 1_000_000, 4) == {}
-    assert predicted_seconds(replace(config, stalls=StallConfig(probability=0.1)), table, 1_000_000, 4) == {}
 
 
 # ---- the emulated network

@@ -445,7 +445,7 @@ def damaged(folder, how):
     elif how == "a nested manifest":
         (folder / "gossip.json").write_text("[" * 100_000)
     elif how == "another format of the file":
-        content = file.read_bytes().replace(b'"dsgdac_accel.format":"2"', b'"dsgdac_accel.format":"3"')
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"5"', b'"dsgdac_accel.format":"4"')
         file.write_bytes(content)
         manifest = (folder / "gossip.json").read_text()
         digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
@@ -455,7 +455,8 @@ def damaged(folder, how):
     else:
         manifest = json.loads((folder / "gossip.json").read_text())
         changes = {
-            "another format": {"format": 99, "library": "9.9"}, "worker missing": {"workers": 2},
+            "a newer format": {"format": 99, "library": "9.9"}, "an older format": {"format": 4, "library": "0.1"},
+            "worker missing": {"workers": 2},
             "too many workers": {"workers": 10**12}, "no workers": {"workers": 0, "files": []},
             "no facts": {"facts": 1},
         }  # fmt: skip
@@ -475,7 +476,8 @@ def damaged(folder, how):
         ("altered", "sha256 differs", True),
         ("no manifest", "no complete checkpoint", False),
         ("half a manifest", "is damaged", False),
-        ("another format", "has format 99, written by dsgdac_accel 9.9", False),
+        ("a newer format", "has format 99, written by dsgdac_accel 9.9.* reads format 5", False),
+        ("an older format", "has format 4, written by dsgdac_accel 0.1.* reads format 5", False),
         ("worker missing", "is damaged", False),
         ("too many workers", "is damaged", False),
         ("no workers", "is damaged", False),
@@ -483,7 +485,7 @@ def damaged(folder, how):
         ("lead out", "is damaged", False),
         ("lead out of the workers", "is damaged", False),
         ("a nested manifest", "is damaged", False),
-        ("another format of the file", "has format 3; this version reads 2", True),
+        ("another format of the file", "has format 4; this version reads format 5", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
@@ -587,9 +589,9 @@ def test_damaged_common_tensors_are_a_clear_error(tmp_path, alone, how, message,
     else:
         manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
         if how == "no common file":
-            manifest["common_file"] = None
+            manifest["common_files"] = []
         elif how == "lead out":
-            manifest["common_file"]["name"] = "workers/../../common.safetensors"
+            manifest["common_files"][0]["name"] = "workers/../../common.safetensors"
         else:
             manifest["common"][0].update({"model": 1} if how == "another model" else {"digest": "0" * 64})
         (tmp_path / "c" / "gossip.json").write_text(json.dumps(manifest))
@@ -628,21 +630,8 @@ def test_an_interrupted_common_file_is_a_leftover(tmp_path, alone):
     assert prune_checkpoints(tmp_path / "a", keep=1) == [left.parent]
 
 
-def test_checkpoints_of_format_1_are_read(tmp_path, alone, monkeypatch):
-    """They have no common tensors, and their manifest has no lines for them."""
-    monkeypatch.setattr(dsgdac_accel.checkpoint.serialization, "FORMAT", 1)
-    state = {"models": {0: model_state(nn.Linear(64, 64).requires_grad_(False))}}
-    save_checkpoint(tmp_path / "c", state, alone, step=2)
-    manifest = json.loads((tmp_path / "c" / "gossip.json").read_text())
-    old = {key: value for key, value in manifest.items() if not key.startswith("common")} | {"format": 1}
-    (tmp_path / "c" / "gossip.json").write_text(json.dumps(old))
-    monkeypatch.undo()
-    loaded = load_checkpoint(tmp_path / "c", alone)
-    same(loaded["models"][0]["parameters"]["weight"], state["models"][0]["parameters"]["weight"].data)
-
-
 def test_a_quantized_weight_takes_no_other_values(alone):
-    """Format 1 holds its bytes without their scales."""
+    """A state holds its bytes without their scales."""
     model = nn.Linear(2, 2)
     model.packed = Scaled(1.0)
     state = decode(encode(model_state(model), copy=True))
@@ -725,7 +714,7 @@ def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone, cap
     ("how", "message"),
     [
         ("half a manifest", "step-1/gossip.json is damaged"),
-        ("another format", "step-1/gossip.json has format 99, written by dsgdac_accel 9.9"),
+        ("a newer format", "step-1/gossip.json has format 99, written by dsgdac_accel 9.9"),
         ("truncated", "step-1/workers/00000.safetensors has .* bytes, and .* were written"),
         ("no manifest", None),
     ],

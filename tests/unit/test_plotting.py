@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from dsgdac_accel.plotting import add_legend, new_figure, set_logarithmic
 from tasks.common import plotting
 from tasks.common.output_dir import OutputDir
+from tasks.common.plot_style import add_legend, new_figure, set_logarithmic
 from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
 
 RECORDS = [

@@ -260,24 +260,6 @@ def test_torch_finds_no_whole_tensor_where_the_file_holds_its_bytes(tmp_path):
             dcp.load({name: torch.zeros(shape)}, storage_reader=reader, no_dist=True)
 
 
-def test_format_3_is_read_and_replaced(tmp_path, parts):
-    """It has the files of all workers side by side."""
-    folder = tmp_path / "c"
-    save(folder, "two", parts)
-    content = json.loads((folder / "gossip.json").read_text()) | {"format": 3}
-    for file in content["files"]:
-        name = re.sub(r"/(?=\d{3}\.)", ".", file["name"])
-        (folder / file["name"]).rename(folder / name)
-        file["name"] = name
-    (folder / "gossip.json").write_text(json.dumps(content))
-    for rank, state in enumerate(load(folder, "three", parts)):
-        for name, tensor in parts["three"][rank // 3][rank % 3].items():
-            assert torch.equal(local(state["models"][0]["parameters"][name]), local(tensor))
-    save(folder, "two", parts)
-    kept = {file.relative_to(folder / "workers").as_posix() for file in (folder / "workers").rglob("*.*")}
-    assert kept == {f"{worker:05d}-1/{place:03d}.safetensors" for worker in range(2) for place in range(2)}
-
-
 @pytest.mark.parametrize("saved", MESHES)
 def test_every_mesh_reads_what_every_other_one_saved(tmp_path, parts, saved):
     assert save(tmp_path / "c", saved, parts) == [None] * (WORKERS * len(parts[saved][0]))
@@ -547,14 +529,6 @@ def test_parts_that_overlap_are_a_clear_error():
     files = [partial(dict, long=LocalShard(torch.arange(5.0), (8,), (first,))) for first in (0, 3)]
     with pytest.raises(CheckpointError, match=r"parts of state\['long'\] overlap"):
         put_together(files, Targets(), sharded=True)
-
-
-def test_an_unsharded_checkpoint_is_one_that_older_versions_read(tmp_path, parts):
-    save(tmp_path / "c", "one process", parts)
-    content = json.loads((tmp_path / "c" / "gossip.json").read_text())
-    assert set(content) == {"workers", "step", "facts", "files", "common", "common_file", "library", "format"}
-    assert content["format"] == 2
-    assert read_manifest(tmp_path / "c").shards == 1
 
 
 # ---- through an accelerator

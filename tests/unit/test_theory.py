@@ -14,6 +14,7 @@ from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import consensus_update
 from dsgdac_accel.theory import (
     consensus_penalty,
+    gaussian_norm,
     graph_modes,
     is_mixing_dominated,
     is_stable,
@@ -24,7 +25,6 @@ from dsgdac_accel.theory import (
     radius_along,
     simulate_quadratic,
 )
-from dsgdac_accel.theory.radius import gaussian_norm
 from dsgdac_accel.topology import Topology, build_topology
 
 exact = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checks import check_writable
-
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PALETTE = (BLUE, VERMILION, GREEN, "#CC79A7", ORANGE, "#56B4E9", "#000000")
+BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+PALETTE = (BLUE, VERMILION, "#009E73", "#CC79A7", ORANGE, "#56B4E9", "#000000")
 """The palette of Okabe and Ito, which readers with any color vision can tell apart."""
 
 DPI = 150
@@ -142,17 +139,6 @@ def set_logarithmic(axes: Any) -> None:
         axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
 
 
-def set_whole_logarithmic(axes: Any, largest: int) -> None:
-    """Make the x axis, a count from 1 to `largest`, logarithmic with whole numbers as ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.set_xlim(0.9, max(2, 1.1 * largest))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if largest > 1000 else (1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}" if count >= 1 else ""))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
 def positive(values: Iterable[float]) -> list[float]:
     """Replace values that a logarithmic axis cannot show by NaN.
 
@@ -160,20 +146,6 @@ def positive(values: Iterable[float]) -> list[float]:
     [nan, 0.5, nan]
     """
     return [value if value > 0 else math.nan for value in values]
-
-
-def check_plot_file(name: str, path: Path) -> Path:
-    """Return `path` if a PNG file can be written there; create its folder.
-
-    Raises:
-        ValueError: `path` does not end in .png or cannot be written; the message calls it `name`.
-        ImportError: matplotlib is not installed.
-    """
-    if path.suffix != ".png" or path.is_dir():
-        raise ValueError(f"{name} must be a file that ends in .png; got {path}.")
-    check_writable(name, path)
-    require_matplotlib()
-    return path
 
 
 def require_matplotlib() -> None:

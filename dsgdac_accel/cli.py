@@ -1,0 +1,267 @@
+"""The `dsgdac` command.
+
+Exit status: 0 for success, 1 if runs failed or are missing or the doctor found errors, 2 for a mistake in the command,
+130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dsgdac_accel.version import __version__
+
+if TYPE_CHECKING:
+    from dsgdac_accel.doctor import Finding
+
+EXAMPLES = """examples:
+  dsgdac sweep configs/sweeps/digits_study.yaml --jobs 2
+  dsgdac sweep configs/paper/table_cifar.yaml --smoke --jobs 2
+  dsgdac report configs/sweeps/digits_study.yaml
+  dsgdac plot runs/dsgd runs/dsgd_ac
+  torchrun --nproc_per_node 4 -m dsgdac_accel doctor --topology one_peer_ring --parameters 10M
+"""
+
+DOCTOR_EXAMPLES = """examples:
+  torchrun --nproc_per_node 4 -m dsgdac_accel doctor --topology one_peer_ring --parameters 10M
+  accelerate launch --config_file configs/accelerate/cpu_4_workers.yaml -m dsgdac_accel doctor \\
+    --config configs/digits.yaml
+"""
+MOST_PARAMETERS = 1e12
+GRACE_SECONDS = 3.0
+"""Seconds that the others wait for worker 0 to report: launchers end all processes when the first one fails."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_OTHER_NAMES = {"out": "--output", "output_dir": "--output"}
+"""Names that other tools use, with the option to use instead."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv`, by default that of this process, and return its exit status.
+
+    Raises:
+        SystemExit: for --help and --version, and with status 2 for words that are not understood.
+    """
+    parser, commands = build_parser()
+    options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if not hasattr(options, "run"):
+        if rest:
+            parser.refuse(rest)
+        parser.print_help()
+        return 2
+    if rest and not getattr(options, "takes_rest", False):
+        commands[options.chosen].refuse(rest)
+    options.rest = rest
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # a reader that has seen enough (`| head`) is not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MemoryError as error:
+        print(f"error: out of memory: {error}. Ask for less.", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
+    """Return the parser, and those of the commands by name.
+
+    Packages add commands through the entry point group `dsgdac.commands`. Building the parser imports nothing slow, so
+    `dsgdac --help` answers at once.
+    """
+    parser = StrictParser(
+        prog="dsgdac",
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, launches.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="chosen")
+    _add_doctor(commands)
+    for plugin in entry_points(group="dsgdac.commands"):
+        plugin.load()(commands)
+    return parser, commands.choices
+
+
+# ---- the parser: options by their whole names, each once, and a hint for a wrong one
+
+
+class StrictParser(argparse.ArgumentParser):
+    """An argument parser that takes options by their whole names, each once. Subcommands get the same class."""
+
+    def __init__(self, **options: Any) -> None:
+        formatter = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # keeps the lines of examples
+        super().__init__(**formatter | options, allow_abbrev=False)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Exit with status 2: these words are not understood. Suggest the option that was probably meant."""
+        self.error(f"unrecognized arguments: {' '.join(words)}{self._hint(words)}")
+
+    def _hint(self, words: Sequence[str]) -> str:
+        known = [option for option in self._option_string_actions if option.startswith("--") and option != "--help"]
+        plain = {_plain(option): option for option in known}
+        for word in words:
+            name = _plain(word.partition("=")[0])
+            other = _OTHER_NAMES.get(name)
+            if word.startswith("--") and other in known:
+                return f". Did you mean {other}?"
+            if word.startswith("--") and (nearest := difflib.get_close_matches(name, plain, n=1)):
+                return f". Did you mean {plain[nearest[0]]}?"
+        return ""
+
+
+class _StoreOnce(argparse.Action):
+    """Store a value, and refuse an option that is given twice, of which argparse would drop the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = vars(namespace).setdefault("given", set())
+        if option_string is not None and self.dest in given:
+            parser.error(f"{option_string} is given twice. Keep one.")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_").lower()
+
+
+def amount(text: str) -> float:
+    """Read a number with an optional unit, in powers of ten.
+
+    >>> amount("25M"), amount("1.5g"), amount("1e6"), amount("0.5T")
+    (25000000.0, 1500000000.0, 1000000.0, 500000000000.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgbt]?)", text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a number such as 25M or 1e6; got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+# ---- doctor
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="examine a launch before training: versions, settings, data, links",
+        description="Launched like the training, compare its workers (versions, configuration, data) and measure an "
+        "exchange over each link. With --config the run of a task is built as in training, in a temporary folder, but "
+        "not trained; further arguments are keys of the task. Exit status: 0 without errors, 1 with errors, 2 for a "
+        "mistake in the command.",
+        epilog=DOCTOR_EXAMPLES,
+    )
+    add = doctor.add_argument
+    add("--config", metavar="FILE", type=Path, help="configuration of the task whose run is examined")
+    add("--topology", metavar="NAME", help="without --config: topology (default: one_peer_ring)")
+    add("--parameters", metavar="N", type=amount, help="without --config: parameters of the model (default: 10M)")
+    add("--timeout", metavar="S", type=float, default=30.0, help="seconds to wait for a silent worker (default: 30)")
+    doctor.set_defaults(run=_doctor, takes_rest=True, parser=doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dsgdac_accel import WorkerLostError, join_slurm_step
+    from dsgdac_accel.doctor import Finding, errors_of
+
+    join_slurm_step()
+    rank, size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    try:
+        _check_doctor(options)
+        examine = _run_of_task(options) if options.config is not None else _links_alone(options, size)
+        try:
+            if size > 1:
+                _join_workers(options.timeout)
+            findings = examine()
+        except WorkerLostError as error:
+            findings = [Finding("error", "lost worker", str(error))]
+    except (ValueError, OSError, ImportError) as error:
+        if rank == 0:
+            raise
+        time.sleep(GRACE_SECONDS)  # if worker 0 has the same problem, it alone reports it
+        raise type(error)(f"worker {rank}: {error}") from error
+    errors = errors_of(findings)
+    if rank != 0 and not any(finding.name == "lost worker" for finding in errors):
+        os._exit(0)  # worker 0 reports
+    if rank != 0:
+        time.sleep(GRACE_SECONDS)  # unless worker 0 is lost, it ends the launch by its report
+    levels = [finding.level for finding in findings]
+    counts = [f"{level}s: {levels.count(level)}" for level in ("error", "warning") if level in levels]
+    print("\n".join(finding.line() for finding in findings))
+    print(f"doctor: {', '.join(counts) or 'no problems found'}", flush=True)
+    status = int(bool(errors))
+    if size > 1:
+        os._exit(status)  # the teardown of a process group aborts now and then, with another status
+    return status
+
+
+def _check_doctor(options: argparse.Namespace) -> None:
+    from dsgdac_accel.checks import LONGEST_TIMEOUT, check_number
+
+    check_number("--timeout", options.timeout, above=0, maximum=LONGEST_TIMEOUT, advice="It is in seconds.")
+    if options.config is None:
+        if options.rest:
+            options.parser.refuse(options.rest)
+        return
+    if not options.config.is_file():
+        raise FileNotFoundError(f"--config must be the configuration of a task; {options.config} does not exist.")
+    for name, key in (("topology", "--gossip.topology"), ("parameters", "a key of the model")):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} cannot be combined with --config, which sets it. Use {key}.")
+
+
+def _run_of_task(options: argparse.Namespace) -> Callable[[], list[Finding]]:
+    """Return the function that examines a task's run. Reads its settings now, so every process finds a mistake."""
+    for plugin in entry_points(group="dsgdac.preflight"):
+        words = ["--config", str(options.config), *(word for word in options.rest if word != "--")]
+        return plugin.load()(options.config, words, options.timeout)
+    raise FileNotFoundError(
+        "--config needs the tasks of the repository: pip install -e '.[tasks]'. In your own script, call "
+        "dsgdac_accel.doctor.examine."
+    )
+
+
+def _links_alone(options: argparse.Namespace, size: int) -> Callable[[], list[Finding]]:
+    """Return the function that examines a launch without a task: there is no model, only its size counts."""
+    from dsgdac_accel import GossipAccelerator, GossipConfig
+    from dsgdac_accel.checks import check_number
+    from dsgdac_accel.doctor import examine
+    from dsgdac_accel.topology import build_topology
+
+    name = options.topology or "one_peer_ring"
+    config = GossipConfig(topology=name, timeout=options.timeout)
+    build_topology(name, size)  # raises if they do not fit together
+    size_of_model = 10e6 if options.parameters is None else options.parameters
+    parameters = round(check_number("--parameters", size_of_model, minimum=1, maximum=MOST_PARAMETERS))
+    return lambda: examine(GossipAccelerator(gossip=config), parameters, timeout=options.timeout)
+
+
+def _join_workers(timeout: float) -> None:
+    """Create the default process group; raise WorkerLostError if not all workers come within `timeout` seconds."""
+    import torch
+    import torch.distributed as dist
+
+    from dsgdac_accel import WorkerLostError
+    from dsgdac_accel.devices import cpu_is_demanded
+
+    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise WorkerLostError(f"a worker did not answer within {timeout:g} s at the start: {reason}") from error
