@@ -44,6 +44,14 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _OTHER_NAMES = {"out": "--output", "output_dir": "--output"}
 """Names that other tools use, with the option to use instead."""
 
+REMOVED = {
+    "launch": "Use torchrun, whose --max-restarts=N starts a run again after a lost worker (docs/faults.md).",
+    "scaling": "tasks/benchmark.py measures a step on an emulated network.",
+    "schedule": "In Python, AdaptiveConsensus(power=3, max_lr=0.1).gamma(step=0, lr=0.05) gives gamma.",
+    "topology": "In Python, print(build_topology('one_peer_ring', 8).matrix(0)) shows a round.",
+}
+"""Commands that earlier versions had, with the way out."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv`, by default that of this process, and return its exit status.
@@ -52,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: for --help and --version, and with status 2 for words that are not understood.
     """
     parser, commands = build_parser()
-    options, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in REMOVED:
+        parser.error(f"dsgdac {words[0]} was removed. {REMOVED[words[0]]}")
+    options, rest = parser.parse_known_args(words)
     if not hasattr(options, "run"):
         if rest:
             parser.refuse(rest)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsgdac_accel.cli import main
+from dsgdac_accel.cli import REMOVED, main
 from dsgdac_accel.version import __version__
 from tasks.studies.run_commands import find_task
 
@@ -59,6 +59,13 @@ def test_words_that_are_not_understood_end_with_status_2(capsys, words):
     status, _, error = run(capsys, *words)
     assert status == 2
     assert "usage: " in error
+
+
+@pytest.mark.parametrize("command", REMOVED)
+def test_a_removed_command_names_the_way_out(capsys, command):
+    status, out, error = run(capsys, command, "--x", "1")
+    assert (status, out) == (2, "")
+    assert f"dsgdac {command} was removed. {REMOVED[command]}" in error
 
 
 @pytest.mark.parametrize(
