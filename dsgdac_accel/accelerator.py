@@ -31,8 +31,6 @@ from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.checks import check_choice, check_flag
 from dsgdac_accel.compatibility import (
     known_loss,
-    refuse_asynchronous,
-    refuse_asynchronous_launch,
     refuse_parallelism_beside_mesh,
     refuse_sharding_arguments,
     refuse_unsupported_launch,
@@ -52,10 +50,9 @@ from dsgdac_accel.data.dataloader_state import (
     epoch_of,
     recorder_of,
 )
-from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length, refuse_joint_reading
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.gathering import is_all_tensors, of_readers
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
-from dsgdac_accel.data.shared_queue import SharedQueue
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
@@ -71,7 +68,6 @@ from dsgdac_accel.scheduler_ticks import (
     GossipScheduler,
     SchedulerTicks,
     TickSetting,
-    refuse_unsteady,
 )
 from dsgdac_accel.shards import gathering_modules, reshard, settle_gradients
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
@@ -206,9 +202,6 @@ class GossipAccelerator(Accelerator):
             device_mesh = mesh_of_workers(self)
         else:
             refuse_parallelism_beside_mesh(self)
-        if config.asynchronous:
-            refuse_asynchronous_launch(self)
-            keep_average = False  # the workers do not end their passes together
         group = None
         if device_mesh is not None:
             mesh = WorkerMesh(device_mesh)
@@ -240,7 +233,6 @@ class GossipAccelerator(Accelerator):
             ValueError, TypeError: as for the constructor, or something has been prepared already.
         """
         config = _checked_config(gossip)
-        refuse_asynchronous(config, "a framework that runs the training loop itself")
         if accelerator._models or accelerator._optimizers:
             raise ValueError(
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
@@ -346,15 +338,6 @@ class GossipAccelerator(Accelerator):
         """All workers of the run: processes times `workers_per_process`."""
         return self.training.num_workers
 
-    @property
-    def progress(self) -> float:
-        """Optimizer steps of the run so far.
-
-        With `asynchronous` it is the mean over the workers, gossiped like the parameters, as of this worker's last
-        step. Schedules, gamma and the end of the run follow it: `while accelerator.progress < total_steps`.
-        """
-        return self.training.progress
-
     # ---- preparing
 
     @torch.inference_mode(False)  # what is made here is trained on, also if it is first prepared to evaluate
@@ -365,10 +348,6 @@ class GossipAccelerator(Accelerator):
                 refuse_unsupported_model(obj)
             if isinstance(obj, torch.optim.Optimizer):
                 refuse_unsupported_optimizer(obj, self.gossip_config)
-        if self.gossip_config.asynchronous:
-            new = sum(isinstance(obj, torch.optim.Optimizer) and obj not in self._optimizers for obj in args)
-            if new + len(self.training.steps) > 1:
-                raise ValueError("asynchronous=True needs a single optimizer. Give it all parameters, in groups.")
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
@@ -452,14 +431,11 @@ class GossipAccelerator(Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it ticks in each optimizer step as `scheduler_ticks` says."""
-        if self.gossip_config.asynchronous:
-            refuse_unsteady(scheduler)
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, GossipScheduler):
             return prepared
         with self.tick_rules.preparing():
-            clock = self.training if self.gossip_config.asynchronous else None
-            own = self._schedulers[-1] = GossipScheduler(prepared, self.tick_rules.call, clock)
+            own = self._schedulers[-1] = GossipScheduler(prepared, self.tick_rules.call)
         self._settle_schedulers()
         return own
 
@@ -472,8 +448,6 @@ class GossipAccelerator(Accelerator):
         self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
-        if self.gossip_config.asynchronous:
-            refuse_joint_reading(completed)
         if new:
             with self.tick_rules.preparing():
                 self.tick_rules.loader_sharded(known_length(data_loader), known_length(completed))
@@ -481,28 +455,7 @@ class GossipAccelerator(Accelerator):
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
         """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
-        equal = self.sharding.equal_steps(loader)
-        if self.gossip_config.asynchronous:
-            refuse_joint_reading(equal)
-        return equal
-
-    def shared_queue(self, rows: int, batch_size: int, seed: int = 0) -> SharedQueue:
-        """Return a batch sampler of which all workers take the next batch as they are ready. Collective.
-
-            loader = DataLoader(data, batch_sampler=accelerator.shared_queue(len(data), batch_size=16))
-
-        For `asynchronous`, where a slow worker reads fewer batches. Its loader has no end, and is not prepared. See
-        `SharedQueue`.
-
-        Args:
-            rows: number of samples.
-            batch_size: of every batch.
-            seed: of the order. Give another one to a resumed run, which begins at the start of an order.
-        """
-        everyone = self.group.everyone
-        queue = SharedQueue(rows, batch_size, everyone.shared_counter("taking a batch of the shared queue"), seed)
-        everyone.require_equal((rows, batch_size, seed), "shared queue (rows, batch size, seed)")
-        return queue
+        return self.sharding.equal_steps(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As `Accelerator.skip_first_batches`. After `load_state` in mid-epoch, prefer `resumed_batches`.
@@ -806,20 +759,14 @@ class GossipAccelerator(Accelerator):
 
         Raises:
             ValueError: outside of the main thread, where Python allows no handlers; use `stop_on_request` there.
-            ValueError: `asynchronous` is set, where the workers do not take the same step.
         """
-        refuse_asynchronous(self.gossip_config, "stop_on_signals, since the workers take no common step to stop after")
         return self.stopping.listening(signals)
 
     def stop_on_request(self) -> AbstractContextManager[None]:
         """Inside, `request_stop` on any worker makes `should_stop` True on all, after the same step. Collective.
 
         Use it in programs that are asked to stop by other means than signals, or that train in a thread.
-
-        Raises:
-            ValueError: as for `stop_on_signals`, if `asynchronous` is set.
         """
-        refuse_asynchronous(self.gossip_config, "stop_on_request, since the workers take no common step to stop after")
         return self.stopping.listening(None)
 
     def request_stop(self, reason: str = "a request") -> None:
@@ -868,12 +815,12 @@ class GossipAccelerator(Accelerator):
 
         Args:
             values: what to log.
-            step: default: the number of optimizer steps taken; with `asynchronous` `progress`, rounded down.
+            step: default: the number of optimizer steps taken.
             log_kwargs: as for `Accelerator.log`.
         """
         if self.is_main_process:
             if step is None and self.gossip_steps:
-                step = int(self.gossip_steps[0].progress)
+                step = self.gossip_steps[0].steps_taken
             super().log(self.consensus_logger.log(values, step), step=step, log_kwargs=log_kwargs)
 
     # ---- ending

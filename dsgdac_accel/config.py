@@ -25,18 +25,6 @@ _COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
 _ORDERS = ("local_first", "mix_first")
 _ON_WORKER_LOSS = ("stop", "continue")
 _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
-_ASYNCHRONOUS = {
-    "topology": "one_peer_ring",
-    "workers_per_process": 1,
-    "comm_dtype": "full",
-    "mix_every": 1,
-    "order": "local_first",
-    "overlap": True,
-    "sketch": 0,
-    "start_epoch": None,
-    "on_worker_loss": "stop",
-}
-"""Settings that `asynchronous` needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +99,9 @@ class GossipConfig:
     """Post the next exchange right after the step, so that it travels during the next forward and backward. false posts
     it inside the step and waits for it there."""
 
-    asynchronous: bool = False
-    """Experimental: no worker waits for a slower one (docs/asynchronous.md). Needs an even number of CPU workers on the
-    one-peer ring, a loop that ends by `accelerator.progress`, and the other settings of this group as they are."""
-
     log_every: int = 50
     """Steps between measurements of the exact consensus radius, each a reduction of the size of the model. 0 measures
-    at evaluations only, and so does asynchronous."""
+    at evaluations only."""
 
     sketch: int = 0
     """Numbers that each worker sends to worker 0 in every step to estimate the consensus radius there. The relative
@@ -143,7 +127,6 @@ class GossipConfig:
         self._check_schedule()
         self._check_communication()
         self._check_faults()
-        self._check_asynchronous()
 
     def _check_schedule(self) -> None:
         schedule = {name: getattr(self, name) for name in _SCHEDULE}
@@ -179,18 +162,6 @@ class GossipConfig:
         check_choice("on_worker_loss", self.on_worker_loss, _ON_WORKER_LOSS)
         check_choice("on_other_worker_count", self.on_other_worker_count, _ON_OTHER_WORKER_COUNT)
         self._integer("max_consecutive_nonfinite", minimum=1, advice="Use 1 to stop at the first one.")
-
-    def _check_asynchronous(self) -> None:
-        check_flag("asynchronous", self.asynchronous)
-        if not self.asynchronous:
-            return
-        for name, needed in _ASYNCHRONOUS.items():
-            if getattr(self, name) != needed:
-                way_out = "start_step" if name == "start_epoch" else f"{name}={needed!r}"
-                raise ValueError(
-                    f"asynchronous=True needs {name}={needed!r}; got {getattr(self, name)!r}. Set {way_out}, or leave "
-                    f"asynchronous out."
-                )
 
     def _number(self, name: str, **rule: Any) -> None:
         self._set(name, check_number(name, getattr(self, name), **rule))

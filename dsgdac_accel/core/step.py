@@ -9,13 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.core.asynchronous.mixer import AsynchronousMixer
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.format_choice import FormatChoice
@@ -37,7 +36,7 @@ class GossipStep:
     """Puts the parts of one step in order: gamma, gradient guard, mixer and optimizer.
 
     The step count alone decides when and with whom a worker mixes. A worker that skips its local update still mixes, so
-    that no worker waits for it. With `config.asynchronous`, `AsynchronousMixer` takes the place of `Mixer`.
+    that no worker waits for it.
 
     Args:
         optimizer: any torch optimizer; its state stays local and is never mixed.
@@ -85,9 +84,6 @@ class GossipStep:
 
     def _new_mixer(self, topology: Topology, worker_of: Callable[[Parameter], int] | None) -> Mixer:
         optimizer, config = self.optimizer, self.config
-        if config.asynchronous:
-            mixer = AsynchronousMixer(lambda: optimizer.param_groups, topology, self.group, names=self.watch.names)
-            return cast(Mixer, mixer)  # it has all that a step, the average and checkpoints use
         return Mixer(
             lambda: optimizer.param_groups,
             topology,
@@ -128,8 +124,7 @@ class GossipStep:
         refuse_capture(self.group.device)
         first, self._workers_compared = not self._workers_compared, True
         if first:
-            if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
-                self.schedule.require_equal_lr("at the first step")
+            self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         try:
             self.watch.check(self.optimizer, self.masters.parameter_of)
@@ -137,7 +132,7 @@ class GossipStep:
             self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
             raise
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
-        gamma = self.schedule.next_gamma(int(self.progress), epoch)
+        gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
         if self.group.row.copies is not None and (first or self._is_logged()):
             self._compare_copies()
@@ -172,7 +167,7 @@ class GossipStep:
         self.masters.write_model()
 
     def _is_logged(self) -> bool:
-        every = 0 if self.config.asynchronous else self.config.log_every  # asynchronous workers are at different steps
+        every = self.config.log_every
         return every > 0 and self.mixer.step % every == 0
 
     @property
@@ -190,12 +185,6 @@ class GossipStep:
         """Optimizer steps so far."""
         unjoined = vars(self).get("unjoined")
         return self.mixer.step if unjoined is None else unjoined.steps_taken
-
-    @property
-    def progress(self) -> float:
-        """Steps of the run so far: of this worker, or with `asynchronous` the gossiped mean over the workers."""
-        mixer: Any = self.mixer
-        return mixer.progress if self.config.asynchronous else float(mixer.step)
 
     # ---- for logs and checkpoints
 

@@ -37,8 +37,6 @@ def state_for_copy(step: Any) -> dict[str, Any]:
     """Return the state of a copy of a `GossipStep`, for `__getstate__`."""
     if "unjoined" in vars(step):
         return vars(step)
-    if step.config.asynchronous:
-        raise TypeError("a training with asynchronous=True cannot be copied. Use `save_state` on all workers.")
     unjoined = Unjoined(step.watch.models, step.worker_of, step.state_dict())
     return {name: getattr(step, name) for name in _KEPT} | {"unjoined": unjoined}
 

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher
-
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 
@@ -23,16 +21,6 @@ def known_length(loader: Any) -> int | None:
 def inner_loader(loader: Any) -> Any:
     """Return the loader inside `EqualSteps`; other loaders as they are."""
     return loader.loader if isinstance(loader, EqualSteps) else loader
-
-
-def refuse_joint_reading(loader: Any) -> None:
-    """Raise ValueError for a prepared loader whose workers wait for each other at every batch."""
-    inner = inner_loader(loader)
-    if isinstance(inner, DataLoaderDispatcher) or (isinstance(loader, EqualSteps) and loader.steps is None):
-        raise ValueError(
-            "asynchronous=True needs a loader with a length, of which each worker reads its own part; this one makes "
-            "all workers read together. Set dispatch_batches=False and use a dataset with a length."
-        )
 
 
 def _always(loader: Any) -> bool:

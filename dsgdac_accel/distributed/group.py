@@ -196,16 +196,6 @@ class WorkerGroup:
         """A number that separates the messages of one exchange from another's; the same on all workers."""
         return next(self._channels)
 
-    def shared_counter(self, what: str) -> Callable[[], int]:
-        """Return a function that returns 0, 1, 2, ..., each number to one worker only; `what` as in `guarded`.
-
-        Workers make their counters in the same order.
-        """
-        store, key = self.detector.reports.store, f"dsgdac_accel/counter/{self.new_channel()}"
-        if store is None:
-            return itertools.count().__next__
-        return lambda: self.guarded(lambda: store.add(key, 1) - 1, what)
-
     def register(self, communicator: Any) -> None:
         """Register something that communicates in the background. The group holds it weakly.
 

@@ -69,8 +69,6 @@ def trained(model):
         ({"workers": 0}, "workers"),
         ({"compute_ms": -1}, "compute_ms"),
         ({"slow_workers": 1}, "need a model that sleeps"),
-        ({"variants": ("gossip+async+unguarded",)}, "contradict"),
-        ({"variants": ("gossip+async+int8",)}, "comm_dtype='full'"),
         ({"gossip": GossipConfig(workers_per_process=2)}, "workers_per_process"),
         ({"variants": ("gossip+every_2+every_3",)}, "contradict"),
         ({"targets": ("gossip <= 1.2.3 of ddp",)}, "of the form"),
