@@ -120,11 +120,6 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
         raise ValueError(
             "mixed_precision='fp16' does not work with device_mesh, whose shards have no common loss scale. Use 'bf16'."
         )
-    if accelerator.device.type == "cuda" and config.comm_dtype == "auto":
-        raise ValueError(
-            "comm_dtype='auto' does not work with device_mesh on CUDA, where no exchange hides behind the step. Choose "
-            "a format, such as 'full' or 'bf16'."
-        )
     if accelerator.device.type == "cuda" and config.overlap:
         # Two NCCL communicators in flight need an order: the exchange ends before the next all-gather begins.
         logger.warning("with device_mesh on CUDA, the exchange is not hidden behind the computation (overlap=False)")

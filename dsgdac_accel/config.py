@@ -21,7 +21,7 @@ from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
 _SCHEDULE = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
-_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
+_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2")
 _ORDERS = ("local_first", "mix_first")
 _ON_WORKER_LOSS = ("stop", "continue")
 _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
@@ -81,12 +81,9 @@ class GossipConfig:
     """Workers in each process (>= 1). Each has its own copy of the model, part of the process's batch, optimizer state,
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
-    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2", "topk", "auto"] = "full"
+    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2"] = "full"
     """Format of the messages between processes. full sends the parameters; the others send the change since the last
-    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter. topk sends only the largest of every 16
-    changes, 1 bit a parameter; what is left out is carried over, and the workers stay further apart. auto measures the
-    first steps, then takes the first of full, bf16, int8, int4, int2 whose exchange hides behind the step, and says so;
-    a resumed run keeps it."""
+    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter."""
 
     mix_every: int = 1
     """Mix in every k-th step (>= 1) and not in between, which sends one k-th of the messages."""
@@ -102,10 +99,6 @@ class GossipConfig:
     log_every: int = 50
     """Steps between measurements of the exact consensus radius, each a reduction of the size of the model. 0 measures
     at evaluations only."""
-
-    sketch: int = 0
-    """Numbers that each worker sends to worker 0 in every step to estimate the consensus radius there. The relative
-    standard error is at most sqrt(1 / (2 sketch)): 2.2 % for 1024. 0 estimates nothing."""
 
     # Faults: what is noticed, after how long, and what follows.
 
@@ -149,13 +142,7 @@ class GossipConfig:
         self._integer("mix_every", minimum=1, advice="Use 1 to mix in every step.")
         check_choice("order", self.order, _ORDERS)
         check_flag("overlap", self.overlap)
-        if self.comm_dtype == "auto" and not self.overlap:
-            raise ValueError(
-                "comm_dtype='auto' chooses a format that hides behind the step, so overlap must be true; got false. "
-                "Choose a format yourself, for example 'int8'."
-            )
         self._integer("log_every", minimum=0, advice="Use 0 to measure at evaluations only.")
-        self._integer("sketch", minimum=0, advice="Use 0 for no estimate of the radius, or about 1024 for a good one.")
 
     def _check_faults(self) -> None:
         self._number("timeout", above=0, maximum=LONGEST_TIMEOUT, advice="It is in seconds.")

@@ -225,7 +225,5 @@ class GossipTraining:
         for step in self.steps:
             step.mixer.release()
             step.masters.release()
-            if step.estimate is not None:
-                step.estimate.release()
         self.steps.clear()
         self._plans.clear()

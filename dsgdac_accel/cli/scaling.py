@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
         metavar="B",
         type=bits_per_parameter,
         default=32.0,
-        help="bits per parameter in gossip, or its comm_dtype: full, bf16, int8, int4, int2, topk (default: 32)",
+        help="bits per parameter in gossip, or its comm_dtype: full, bf16, int8, int4, int2 (default: 32)",
     )
     add("--gradient-bits", metavar="B", type=float, default=32.0, help="bits per gradient entry in DDP (default: 32)")
     add("--no-overlap", action="store_true", help="do not hide gossip behind computation")

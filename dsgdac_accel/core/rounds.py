@@ -56,11 +56,6 @@ class Rounds:
         first_workers = [ranks.index(rank) * self.local_workers for rank in self.members.original_ranks]
         self._follow(topology.of_survivors([first + k for first in first_workers for k in range(self.local_workers)]))
 
-    def use_pairs(self) -> None:
-        """Exchange in pairs from now on, where whole groups were averaged by an all-reduce."""
-        self.all_reduce = False
-        self._follow(self.topology)
-
     def _slots_of(self, local: int) -> int:
         plans = [plans[local] for plans in self.plans if plans[local].weights]
         # An update needs one in any case, and the sum over an averaging group, too.

@@ -17,13 +17,11 @@ from torch.nn import Parameter
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
-from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.core.step_copies import join_and_get, state_for_copy
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
@@ -76,8 +74,6 @@ class GossipStep:
             optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
         )
         self.average = Average(self.mixer)
-        self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
-        self.choice = FormatChoice(self.mixer) if config.comm_dtype == "auto" and group.size > 1 else None
         self.worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
@@ -153,8 +149,6 @@ class GossipStep:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
         self.guard.put_back()
         self.mixer.add(self._updates)
-        if self.choice is not None:
-            self.choice.measure_step(mixed=bool(self._updates))
         self._updates = []
         if self._is_logged():
             self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
@@ -162,8 +156,6 @@ class GossipStep:
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
         if self.config.overlap:
             self.mixer.start_exchange()
-        if self.estimate is not None:
-            self.estimate.post(self.mixer.buckets.flats, self.mixer.step)
         self.masters.write_model()
 
     def _is_logged(self) -> bool:
@@ -191,17 +183,15 @@ class GossipStep:
     def metrics(self) -> dict[str, float]:
         """Return the latest metrics of this worker; no communication.
 
-        The radius is there once it was measured, with its step. The estimate of it that `GossipConfig.sketch` asks for
-        is there on process 0 only, and is mostly one step old.
+        The radius is there once it was measured, with its step.
         """
-        parts = map(vars(self).get, ("schedule", "average", "estimate", "choice", "mixer", "guard"))
+        parts = map(vars(self).get, ("schedule", "average", "mixer", "guard"))
         return {name: value for part in parts if part is not None for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
         return {
             "mixer": self.mixer.state_dict(),
-            "choice": None if self.choice is None else self.choice.state_dict(),
             "schedule": self.schedule.state_dict(),
             "average": self.average.state_dict(),
             **self.guard.state_dict(),
@@ -209,8 +199,6 @@ class GossipStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as if never stopped; the caller loads the parameters."""
-        if self.choice is not None:
-            self.choice.load_state_dict(state.get("choice") or {"chosen": None}, state["mixer"]["step"])
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.average.load_state_dict(state["average"])

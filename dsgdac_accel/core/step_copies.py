@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from dsgdac_accel.core.parameter_guard import ModelWatch
 
 _KEPT = ("optimizer", "group", "config", "schedule", "masters")
-_MADE = ("watch", "mixer", "guard", "average", "estimate", "choice", "_updates", "_workers_compared")
+_MADE = ("watch", "mixer", "guard", "average", "_updates", "_workers_compared")
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def test_sections_and_lists_come_from_the_command_line():
         ("gossip:complete+no_overlap", {"topology": "complete", "overlap": False}),
         ("gossip+mix_first+int8", {"order": "mix_first", "comm_dtype": "int8"}),
         ("gossip:ring+bf16+every_4", {"topology": "ring", "comm_dtype": "bf16", "mix_every": 4}),
-        ("gossip+topk", {"comm_dtype": "topk"}),
+        ("gossip+int2", {"comm_dtype": "int2"}),
         ("ddp+bf16", {}),
     ],
 )

@@ -220,7 +220,7 @@ def test_the_command_prints_what_the_library_says_and_draws_it(capsys, tmp_path)
         (["--latency", "nan"], "--latency must be a number in [0, 1e+09]; got nan"),
         (["--latency", "1e308"], "--latency must be a number in [0, 1e+09]; got 1e+308. It is in milliseconds."),
         (["--bits", "0"], "--bits must be a number in [0.001, 10000]; got 0.0"),
-        (["--bits", "int5"], "--bits: must be a number or one of full, bf16, int8, int4, int2, topk; got 'int5'"),
+        (["--bits", "int5"], "--bits: must be a number or one of full, bf16, int8, int4, int2; got 'int5'"),
         (["--gradient-bits", "1e9"], "--gradient-bits must be"),
         (["--plot", "."], "--plot must be a file that ends in .png; got ."),
         (["--plot", "noext"], "--plot must be a file that ends in .png; got noext"),
