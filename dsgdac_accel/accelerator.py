@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -122,10 +121,6 @@ class GossipOptimizer(AcceleratedOptimizer):
                 "Pass the loader through `prepare`, or set start_step instead."
             )
         return epoch
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the kept average, which belongs to this process."""
-        return {key: value for key, value in super().__getstate__().items() if key != "pass_average"}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -253,7 +248,7 @@ class GossipAccelerator(Accelerator):
         kind = type(accelerator)
         if workers is not None:  # FSDP2 asks them for the dimensions to shard over when it prepares the model
             accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, device_mesh
-        accelerator.__class__ = _gossiping(cls, kind)
+        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
         reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout, config.on_worker_loss)
@@ -281,41 +276,18 @@ class GossipAccelerator(Accelerator):
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
         self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.readers, config.total_steps)
-        self._keep_and_watch_average = keep_average, watch_average
         self.consensus_logger = ConsensusLogger(self.training.metrics)
-        self._make_own_parts()
-
-    def _make_own_parts(self) -> None:
-        """Make the parts that no copy of this accelerator takes over."""
         self.group.when_workers_change(self._follow_survivors)
         self.group.policy.cover_collectives(self)
         self.pass_average = PassAverage(
-            self.training, self.deployment, self._dataloaders, self.gradient_state, *self._keep_and_watch_average
+            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
         )
-        self.deployment.phase.enter_for_passes(self.pass_average.during_pass)
-        self.pass_average.watch(self._models)
+        phase.enter_for_passes(self.pass_average.during_pass)
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
-        for optimizer in self._optimizers:
-            optimizer.pass_average = self.pass_average
         self.checkpoints = AcceleratorCheckpoints(
-            self, self.group, self.gossip_steps, self.gossip_config, workers_per_process=self.workers_per_process
+            self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
         self.stopping = StopOnSignals(self.group.everyone)
-
-    def __reduce__(self) -> tuple:
-        """Pickle everything but the connections. A copy gossips with the copies of the other workers in this process.
-
-        It joins them at its first step or evaluation, so unpickle it on all workers. In another process only a copy of
-        a single worker can train.
-        """
-        covered = [name for name, value in vars(self).items() if isfunction(value) and hasattr(type(self), name)]
-        left_out = {"checkpoints", "stopping", "pass_average", *covered}
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return _blank, getattr(type(self), "_made_of", (type(self),)), state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_own_parts()
 
     def _follow_survivors(self) -> None:
         """Give Accelerate's state the number and ranks of the survivors, and with them the main process."""
@@ -851,20 +823,6 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
-
-
-_CLASSES: dict[tuple[Any, Any], Any] = {}
-
-
-def _gossiping(cls: Any, kind: Any) -> Any:
-    """Return the class of an accelerator of class `kind` that gossips; the same one for its copies."""
-    if kind is not Accelerator and (cls, kind) not in _CLASSES:
-        _CLASSES[cls, kind] = type(f"Gossip{kind.__name__}", (cls, kind), {"_made_of": (cls, kind)})
-    return cls if kind is Accelerator else _CLASSES[cls, kind]
-
-
-def _blank(cls: Any, kind: Any = Accelerator) -> GossipAccelerator:
-    return object.__new__(_gossiping(cls, kind))
 
 
 def _checked_config(gossip: GossipConfig | None) -> GossipConfig:

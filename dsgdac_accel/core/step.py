@@ -22,7 +22,6 @@ from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
-from dsgdac_accel.core.step_copies import join_and_get, state_for_copy
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -74,7 +73,6 @@ class GossipStep:
             optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
         )
         self.average = Average(self.mixer)
-        self.worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
 
@@ -91,9 +89,6 @@ class GossipStep:
             comm_dtype=config.comm_dtype,
             mix_every=config.mix_every,
         )
-
-    # A copy joins the copies of the other workers when all of them first use it.
-    __getstate__, __getattr__ = state_for_copy, join_and_get
 
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
@@ -175,8 +170,7 @@ class GossipStep:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps so far."""
-        unjoined = vars(self).get("unjoined")
-        return self.mixer.step if unjoined is None else unjoined.steps_taken
+        return self.mixer.step
 
     # ---- for logs and checkpoints
 
@@ -185,8 +179,8 @@ class GossipStep:
 
         The radius is there once it was measured, with its step.
         """
-        parts = map(vars(self).get, ("schedule", "average", "mixer", "guard"))
-        return {name: value for part in parts if part is not None for name, value in part.metrics().items()}
+        parts = (self.schedule, self.average, self.mixer, self.guard)
+        return {name: value for part in parts for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""

@@ -50,6 +50,10 @@ class EqualSteps:
         self.steps = min(known) if len(known) == group.size else None
         self._warned = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the workers, whose connections belong to this process; a copy still ends after `steps`."""
+        return vars(self) | {"group": None, "_warned": True}
+
     @property
     def needed(self) -> bool:
         """Whether the workers' lengths differ or are unknown. If not, the loader can be used as it is."""
@@ -112,11 +116,18 @@ class EqualSteps:
         """Return whether batch `number` is the last that all workers have; None if some worker lacks this one."""
         if self.steps is not None:
             return number == self.steps if number <= self.steps else None
+        if len(self.lengths) == 1:
+            return last_here
+        if self.group is None:
+            raise RuntimeError(
+                "a copy of a prepared loader without a length cannot ask the other workers where a pass ends. Prepare "
+                "another loader on all workers."
+            )
         states = self.group.all_gather_object(last_here, "asking whether every worker has another batch")
         return None if None in states else any(states)
 
     def _warn_of_rest(self, taken: int) -> None:
-        longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
+        longest = self.lengths.index(max(self.lengths, key=lambda length: length or 0))
         if self._warned or (self.steps is not None and self.group.rank != longest):
             return
         self._warned = True

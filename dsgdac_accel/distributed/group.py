@@ -6,11 +6,10 @@ import itertools
 import os
 import pickle
 import socket
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,8 @@ from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
 
-_LIVE: weakref.WeakValueDictionary[str, WorkerGroup] = weakref.WeakValueDictionary()
-"""The groups of this process, for their copies."""
+_LIVE: weakref.WeakValueDictionary[int, WorkerGroup] = weakref.WeakValueDictionary()
+"""The groups of this process, by `id`, in the order of their construction."""
 
 _FRAME_BYTES = 2**10
 """Bytes of an object that one collective gathers."""
@@ -79,16 +78,9 @@ class WorkerGroup:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
-        self._begin(device, timeout, members if line is None else line.members, line)
-        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
-        if self.size > 1:
-            self._connect()
-        self.policy = policy  # until now, a lost worker ends the run in any case
-
-    def _begin(self, device: torch.device, timeout: float, members: Members, line: Line | None = None) -> None:
         self.device = device
         self.timeout = timeout
-        self.members = members
+        self.members = members if line is None else line.members
         self.row = Row()
         self.same_data = 1
         """Number of successive ranks that read the same data and draw the same random numbers (tensor parallelism)."""
@@ -103,14 +95,18 @@ class WorkerGroup:
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._moved = False
-        """Whether the group was pickled in another process; its connections did not come along."""
-        self._key = uuid.uuid4().hex
-        _LIVE[self._key] = self
+        _LIVE[id(self)] = self
+        policy = self.policy if on_loss == "stop" else load_policy(on_loss)(self)
+        if self.size > 1:
+            self._connect()
+        self.policy = policy  # until now, a lost worker ends the run in any case
 
-    def __reduce__(self) -> tuple:
-        """Copies in this process are this group itself: its connections can be neither copied nor moved."""
-        return _copy_of, (self._key, self.device, self.timeout, self.rank, self.size)
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy or pickle what holds the group, such as a prepared optimizer."""
+        raise TypeError(
+            "a prepared optimizer or accelerator cannot be copied or pickled: its connections belong to this process. "
+            "Copy the state_dict() of the model and the optimizer, or call save_state."
+        )
 
     def _connect(self) -> None:
         reports = self.detector.reports
@@ -234,11 +230,6 @@ class WorkerGroup:
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
-        if self._moved and self.size > 1:
-            raise RuntimeError(
-                f"this accelerator was pickled in another process, and its connections to the {self.size} workers do "
-                f"not come along. Make a new one here, on all workers."
-            )
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
@@ -246,7 +237,7 @@ class WorkerGroup:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
-            not (self.closed or self._moved)
+            not self.closed
             and self.process_groups.world is world
             and (self.device, self.timeout, self.policy.name) == (device, timeout, on_loss)
         )
@@ -474,22 +465,11 @@ def wait_for_device(is_ready: Callable[[], bool]) -> None:
     """
     if is_ready():
         return
-    groups = [group for group in list(_LIVE.values()) if group.size > 1 and not group.closed and not group._moved]
+    groups = [group for group in list(_LIVE.values()) if group.size > 1 and not group.closed]
     found = wait_until(is_ready, [group.process_groups.transport.watchdog for group in groups])
     for group in groups:
         if found is not None and found[0] is group.process_groups.transport.watchdog:
             group._handle(found[1].error(), found[1].what, found[1].peer)
-
-
-def _copy_of(key: str, device: torch.device, timeout: float, rank: int, size: int) -> WorkerGroup:
-    """Return the group of this process with this key; in another process a group that only knows who it was."""
-    live = _LIVE.get(key)
-    if live is not None:
-        return live
-    group = object.__new__(WorkerGroup)
-    group._begin(device, timeout, Members(rank, size))
-    group._moved = True
-    return group
 
 
 def _short(value: object, limit: int = 300) -> str:

@@ -142,18 +142,6 @@ def test_a_worker_that_leaves_out_a_step_is_found_out():
     assert "left out an `optimizer.step()`" in told or "same number of optimizer steps" in told
 
 
-def test_the_prepared_optimizer_can_be_copied_and_pickled():
-    import copy
-    import pickle
-
-    accelerator = GossipAccelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert copy.deepcopy(optimizer).gossip is not optimizer.gossip
-    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
-    assert optimizer.gossip is not None
-
-
 def mistake_in_a_collective(rank: int) -> str:
     from dsgdac_accel import WorkerGroup
 
