@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,8 +30,6 @@ from dsgdac_accel.checkpoint.saving import AcceleratorCheckpoints
 from dsgdac_accel.checks import check_choice, check_flag
 from dsgdac_accel.compatibility import (
     known_loss,
-    refuse_asynchronous,
-    refuse_asynchronous_launch,
     refuse_parallelism_beside_mesh,
     refuse_sharding_arguments,
     refuse_unsupported_launch,
@@ -52,9 +49,8 @@ from dsgdac_accel.data.dataloader_state import (
     epoch_of,
     recorder_of,
 )
-from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length, refuse_joint_reading
+from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
-from dsgdac_accel.data.shared_queue import SharedQueue
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
@@ -70,7 +66,6 @@ from dsgdac_accel.scheduler_ticks import (
     GossipScheduler,
     SchedulerTicks,
     TickSetting,
-    refuse_unsteady,
 )
 from dsgdac_accel.sharded_workers import mesh_of_workers, with_workers, workers_in
 from dsgdac_accel.shards import gathering_modules, reshard
@@ -125,10 +120,6 @@ class GossipOptimizer(AcceleratedOptimizer):
                 "Pass the loader through `prepare`, or set start_step instead."
             )
         return epoch
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the kept average, which belongs to this process."""
-        return {key: value for key, value in super().__getstate__().items() if key != "pass_average"}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -203,9 +194,6 @@ class GossipAccelerator(Accelerator):
             device_mesh = mesh_of_workers(self)
         else:
             refuse_parallelism_beside_mesh(self)
-        if config.asynchronous:
-            refuse_asynchronous_launch(self)
-            keep_average = False  # the workers do not end their passes together
         group = None
         if device_mesh is not None:
             mesh = WorkerMesh(device_mesh)
@@ -237,7 +225,6 @@ class GossipAccelerator(Accelerator):
             ValueError, TypeError: as for the constructor, or something has been prepared already.
         """
         config = _checked_config(gossip)
-        refuse_asynchronous(config, "a framework that runs the training loop itself")
         if accelerator._models or accelerator._optimizers:
             raise ValueError(
                 "this accelerator has already prepared a model or an optimizer. Call `adopt` before `prepare`."
@@ -259,7 +246,7 @@ class GossipAccelerator(Accelerator):
         kind = type(accelerator)
         if workers is not None:  # FSDP2 asks them for the dimensions to shard over when it prepares the model
             accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, device_mesh
-        accelerator.__class__ = _gossiping(cls, kind)
+        accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
         reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout)
@@ -287,39 +274,16 @@ class GossipAccelerator(Accelerator):
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
         self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
-        self._keep_and_watch_average = keep_average, watch_average
         self.consensus_logger = ConsensusLogger(self.training.metrics)
-        self._make_own_parts()
-
-    def _make_own_parts(self) -> None:
-        """Make the parts that no copy of this accelerator takes over."""
         self.pass_average = PassAverage(
-            self.training, self.deployment, self._dataloaders, self.gradient_state, *self._keep_and_watch_average
+            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
         )
-        self.deployment.phase.enter_for_passes(self.pass_average.during_pass)
-        self.pass_average.watch(self._models)
+        phase.enter_for_passes(self.pass_average.during_pass)
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
-        for optimizer in self._optimizers:
-            optimizer.pass_average = self.pass_average
         self.checkpoints = AcceleratorCheckpoints(
-            self, self.group, self.gossip_steps, self.gossip_config, workers_per_process=self.workers_per_process
+            self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
         self.stopping = StopOnSignals(self.group.everyone)
-
-    def __reduce__(self) -> tuple:
-        """Pickle everything but the connections. A copy gossips with the copies of the other workers in this process.
-
-        It joins them at its first step or evaluation, so unpickle it on all workers. In another process only a copy of
-        a single worker can train.
-        """
-        covered = [name for name, value in vars(self).items() if isfunction(value) and hasattr(type(self), name)]
-        left_out = {"checkpoints", "stopping", "pass_average", *covered}
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return _blank, getattr(type(self), "_made_of", (type(self),)), state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_own_parts()
 
     @property
     def gossip_steps(self) -> list[GossipStep]:
@@ -336,15 +300,6 @@ class GossipAccelerator(Accelerator):
         """All workers of the run: processes times `workers_per_process`."""
         return self.training.num_workers
 
-    @property
-    def progress(self) -> float:
-        """Optimizer steps of the run so far.
-
-        With `asynchronous` it is the mean over the workers, gossiped like the parameters, as of this worker's last
-        step. Schedules, gamma and the end of the run follow it: `while accelerator.progress < total_steps`.
-        """
-        return self.training.progress
-
     # ---- preparing
 
     @torch.inference_mode(False)  # what is made here is trained on, also if it is first prepared to evaluate
@@ -355,10 +310,6 @@ class GossipAccelerator(Accelerator):
                 refuse_unsupported_model(obj)
             if isinstance(obj, torch.optim.Optimizer):
                 refuse_unsupported_optimizer(obj, self.gossip_config)
-        if self.gossip_config.asynchronous:
-            new = sum(isinstance(obj, torch.optim.Optimizer) and obj not in self._optimizers for obj in args)
-            if new + len(self.training.steps) > 1:
-                raise ValueError("asynchronous=True needs a single optimizer. Give it all parameters, in groups.")
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
@@ -435,14 +386,11 @@ class GossipAccelerator(Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler so that it ticks in each optimizer step as `scheduler_ticks` says."""
-        if self.gossip_config.asynchronous:
-            refuse_unsteady(scheduler)
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, GossipScheduler):
             return prepared
         with self.tick_rules.preparing():
-            clock = self.training if self.gossip_config.asynchronous else None
-            own = self._schedulers[-1] = GossipScheduler(prepared, self.tick_rules.call, clock)
+            own = self._schedulers[-1] = GossipScheduler(prepared, self.tick_rules.call)
         self._settle_schedulers()
         return own
 
@@ -452,8 +400,6 @@ class GossipAccelerator(Accelerator):
         self.sharding.share_order(data_loader, self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
-        if self.gossip_config.asynchronous:
-            refuse_joint_reading(completed)
         if new:
             with self.tick_rules.preparing():
                 self.tick_rules.loader_sharded(known_length(data_loader), known_length(completed))
@@ -461,28 +407,7 @@ class GossipAccelerator(Accelerator):
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
         """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
-        equal = self.sharding.equal_steps(loader)
-        if self.gossip_config.asynchronous:
-            refuse_joint_reading(equal)
-        return equal
-
-    def shared_queue(self, rows: int, batch_size: int, seed: int = 0) -> SharedQueue:
-        """Return a batch sampler of which all workers take the next batch as they are ready. Collective.
-
-            loader = DataLoader(data, batch_sampler=accelerator.shared_queue(len(data), batch_size=16))
-
-        For `asynchronous`, where a slow worker reads fewer batches. Its loader has no end, and is not prepared. See
-        `SharedQueue`.
-
-        Args:
-            rows: number of samples.
-            batch_size: of every batch.
-            seed: of the order. Give another one to a resumed run, which begins at the start of an order.
-        """
-        everyone = self.group.everyone
-        queue = SharedQueue(rows, batch_size, everyone.shared_counter("taking a batch of the shared queue"), seed)
-        everyone.require_equal((rows, batch_size, seed), "shared queue (rows, batch size, seed)")
-        return queue
+        return self.sharding.equal_steps(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As `Accelerator.skip_first_batches`. After `load_state` in mid-epoch, prefer `resumed_batches`.
@@ -779,20 +704,14 @@ class GossipAccelerator(Accelerator):
 
         Raises:
             ValueError: outside of the main thread, where Python allows no handlers; use `stop_on_request` there.
-            ValueError: `asynchronous` is set, where the workers do not take the same step.
         """
-        refuse_asynchronous(self.gossip_config, "stop_on_signals, since the workers take no common step to stop after")
         return self.stopping.listening(signals)
 
     def stop_on_request(self) -> AbstractContextManager[None]:
         """Inside, `request_stop` on any worker makes `should_stop` True on all, after the same step. Collective.
 
         Use it in programs that are asked to stop by other means than signals, or that train in a thread.
-
-        Raises:
-            ValueError: as for `stop_on_signals`, if `asynchronous` is set.
         """
-        refuse_asynchronous(self.gossip_config, "stop_on_request, since the workers take no common step to stop after")
         return self.stopping.listening(None)
 
     def request_stop(self, reason: str = "a request") -> None:
@@ -841,12 +760,12 @@ class GossipAccelerator(Accelerator):
 
         Args:
             values: what to log.
-            step: default: the number of optimizer steps taken; with `asynchronous` `progress`, rounded down.
+            step: default: the number of optimizer steps taken.
             log_kwargs: as for `Accelerator.log`.
         """
         if self.is_main_process:
             if step is None and self.gossip_steps:
-                step = int(self.gossip_steps[0].progress)
+                step = self.gossip_steps[0].steps_taken
             super().log(self.consensus_logger.log(values, step), step=step, log_kwargs=log_kwargs)
 
     # ---- ending
@@ -877,20 +796,6 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
-
-
-_CLASSES: dict[tuple[Any, Any], Any] = {}
-
-
-def _gossiping(cls: Any, kind: Any) -> Any:
-    """Return the class of an accelerator of class `kind` that gossips; the same one for its copies."""
-    if kind is not Accelerator and (cls, kind) not in _CLASSES:
-        _CLASSES[cls, kind] = type(f"Gossip{kind.__name__}", (cls, kind), {"_made_of": (cls, kind)})
-    return cls if kind is Accelerator else _CLASSES[cls, kind]
-
-
-def _blank(cls: Any, kind: Any = Accelerator) -> GossipAccelerator:
-    return object.__new__(_gossiping(cls, kind))
 
 
 def _checked_config(gossip: GossipConfig | None) -> GossipConfig:

@@ -111,19 +111,9 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
             f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
             f"or parallelism_config makes a worker of several processes. Leave one of them out."
         )
-    if config.asynchronous:
-        raise ValueError(
-            "asynchronous=True does not work with device_mesh: the processes of a worker gather its shards together. "
-            "Leave one of them out."
-        )
     if accelerator.mixed_precision == "fp16":
         raise ValueError(
             "mixed_precision='fp16' does not work with device_mesh, whose shards have no common loss scale. Use 'bf16'."
-        )
-    if accelerator.device.type == "cuda" and config.comm_dtype == "auto":
-        raise ValueError(
-            "comm_dtype='auto' does not work with device_mesh on CUDA, where no exchange hides behind the step. Choose "
-            "a format, such as 'full' or 'bf16'."
         )
     if accelerator.device.type == "cuda" and config.overlap:
         # Two NCCL communicators in flight need an order: the exchange ends before the next all-gather begins.
@@ -177,8 +167,6 @@ def refuse_unsupported_model(model: nn.Module) -> None:
 def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: GossipConfig) -> None:
     """Raise ValueError for an optimizer that evaluates the loss several times a step, or has no lr for gamma."""
     name = type(optimizer).__name__
-    if config.asynchronous:
-        _refuse_narrow_parameters(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name}: {_SEVERAL_POINTS}")
     own_rule = any(group.get("lr", 0) is None or group.get("relative_step") for group in optimizer.param_groups)
@@ -187,43 +175,6 @@ def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: Gossi
             f"{name} chooses its step sizes by a rule of its own (lr=None or relative_step=True), so there is no "
             f"learning rate that gamma = (lr / max_lr)^power could follow. Give it an lr (Adafactor: lr=1e-3, "
             f"relative_step=False, scale_parameter=False), or set GossipConfig(constant=0.5), or power=0."
-        )
-
-
-def refuse_asynchronous(config: GossipConfig, what: str) -> None:
-    """Raise ValueError if `config` asks for asynchronous averaging, which `what` cannot do."""
-    if config.asynchronous:
-        raise ValueError(
-            f"asynchronous=True is not possible with {what}. Write the training loop with GossipAccelerator "
-            f"(docs/asynchronous.md), or leave asynchronous out."
-        )
-
-
-def refuse_asynchronous_launch(accelerator: Accelerator) -> None:
-    """Raise ValueError for a launch that cannot average asynchronously."""
-    workers, device = accelerator.num_processes, accelerator.device
-    if device.type != "cpu":
-        raise ValueError(f"asynchronous=True needs workers on the CPU; they are on {device}. Pass cpu=True.")
-    if workers > 1 and workers % 2:
-        raise ValueError(
-            f"asynchronous=True needs an even number of workers, half of which ask the others; got {workers}. Launch "
-            f"one more or one less."
-        )
-    if accelerator.scaler is not None:
-        raise ValueError(
-            "asynchronous=True is not possible with mixed_precision='fp16', whose overflows all workers agree on at "
-            "every step. Use 'bf16' or 'no'."
-        )
-
-
-def _refuse_narrow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    dtypes = {parameter.dtype for parameter in trained if parameter.requires_grad}
-    others = sorted(str(dtype) for dtype in dtypes - {torch.float32, torch.float64})
-    if others:
-        raise ValueError(
-            f"asynchronous=True needs float32 or float64 parameters; got {', '.join(others)}. Load the model in "
-            f"float32, or leave asynchronous out."
         )
 
 
@@ -264,7 +215,6 @@ def refuse_unsupported_trainer(
         renamed: whether its best checkpoint, to be loaded at the end, has other names than the model; likewise.
     """
     args = trainer.args
-    refuse_asynchronous(config, "the Trainer, which counts the steps of its own loader")
     if args.deepspeed:
         raise ValueError(
             "DeepSpeed splits the model over all processes, but each worker needs a model of its own. Leave deepspeed "

@@ -21,23 +21,14 @@ from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.topology import TOPOLOGIES, Topology
 
 _SCHEDULE = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
-_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2", "topk", "auto")
+_COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2")
 _ORDERS = ("local_first", "mix_first")
 _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
-_ASYNCHRONOUS = {
-    "topology": "one_peer_ring",
-    "workers_per_process": 1,
-    "comm_dtype": "full",
-    "mix_every": 1,
-    "order": "local_first",
-    "overlap": True,
-    "sketch": 0,
-    "start_epoch": None,
-}
-"""Settings that `asynchronous` needs."""
 
 REMOVED = {
+    "asynchronous": "Give slower workers smaller batches (docs/accelerate.md).",
     "on_worker_loss": "A lost worker ends the run; torchrun --max-restarts=N starts it again (docs/faults.md).",
+    "sketch": "Set log_every to measure the radius more often.",
 }
 """Settings that earlier versions had, with the way out."""
 
@@ -96,12 +87,9 @@ class GossipConfig:
     """Workers in each process (>= 1). Each has its own copy of the model, part of the process's batch, optimizer state,
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
-    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2", "topk", "auto"] = "full"
+    comm_dtype: Literal["full", "bf16", "int8", "int4", "int2"] = "full"
     """Format of the messages between processes. full sends the parameters; the others send the change since the last
-    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter. topk sends only the largest of every 16
-    changes, 1 bit a parameter; what is left out is carried over, and the workers stay further apart. auto measures the
-    first steps, then takes the first of full, bf16, int8, int4, int2 whose exchange hides behind the step, and says so;
-    a resumed run keeps it."""
+    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter."""
 
     mix_every: int = 1
     """Mix in every k-th step (>= 1) and not in between, which sends one k-th of the messages."""
@@ -114,17 +102,9 @@ class GossipConfig:
     """Post the next exchange right after the step, so that it travels during the next forward and backward. false posts
     it inside the step and waits for it there."""
 
-    asynchronous: bool = False
-    """Experimental: no worker waits for a slower one (docs/asynchronous.md). Needs an even number of CPU workers on the
-    one-peer ring, a loop that ends by `accelerator.progress`, and the other settings of this group as they are."""
-
     log_every: int = 50
     """Steps between measurements of the exact consensus radius, each a reduction of the size of the model. 0 measures
-    at evaluations only, and so does asynchronous."""
-
-    sketch: int = 0
-    """Numbers that each worker sends to worker 0 in every step to estimate the consensus radius there. The relative
-    standard error is at most sqrt(1 / (2 sketch)): 2.2 % for 1024. 0 estimates nothing."""
+    at evaluations only."""
 
     # Faults: what is noticed, after how long, and what follows.
 
@@ -149,7 +129,6 @@ class GossipConfig:
         self._check_schedule()
         self._check_communication()
         self._check_faults()
-        self._check_asynchronous()
 
     def _check_schedule(self) -> None:
         schedule = {name: getattr(self, name) for name in _SCHEDULE}
@@ -172,30 +151,12 @@ class GossipConfig:
         self._integer("mix_every", minimum=1, advice="Use 1 to mix in every step.")
         check_choice("order", self.order, _ORDERS)
         check_flag("overlap", self.overlap)
-        if self.comm_dtype == "auto" and not self.overlap:
-            raise ValueError(
-                "comm_dtype='auto' chooses a format that hides behind the step, so overlap must be true; got false. "
-                "Choose a format yourself, for example 'int8'."
-            )
         self._integer("log_every", minimum=0, advice="Use 0 to measure at evaluations only.")
-        self._integer("sketch", minimum=0, advice="Use 0 for no estimate of the radius, or about 1024 for a good one.")
 
     def _check_faults(self) -> None:
         self._number("timeout", above=0, maximum=LONGEST_TIMEOUT, advice="It is in seconds.")
         check_choice("on_other_worker_count", self.on_other_worker_count, _ON_OTHER_WORKER_COUNT)
         self._integer("max_consecutive_nonfinite", minimum=1, advice="Use 1 to stop at the first one.")
-
-    def _check_asynchronous(self) -> None:
-        check_flag("asynchronous", self.asynchronous)
-        if not self.asynchronous:
-            return
-        for name, needed in _ASYNCHRONOUS.items():
-            if getattr(self, name) != needed:
-                way_out = "start_step" if name == "start_epoch" else f"{name}={needed!r}"
-                raise ValueError(
-                    f"asynchronous=True needs {name}={needed!r}; got {getattr(self, name)!r}. Set {way_out}, or leave "
-                    f"asynchronous out."
-                )
 
     def _number(self, name: str, **rule: Any) -> None:
         self._set(name, check_number(name, getattr(self, name), **rule))

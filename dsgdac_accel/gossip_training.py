@@ -174,11 +174,6 @@ class GossipTraining:
         """Optimizer steps so far; of several optimizers, the largest number."""
         return max((step.steps_taken for step in self.steps), default=0)
 
-    @property
-    def progress(self) -> float:
-        """Steps of the run so far; with `asynchronous` the gossiped mean over the workers."""
-        return max((step.progress for step in self.steps), default=0.0)
-
     def metrics(self) -> dict[str, float]:
         """Return the latest consensus metrics, without communication."""
         return consensus_metrics(self.steps)
@@ -187,11 +182,10 @@ class GossipTraining:
         """Measure the consensus radius and return all consensus metrics. Collective.
 
         Args:
-            again: False skips the optimizers whose radius was measured at this very step. With `asynchronous` it is
-                measured all the same, since other workers may have taken another step.
+            again: False skips the optimizers whose radius was measured at this very step.
         """
         for step in self.steps:
-            if again or self.config.asynchronous or step.average.latest_step != step.mixer.step:
+            if again or step.average.latest_step != step.mixer.step:
                 step.average.start_measurement()
         return self.metrics()
 
@@ -226,7 +220,5 @@ class GossipTraining:
         for step in self.steps:
             step.mixer.release()
             step.masters.release()
-            if step.estimate is not None:
-                step.estimate.release()
         self.steps.clear()
         self._plans.clear()

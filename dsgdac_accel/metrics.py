@@ -51,9 +51,6 @@ class JsonlSink:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
-    def __reduce__(self) -> tuple:
-        return JsonlSink, (self.path,)
-
     def __call__(self, values: dict[str, Any], step: int | None) -> None:
         self._file.write(json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}) + "\n")
 

@@ -15,7 +15,6 @@ from torch import nn
 from dsgdac_accel.calibration import Forward
 from dsgdac_accel.compatibility import (
     known_loss,
-    refuse_asynchronous,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
 )
@@ -205,7 +204,6 @@ class Gossip:
 def _refuse(model: nn.Module, optimizers: Sequence[Any], config: GossipConfig) -> None:
     if not isinstance(config, GossipConfig):
         raise TypeError(f"config must be a GossipConfig; got {type(config).__name__}. Write GossipConfig(...).")
-    refuse_asynchronous(config, "Gossip, whose schedulers count the steps of one worker")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizers must be torch optimizers; got {type(optimizer).__name__}.")

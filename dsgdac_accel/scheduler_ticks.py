@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from accelerate.scheduler import AcceleratedScheduler
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsgdac_accel.schedule import declared_length, tick
 
@@ -26,32 +26,15 @@ TICK_SETTINGS = ("auto", "once", "num_processes")
 _ONCE, _AS_ACCELERATE = "scheduler_ticks='once'", "scheduler_ticks='num_processes'"
 
 
-class Clock(Protocol):
-    """The position of an asynchronous run."""
-
-    @property
-    def progress(self) -> float:
-        """Mean number of steps of all workers, as this worker knows it."""
-
-    @property
-    def taken_steps(self) -> int:
-        """Own optimizer steps."""
-
-
 class GossipScheduler(AcceleratedScheduler):
     """A prepared scheduler: `step()` ticks `ticks` times after an optimizer step, and not inside a window.
 
     Args:
         prepared: what `Accelerator` made of the scheduler.
         call: number of the `prepare` in which this was, see `SchedulerTicks`.
-        clock: of an asynchronous run. `step()` then ticks until it has ticked `ticks` times for each whole step of the
-            progress: about twice at each step of a worker at half speed.
     """
 
-    def __init__(self, prepared: AcceleratedScheduler, call: int, clock: Clock | None = None) -> None:
-        self.clock = clock
-        self._stepped_at = None if clock is None else clock.taken_steps
-        self._first = getattr(prepared.scheduler, "last_epoch", 0)
+    def __init__(self, prepared: AcceleratedScheduler, call: int) -> None:
         super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
         self.counts_optimizer_steps = prepared.split_batches or not prepared.step_with_optimizer
         """Whether Accelerator, too, ticks once."""
@@ -66,43 +49,10 @@ class GossipScheduler(AcceleratedScheduler):
         if not self.has_ticked and self.decision is not None:
             self.decision.log(type(self.scheduler).__name__)
         self.has_ticked = True
-        if self.clock is not None:
-            self._follow(self.clock)
-        elif self.ticks == 1 or not self.gradient_state.sync_gradients:
+        if self.ticks == 1 or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         else:
             tick(self.scheduler, self.ticks, *args, **kwargs)
-
-    def _follow(self, clock: Clock) -> None:
-        """Tick until the schedule is at the progress of the run, which may take no tick or several."""
-        if not self.gradient_state.sync_gradients:
-            return
-        before, self._stepped_at = self._stepped_at, clock.taken_steps
-        if before is not None and clock.taken_steps > before + 1:
-            raise ValueError(
-                f"with asynchronous=True a schedule counts optimizer steps: call scheduler.step() after each of them; "
-                f"the last call was {clock.taken_steps - before} steps ago."
-            )
-        due = self.ticks * int(clock.progress) - (self.scheduler.last_epoch - self._first)
-        if isinstance(self.scheduler, OneCycleLR):
-            due = min(due, self.scheduler.total_steps - self.scheduler.last_epoch)
-        tick(self.scheduler, max(0, due))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position."""
-        self._stepped_at = None
-        super().load_state_dict(state)
-
-
-def refuse_unsteady(scheduler: Any) -> None:
-    """Raise ValueError for a scheduler that cannot follow the progress of an asynchronous run."""
-    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-    counts = isinstance(inner, LRScheduler) and hasattr(inner, "last_epoch")  # ChainedScheduler does not
-    if not counts or isinstance(inner, ReduceLROnPlateau):
-        raise ValueError(
-            f"with asynchronous=True a scheduler follows the progress of all workers, which {type(inner).__name__} "
-            f"cannot. Use an LRScheduler of torch that counts steps, such as SequentialLR."
-        )
 
 
 @dataclass(frozen=True)

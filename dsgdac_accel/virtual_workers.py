@@ -270,10 +270,6 @@ class ParameterOwners:
         self._places: dict[int, tuple[weakref.ref[Parameter], tuple[int, int]]] = {}
         """By `id`: the parameter, its worker, and its position among the parameters of that worker."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the places, which are found anew: they go by `id`."""
-        return vars(self) | {"_places": {}}
-
     @property
     def virtual_models(self) -> list[VirtualWorkers]:
         """The prepared `VirtualWorkers`."""

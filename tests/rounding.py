@@ -40,17 +40,8 @@ def few_bits(bits: int, reach: float) -> Callable[[Tensor], Tensor]:
     return rounded
 
 
-def largest_of_16(d: Tensor) -> Tensor:
-    """Values 64 apart compete; the last of equal ones is kept, cut off to 3 bits after the first one."""
-    parts = blocks_of(d, 1024).view(-1, 16, 64)
-    mantissa, exponent = torch.frexp((17 / 16 * parts).float().double())
-    cut = torch.ldexp((16 * mantissa).trunc() / 16, exponent)
-    best = 15 - cut.abs().flip(1).argmax(1, keepdim=True)
-    return torch.zeros_like(cut).scatter(1, best, cut.gather(1, best)).flatten()[: len(d)]
-
-
-DEFINITIONS = {"bf16": bf16, "int8": int8, "int4": few_bits(4, 7), "int2": few_bits(2, 2), "topk": largest_of_16}
-COARSE = ("int4", "int2", "topk")
+DEFINITIONS = {"bf16": bf16, "int8": int8, "int4": few_bits(4, 7), "int2": few_bits(2, 2)}
+COARSE = ("int4", "int2")
 
 
 class Replay:

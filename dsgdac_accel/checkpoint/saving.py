@@ -176,7 +176,7 @@ class AcceleratorCheckpoints:
         accelerator = self.accelerator
         # The gossip steps first: this waits for the exchange in flight, whose result is kept for the next step.
         gossip = [step.state_dict() for step in self.gossip_steps]
-        for step in () if self.gossip and self.gossip.asynchronous else self.gossip_steps:
+        for step in self.gossip_steps:
             step.mixer.edits.compare_meetings(f"saving a checkpoint at step {step.mixer.step}")
         recorders = [recorder_of(loader) for loader in accelerator._dataloaders]
         at_step_boundary = accelerator.gradient_state.sync_gradients

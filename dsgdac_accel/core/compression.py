@@ -131,7 +131,7 @@ class Compressor:
     Whole groups are averaged by messages between all pairs, too. Memory, in copies of float32 parameters: half a copy
     for each neighbor that a worker ever has in another process, or a whole one where the format is coarse, and for each
     neighbor of a single round twice the size of a message. With a one-peer ring that is 2 copies for bf16, 1.5 for
-    int8, 2.3 for int4 and 2.1 for int2 and topk, and at most 2 MiB of working space for each bucket (4 in float64).
+    int8, 2.3 for int4 and 2.1 for int2, and at most 2 MiB of working space for each bucket (4 in float64).
 
     Args:
         name: of a format in `formats`.

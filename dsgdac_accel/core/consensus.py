@@ -26,13 +26,9 @@ class Consensus:
     step: int
     """Optimizer steps done when it was measured."""
 
-    def metrics(self, suffix: str = "") -> dict[str, float]:
-        """Return it for logs, with `suffix` behind "radius" and "frobenius"."""
-        return {
-            f"radius{suffix}": self.radius,
-            f"radius{suffix}_step": float(self.step),
-            f"frobenius{suffix}": self.frobenius,
-        }
+    def metrics(self) -> dict[str, float]:
+        """Return it for logs."""
+        return {"radius": self.radius, "radius_step": float(self.step), "frobenius": self.frobenius}
 
 
 class Average:

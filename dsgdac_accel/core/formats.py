@@ -32,7 +32,7 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        """message <- Q(values), from element `begin` on, a multiple of 1024; overwrites `values` and `spare`.
+        """message <- Q(values), from element `begin` on, a multiple of 256; overwrites `values` and `spare`.
 
         If a value is not finite, `read` returns some value that is not finite.
         """
@@ -95,7 +95,7 @@ class Int8(Format):
 
     def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
         codes, scales = self.blocks.parts(message, begin, len(values))
-        values, spare = _padded(values, spare, _BLOCK)
+        values, spare = _padded(values, spare)
         blocks = values.view(-1, _BLOCK)
         # A value that is not finite shows in the scale; its level is some number.
         if mixes_dtypes(values.device):
@@ -148,7 +148,7 @@ class FewBits(Format):
 
     def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
         codes, scales = self.blocks.parts(message, begin, len(values))
-        values, spare = _padded(values, spare, _BLOCK)
+        values, spare = _padded(values, spare)
         d, levels = values.view(-1, _BLOCK), spare.view(-1, _BLOCK)
         step = torch.abs(d, out=levels).amax(1).div_(self.reach)
         d.mul_(_inverse(step)[:, None])  # now in units of the step, so that no square is too large or too small
@@ -182,55 +182,8 @@ class FewBits(Format):
             out.copy_(whole[: len(out)])
 
 
-class TopK(Format):
-    """Q keeps the largest of every 16 values, rounded to 4 bits of precision; the others are 0.
-
-    A value is 16 bits: exponent and mantissa (8 + 3), place among the 16 (4), sign (1). The 16 are 64 apart, so that
-    one pass finds the largest of 64 neighbors each.
-    """
-
-    name = "topk"
-    bits = 1.0
-    is_fine = False
-    _AMONG, _APART = 16, 64
-    _MAGNITUDE, _SIGN = 0x7FF00000, 0x8000  # of float32 bits; the place goes between them
-
-    def message(self, like: Tensor) -> Tensor:
-        blocks = -(-like.numel() // (self._AMONG * self._APART))
-        return torch.zeros(blocks * self._APART * 2, dtype=torch.uint8, device=like.device)
-
-    def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:
-        values, spare = _padded(values, spare, self._AMONG * self._APART)
-        bits = values.mul_(1 + 2**-4).float().view(torch.int32)  # cut off to 3 bits, it is then rounded
-        key = spare.view(torch.int32)[: len(bits)]
-        torch.bitwise_right_shift(bits, 16, out=key).bitwise_and_(self._SIGN)
-        key.bitwise_or_(bits.bitwise_and_(self._MAGNITUDE))
-        blocks = key.view(-1, self._AMONG, self._APART)
-        # Positive floats are in the order of their bits, infinity and NaN included. The place breaks ties.
-        places = torch.arange(self._AMONG, dtype=torch.int32, device=key.device).bitwise_left_shift_(16)
-        largest = blocks.bitwise_or_(places[:, None]).amax(1)
-        self._words(message, begin, len(values)).copy_(largest.bitwise_right_shift_(15))
-
-    def read(self, message: Tensor, begin: int, out: Tensor) -> None:
-        words = self._words(message, begin, len(out)).int().bitwise_and_(0xFFFF).bitwise_left_shift_(15)
-        places = words.bitwise_right_shift(16).bitwise_and_(self._AMONG - 1).long()
-        bits = words.bitwise_and(self._SIGN).bitwise_left_shift_(16).bitwise_or_(words.bitwise_and_(self._MAGNITUDE))
-        whole = _whole(out, words.numel() * self._AMONG)
-        blocks = whole.zero_().view(-1, self._AMONG, self._APART)
-        blocks.scatter_(1, places[:, None], bits.view(torch.float32).to(out.dtype)[:, None])
-        if whole is not out:
-            out.copy_(whole[: len(out)])
-
-    def _words(self, message: Tensor, begin: int, count: int) -> Tensor:
-        """Return the words (blocks, 64) of `count` values."""
-        size = self._AMONG * self._APART
-        rows = slice(begin // size, -(-(begin + count) // size))
-        return message.view(torch.int16).view(-1, self._APART)[rows]
-
-
 FORMATS: dict[str, Format] = {
-    number_format.name: number_format
-    for number_format in (Bf16(), Int8(), FewBits(4, reach=7), FewBits(2, reach=2), TopK())
+    number_format.name: number_format for number_format in (Bf16(), Int8(), FewBits(4, reach=7), FewBits(2, reach=2))
 }
 
 
@@ -247,11 +200,11 @@ def _inverse(steps: Tensor) -> Tensor:
     return steps.reciprocal().nan_to_num_(nan=torch.nan, posinf=0.0)
 
 
-def _padded(values: Tensor, spare: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _padded(values: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
     """Return values that fill whole blocks, and as much working space."""
-    if len(values) % block == 0:
+    if len(values) % _BLOCK == 0:
         return values, spare
-    values = F.pad(values, (0, -len(values) % block))
+    values = F.pad(values, (0, -len(values) % _BLOCK))
     return values, torch.empty_like(values)
 
 

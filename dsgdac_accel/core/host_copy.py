@@ -28,10 +28,6 @@ class HostCopy:
         else:
             self._values = values.detach().to("cpu", copy=True)
 
-    def is_ready(self) -> bool:
-        """Return whether `read` returns at once."""
-        return self._arrived is None or self._arrived.query()
-
     def read(self) -> Tensor:
         """Return the values, on the CPU; waits until the device has reached the point where the copy was made.
 

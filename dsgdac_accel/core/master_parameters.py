@@ -65,13 +65,6 @@ class MasterParameters:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: MutableMapping[int, str]) -> None:
-        self._begin(optimizer, names)
-        refuse_untrainable([p for p in as_parameter_list(optimizer.param_groups) if p.requires_grad], names)
-        if hasattr(optimizer, "check_overrides"):  # bitsandbytes looks its settings up by the model's parameters, once
-            optimizer.check_overrides()
-        self._follow()
-
-    def _begin(self, optimizer: torch.optim.Optimizer, names: MutableMapping[int, str]) -> None:
         self.optimizer = optimizer
         self.names = names
         self.checks_late = False
@@ -90,17 +83,10 @@ class MasterParameters:
         self._master_of: dict[int, Parameter] = {}
         self._edits: list[Edit] = []
         """Found, and to be applied once no exchange is in flight."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "pairs": [(pair.parameter, pair.master) for pair in self._pairs]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(state["optimizer"], {})
-        for parameter, master in state["pairs"]:
-            self._add(parameter, master).forget()  # the copied model may have been edited
-        if self._pairs:
-            self._clear_both()
-            self._written = _fingerprints(self.memory())
+        refuse_untrainable([p for p in as_parameter_list(optimizer.param_groups) if p.requires_grad], names)
+        if hasattr(optimizer, "check_overrides"):  # bitsandbytes looks its settings up by the model's parameters, once
+            optimizer.check_overrides()
+        self._follow()
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -44,7 +44,7 @@ class Mixer:
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
         comm_dtype: what is sent: "full" (the parameters), or their rounded differences in a format of `formats`; see
-            `compression`. "auto" sends parameters until `compress`.
+            `compression`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
     Raises:
@@ -70,9 +70,9 @@ class Mixer:
         self.mix_every = mix_every
         self.step = 0
         """Optimizer steps so far; they alone decide who exchanges with whom."""
-        compressed = comm_dtype not in ("full", "auto") and group.size > 1  # in one process nothing is sent
+        compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
-        if compressed or comm_dtype == "auto":
+        if compressed:
             require_symmetric_rounds(topology, comm_dtype)
         self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
         self.changes = WorkerChanges(self.parameters, group)
@@ -219,18 +219,6 @@ class Mixer:
     @property
     def _mixes_now(self) -> bool:
         return (self.step + 1) % self.mix_every == 0
-
-    def compress(self, comm_dtype: str) -> None:
-        """Send rounded differences from the next exchange on, in a format of `formats`. Collective; between steps."""
-        self.arrivals.settle()
-        self.edits.compare_meetings(f"changing the number format at step {self.step}")
-        self.discard_exchange()
-        self.rounds.use_pairs()
-        self.group.barrier("changing the number format of messages")
-        self.group.guarded(self.exchange.connect, "connecting the neighbors")
-        self.compressor = Compressor(comm_dtype, self.exchange, self.buckets)
-        self.edits.uncompressed = False
-        self.compressor.reserve()
 
     # ---- layout
 

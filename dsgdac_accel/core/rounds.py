@@ -35,23 +35,15 @@ class Rounds:
         self.members = members
         self.local_workers = local_workers
         self.all_reduce = all_reduce
-        self._follow(topology)
-
-    def _follow(self, topology: Topology) -> None:
         self.topology = topology
-        self.workers = range(self.members.rank * self.local_workers, (self.members.rank + 1) * self.local_workers)
+        self.workers = range(members.rank * local_workers, (members.rank + 1) * local_workers)
         """Numbers of the workers of this process."""
         period = range(topology.period)
         self.plans = [[self.plan_of(round_, worker) for worker in self.workers] for round_ in period]
         """Plans of the local workers, by round."""
         self._partners = [[self._partner_of(round_, worker) for worker in self.workers] for round_ in period]
-        self.slots = [self._slots_of(local) for local in range(self.local_workers)]
+        self.slots = [self._slots_of(local) for local in range(local_workers)]
         """Sets of receive buffers that each local worker needs: one per simultaneous neighbor in another process."""
-
-    def use_pairs(self) -> None:
-        """Exchange in pairs from now on, where whole groups were averaged by an all-reduce."""
-        self.all_reduce = False
-        self._follow(self.topology)
 
     def _slots_of(self, local: int) -> int:
         plans = [plans[local] for plans in self.plans if plans[local].weights]

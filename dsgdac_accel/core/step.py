@@ -9,23 +9,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.core.asynchronous.mixer import AsynchronousMixer
 from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.parameter_guard import ModelWatch
-from dsgdac_accel.core.sketch import RadiusEstimate
-from dsgdac_accel.core.step_copies import join_and_get, state_for_copy
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -37,7 +33,7 @@ class GossipStep:
     """Puts the parts of one step in order: gamma, gradient guard, mixer and optimizer.
 
     The step count alone decides when and with whom a worker mixes. A worker that skips its local update still mixes, so
-    that no worker waits for it. With `config.asynchronous`, `AsynchronousMixer` takes the place of `Mixer`.
+    that no worker waits for it.
 
     Args:
         optimizer: any torch optimizer; its state stays local and is never mixed.
@@ -77,17 +73,11 @@ class GossipStep:
             optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
         )
         self.average = Average(self.mixer)
-        self.estimate = RadiusEstimate(group, config.sketch) if config.sketch else None
-        self.choice = FormatChoice(self.mixer) if config.comm_dtype == "auto" and group.size > 1 else None
-        self.worker_of = worker_of
         self._updates: list[Update] = []
         self._workers_compared = False
 
     def _new_mixer(self, topology: Topology, worker_of: Callable[[Parameter], int] | None) -> Mixer:
         optimizer, config = self.optimizer, self.config
-        if config.asynchronous:
-            mixer = AsynchronousMixer(lambda: optimizer.param_groups, topology, self.group, names=self.watch.names)
-            return cast(Mixer, mixer)  # it has all that a step, the average and checkpoints use
         return Mixer(
             lambda: optimizer.param_groups,
             topology,
@@ -99,9 +89,6 @@ class GossipStep:
             comm_dtype=config.comm_dtype,
             mix_every=config.mix_every,
         )
-
-    # A copy joins the copies of the other workers when all of them first use it.
-    __getstate__, __getattr__ = state_for_copy, join_and_get
 
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
@@ -128,8 +115,7 @@ class GossipStep:
         refuse_capture(self.group.device)
         first, self._workers_compared = not self._workers_compared, True
         if first:
-            if not (self.config.asynchronous and self.mixer.step):  # a resumed worker is at a progress of its own
-                self.schedule.require_equal_lr("at the first step")
+            self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         try:
             self.watch.check(self.optimizer, self.masters.parameter_of)
@@ -137,7 +123,7 @@ class GossipStep:
             self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
             raise
         self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
-        gamma = self.schedule.next_gamma(int(self.progress), epoch)
+        gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
         self.masters.apply_edits()
@@ -147,8 +133,6 @@ class GossipStep:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
         self.guard.put_back()
         self.mixer.add(self._updates)
-        if self.choice is not None:
-            self.choice.measure_step(mixed=bool(self._updates))
         self._updates = []
         if self._is_logged():
             self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
@@ -156,12 +140,10 @@ class GossipStep:
             self.average.start_measurement()  # between two exchanges, when the receive buffers are free
         if self.config.overlap:
             self.mixer.start_exchange()
-        if self.estimate is not None:
-            self.estimate.post(self.mixer.buckets.flats, self.mixer.step)
         self.masters.write_model()
 
     def _is_logged(self) -> bool:
-        every = 0 if self.config.asynchronous else self.config.log_every  # asynchronous workers are at different steps
+        every = self.config.log_every
         return every > 0 and self.mixer.step % every == 0
 
     @property
@@ -177,31 +159,22 @@ class GossipStep:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps so far."""
-        unjoined = vars(self).get("unjoined")
-        return self.mixer.step if unjoined is None else unjoined.steps_taken
-
-    @property
-    def progress(self) -> float:
-        """Steps of the run so far: of this worker, or with `asynchronous` the gossiped mean over the workers."""
-        mixer: Any = self.mixer
-        return mixer.progress if self.config.asynchronous else float(mixer.step)
+        return self.mixer.step
 
     # ---- for logs and checkpoints
 
     def metrics(self) -> dict[str, float]:
         """Return the latest metrics of this worker; no communication.
 
-        The radius is there once it was measured, with its step. The estimate of it that `GossipConfig.sketch` asks for
-        is there on process 0 only, and is mostly one step old.
+        The radius is there once it was measured, with its step.
         """
-        parts = map(vars(self).get, ("schedule", "average", "estimate", "choice", "mixer", "guard"))
-        return {name: value for part in parts if part is not None for name, value in part.metrics().items()}
+        parts = (self.schedule, self.average, self.mixer, self.guard)
+        return {name: value for part in parts for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
         return {
             "mixer": self.mixer.state_dict(),
-            "choice": None if self.choice is None else self.choice.state_dict(),
             "schedule": self.schedule.state_dict(),
             "average": self.average.state_dict(),
             **self.guard.state_dict(),
@@ -209,8 +182,6 @@ class GossipStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as if never stopped; the caller loads the parameters."""
-        if self.choice is not None:
-            self.choice.load_state_dict(state.get("choice") or {"chosen": None}, state["mixer"]["step"])
         self.mixer.load_state_dict(state["mixer"])
         self.schedule.load_state_dict(state["schedule"])
         self.average.load_state_dict(state["average"])

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher
-
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 
@@ -23,16 +21,6 @@ def known_length(loader: Any) -> int | None:
 def inner_loader(loader: Any) -> Any:
     """Return the loader inside `EqualSteps`; other loaders as they are."""
     return loader.loader if isinstance(loader, EqualSteps) else loader
-
-
-def refuse_joint_reading(loader: Any) -> None:
-    """Raise ValueError for a prepared loader whose workers wait for each other at every batch."""
-    inner = inner_loader(loader)
-    if isinstance(inner, DataLoaderDispatcher) or (isinstance(loader, EqualSteps) and loader.steps is None):
-        raise ValueError(
-            "asynchronous=True needs a loader with a length, of which each worker reads its own part; this one makes "
-            "all workers read together. Set dispatch_batches=False and use a dataset with a length."
-        )
 
 
 def _always(loader: Any) -> bool:
@@ -61,6 +49,10 @@ class EqualSteps:
         known = [length for length in self.lengths if length is not None]
         self.steps = min(known) if len(known) == group.size else None
         self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the workers, whose connections belong to this process; a copy still ends after `steps`."""
+        return vars(self) | {"group": None, "_warned": True}
 
     @property
     def needed(self) -> bool:
@@ -124,11 +116,18 @@ class EqualSteps:
         """Return whether batch `number` is the last that all workers have; None if some worker lacks this one."""
         if self.steps is not None:
             return number == self.steps if number <= self.steps else None
+        if len(self.lengths) == 1:
+            return last_here
+        if self.group is None:
+            raise RuntimeError(
+                "a copy of a prepared loader without a length cannot ask the other workers where a pass ends. Prepare "
+                "another loader on all workers."
+            )
         states = self.group.all_gather_object(last_here, "asking whether every worker has another batch")
         return None if None in states else any(states)
 
     def _warn_of_rest(self, taken: int) -> None:
-        longest = max(range(self.group.size), key=lambda rank: self.lengths[rank] or 0)
+        longest = self.lengths.index(max(self.lengths, key=lambda length: length or 0))
         if self._warned or (self.steps is not None and self.group.rank != longest):
             return
         self._warned = True

@@ -6,11 +6,10 @@ import itertools
 import os
 import pickle
 import socket
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,8 @@ from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
 
-_LIVE: weakref.WeakValueDictionary[str, WorkerGroup] = weakref.WeakValueDictionary()
-"""The groups of this process, for their copies."""
+_LIVE: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+"""The groups of this process, by `id`, in the order of their construction."""
 
 _FRAME_BYTES = 2**10
 """Bytes of an object that one collective gathers."""
@@ -70,14 +69,9 @@ class WorkerGroup:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
-        self._begin(device, timeout, members if line is None else line.members, line)
-        if self.size > 1:
-            self._connect()
-
-    def _begin(self, device: torch.device, timeout: float, members: Members, line: Line | None = None) -> None:
         self.device = device
         self.timeout = timeout
-        self.members = members
+        self.members = members if line is None else line.members
         self.row = Row()
         self._everyone: WorkerGroup | None = None
         self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
@@ -88,14 +82,16 @@ class WorkerGroup:
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
-        self._moved = False
-        """Whether the group was pickled in another process; its connections did not come along."""
-        self._key = uuid.uuid4().hex
-        _LIVE[self._key] = self
+        _LIVE.add(self)
+        if self.size > 1:
+            self._connect()
 
-    def __reduce__(self) -> tuple:
-        """Copies in this process are this group itself: its connections can be neither copied nor moved."""
-        return _copy_of, (self._key, self.device, self.timeout, self.rank, self.size)
+    def __reduce__(self) -> NoReturn:
+        """Refuse to copy or pickle what holds the group, such as a prepared optimizer."""
+        raise TypeError(
+            "a prepared optimizer or accelerator cannot be copied or pickled: its connections belong to this process. "
+            "Copy the state_dict() of the model and the optimizer, or call save_state."
+        )
 
     def _connect(self) -> None:
         reports = self.detector.reports
@@ -157,16 +153,6 @@ class WorkerGroup:
         """A number that separates the messages of one exchange from another's; the same on all workers."""
         return next(self._channels)
 
-    def shared_counter(self, what: str) -> Callable[[], int]:
-        """Return a function that returns 0, 1, 2, ..., each number to one worker only; `what` as in `guarded`.
-
-        Workers make their counters in the same order.
-        """
-        store, key = self.detector.reports.store, f"dsgdac_accel/counter/{self.new_channel()}"
-        if store is None:
-            return itertools.count().__next__
-        return lambda: self.guarded(lambda: store.add(key, 1) - 1, what)
-
     def register(self, communicator: Any) -> None:
         """Register something that communicates in the background. The group holds it weakly.
 
@@ -201,11 +187,6 @@ class WorkerGroup:
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
-        if self._moved and self.size > 1:
-            raise RuntimeError(
-                f"this accelerator was pickled in another process, and its connections to the {self.size} workers do "
-                f"not come along. Make a new one here, on all workers."
-            )
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
@@ -213,9 +194,7 @@ class WorkerGroup:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
-            not (self.closed or self._moved)
-            and self.process_groups.world is world
-            and (self.device, self.timeout) == (device, timeout)
+            not self.closed and self.process_groups.world is world and (self.device, self.timeout) == (device, timeout)
         )
 
     # ---- lost workers
@@ -411,22 +390,11 @@ def wait_for_device(is_ready: Callable[[], bool]) -> None:
     """
     if is_ready():
         return
-    groups = [group for group in list(_LIVE.values()) if group.size > 1 and not group.closed and not group._moved]
+    groups = [group for group in list(_LIVE) if group.size > 1 and not group.closed]
     found = wait_until(is_ready, [group.process_groups.transport.watchdog for group in groups])
     for group in groups:
         if found is not None and found[0] is group.process_groups.transport.watchdog:
             group._handle(found[1].error(), found[1].what, found[1].peer)
-
-
-def _copy_of(key: str, device: torch.device, timeout: float, rank: int, size: int) -> WorkerGroup:
-    """Return the group of this process with this key; in another process a group that only knows who it was."""
-    live = _LIVE.get(key)
-    if live is not None:
-        return live
-    group = object.__new__(WorkerGroup)
-    group._begin(device, timeout, Members(rank, size))
-    group._moved = True
-    return group
 
 
 def _short(value: object, limit: int = 300) -> str:

@@ -78,13 +78,6 @@ class ProcessGroups:
                 self._created.append(handle)
         return own
 
-    def end(self, handle: Any) -> None:
-        """Close a group that `new` made, unless the default process group has ended with all groups. Not collective."""
-        if any(handle is created for created in self._created):
-            self._created = [created for created in self._created if created is not handle]
-            if self.world is not None and self.world is dist.group.WORLD:
-                dist.destroy_process_group(handle)
-
     def barrier(self, seconds: float) -> None:
         """Wait until every worker is here. The error names the workers that did not come within `seconds`."""
         if self.checked:

@@ -88,8 +88,8 @@ class BenchmarkConfig:
     local (no communication), local+bytes (gossip's messages without mixing, so what a transport costs that shares the
     processors with the workers), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
     decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
-    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2|+topk][+every_K][+unguarded] (without looking for
-    edits), and gossip+async (asynchronous averaging). With `shards`, whose workers shard the model as one FSDP2 module:
+    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2][+every_K][+unguarded] (without looking for
+    edits). With `shards`, whose workers shard the model as one FSDP2 module:
     gossip, fsdp (workers without communication), fsdp+bytes, hsdp (FSDP2 averages the gradients of all workers)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"

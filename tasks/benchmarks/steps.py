@@ -5,7 +5,7 @@
 
 Variants take turns, so that other load on the machine affects all alike. With `workers` in the configuration, the
 script starts its workers itself; `network` emulates a slower network between them. Other benchmarks are the
-subcommands growth, mixing, saving, speeds, trainer and virtual, each with its own --help.
+subcommands growth, mixing, saving, trainer and virtual, each with its own --help.
 """
 
 from __future__ import annotations

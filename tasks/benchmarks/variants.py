@@ -173,10 +173,6 @@ def _gossip(
 ) -> Variant:
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
     settings = name.settings(config.gossip)
-    if settings.asynchronous and config.shards > 1:
-        raise LeftOut("asynchronous averaging needs workers of one process")
-    if settings.asynchronous and group.size > 1 and (group.size % 2 or group.device.type != "cpu"):
-        raise LeftOut(f"it needs an even number of workers on the CPU, not {group.size} on {group.device}")
     watch = ModelWatch([workload.model]) if config.shards > 1 else None  # drops the parameters that FSDP2 gathered
     gossip = GossipStep(optimizer, group, settings, watch)
     if "unguarded" in name.options:

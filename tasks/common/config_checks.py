@@ -40,11 +40,6 @@ def check_run(config: Any, plain_algorithm: str) -> None:
             f"weight_average.start_epoch must be below num_train_epochs = {config.num_train_epochs}, or nothing is "
             f"averaged; got {averaged_from}. Lower it, or use weight_average.kind: none."
         )
-    if config.gossip.asynchronous:
-        raise ValueError(
-            "gossip.asynchronous must be false in the tasks, whose workers take equally many steps in an epoch; got "
-            "true. Leave it out, or write a loop that ends by accelerator.progress (docs/asynchronous.md)."
-        )
     start = config.gossip.start_epoch
     if start is not None and start > config.num_train_epochs:
         raise ValueError(

@@ -123,7 +123,7 @@ def default_device_may_be_the_gpu(bench: Bench) -> Finding:
     """Suspicion: `torch.set_default_device("cuda")` breaks pinned copies, generators of the CPU, or checkpoints."""
     torch.set_default_device("cuda")
     try:
-        training = Training.prepared(bench, "sgd", topology="one_peer_ring", workers_per_process=WORKERS, sketch=64)
+        training = Training.prepared(bench, "sgd", topology="one_peer_ring", workers_per_process=WORKERS)
         training.run()
         with tempfile.TemporaryDirectory() as folder:
             training.accelerator.save_state(f"{folder}/state")

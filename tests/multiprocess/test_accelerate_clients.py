@@ -27,6 +27,7 @@ FILES = ["accelerator", "data_loader", "optimizer", "scheduler", "state_checkpoi
 
 NO_DDP = "gradients stay local: no DDP averages them"
 ONE_TICK = "a scheduler without a prepared loader ticks once per step, not once per process"
+NO_COPIES = "what has connections to the other workers is not pickled"
 SHORTEST = "a training pass ends at the shortest worker, because every mix needs all of them"
 
 DIFFERENT_SCRIPTS = {
@@ -37,10 +38,14 @@ DIFFERENT_SCRIPTS = {
     "test_distributed_data_loop.test_can_join_uneven_inputs": SHORTEST,
     "test_distributed_data_loop.test_join_can_override_even_batches": SHORTEST,
     "test_distributed_data_loop.test_join_can_override_for_mixed_type_dataloaders": SHORTEST,
+    "test_distributed_data_loop.test_pickle_accelerator": NO_COPIES,
 }
 # Not run: test_distributed_data_loop.test_can_disable_even_batches differs (SHORTEST) on one worker only, for which the
 # other then waits; stock Accelerate hangs in test_can_join_uneven_inputs on CPUs; the rest needs GPUs or the hub.
 DIFFERENT_TESTS = {
+    "AcceleratorTester::test_can_pickle_dataloader_0": NO_COPIES,  # it pickles the accelerator
+    "AcceleratorTester::test_can_pickle_dataloader_1": NO_COPIES,
+    "CPUOptimizerTester::test_accelerated_optimizer_pickling": NO_COPIES,
     "SchedulerTester::test_accumulation": ONE_TICK,
     "SchedulerTester::test_lambda_scheduler_steps_with_optimizer_multiprocess": ONE_TICK,
     "SchedulerTester::test_lambda_scheduler_steps_with_optimizer_single_process": ONE_TICK,

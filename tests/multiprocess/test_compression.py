@@ -1,17 +1,13 @@
 """Gossip in fewer bytes on real workers: the mean is kept, workers come together, and training does what it should."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel import simulation as simulation_module
-from dsgdac_accel.core import format_choice
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.edits import OF_DIFFERENCES, block_checksums
-from dsgdac_accel.core.format_choice import FirstSteps, FormatChoice
 from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
 from tests.rounding import COARSE, Replay
@@ -56,7 +52,7 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
     # Float32 sums differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
     torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=3e-6)
     frobenius = results[0][1]
-    assert frobenius[-1] < (0.3 if comm_dtype == "topk" else 1e-3) * float((before - before.mean(0)).norm())
+    assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())
     full = run_workers(mix, processes, topology, "full", per_process, 5, 0.7)
     for ours, exact in zip(frobenius[:5], full[0][1], strict=True):
         assert ours == pytest.approx(exact, rel=0.02) or comm_dtype in COARSE
@@ -82,7 +78,7 @@ RUNS = [
 @pytest.mark.parametrize(
     ("topology", "workers", "optimizer", "options", "comm_dtype"),
     slow_except(
-        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, ("int2", "int8", "topk", "int4"), strict=True)],
+        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, ("int2", "int8", "bf16", "int4"), strict=True)],
         [(*run, comm_dtype) for run in RUNS for comm_dtype in FORMATS],
     ),
 )
@@ -96,39 +92,6 @@ def test_training_follows_a_replay_of_its_messages(comm_dtype, topology, workers
     for result in results:
         assert result["restored"]
         assert result["radius"] == pytest.approx(simulation.radius(), rel=1e-7)
-
-
-def measure_as_by_rank(rank):
-    """Let worker 2 compute for 0.15 of 0.8 s, the others less; of float64, int8 takes 0.102 s, and bf16 0.2."""
-    FormatChoice._first_steps = lambda self, latency: FirstSteps(0.8, 0.7 - 0.025 * rank, latency=0.0)
-
-
-def train_and_choose(rank, topology, options):
-    measure_as_by_rank(rank)
-    said = []
-    format_choice.logger.warning = lambda *words: said.append(words)
-    return train(rank, topology, "sgd", {"comm_dtype": "auto"} | options) | {"said": said}
-
-
-@pytest.mark.parametrize(
-    ("topology", "options", "first"),
-    [
-        ("one_peer_ring", {}, 11),
-        pytest.param("complete", {"log_every": 1}, 11, marks=pytest.mark.slow),
-    ],
-)
-def test_all_workers_choose_the_same_format_once_and_send_it_from_then_on(topology, options, first, monkeypatch):
-    exact, replay = simulation_module.consensus_update, Replay("int8")
-    calls = itertools.count()
-    monkeypatch.setattr(
-        simulation_module, "consensus_update", lambda *args: (exact if next(calls) < first else replay)(*args)
-    )
-    _, expected = simulate(3, topology, "sgd")
-    results = run_workers(train_and_choose, 3, topology, options)
-    x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
-    torch.testing.assert_close(torch.stack([result["x"] for result in results]), x, rtol=0, atol=1e-9)
-    assert [len(result["said"]) for result in results] == [1, 0, 0]
-    assert "int8" in results[0]["said"][0]
 
 
 def lose_a_parameter(rank, comm_dtype):
@@ -151,8 +114,6 @@ def test_a_worker_that_is_not_finite_is_named(comm_dtype):
 
 
 def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
-    if comm_dtype == "auto":
-        measure_as_by_rank(0 if load else rank)  # measured again, it would be another format
     accelerator = GossipAccelerator(gossip=GossipConfig(comm_dtype=comm_dtype, timeout=30, log_every=4))
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -167,12 +128,9 @@ def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "comm_dtype", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int8", "auto"))]
-)
+@pytest.mark.parametrize("comm_dtype", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int8"))])
 def test_resuming_is_exact(tmp_path, comm_dtype):
-    steps, save_at = (18, 14) if comm_dtype == "auto" else (13, 6)
-    whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, steps, save_at)
-    resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, steps, None, tmp_path / "saved")
+    whole = run_workers(run, 3, tmp_path / "saved", comm_dtype, 13, 6)
+    resumed = run_workers(run, 3, tmp_path / "other", comm_dtype, 13, None, tmp_path / "saved")
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a, b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,7 @@ def test_tensors_of_the_host_do_not_reach_the_group_of_the_gpus():
 def train_with_default(rank: int, device: str, options: dict, folder: str) -> dict:
     torch.set_default_device(device)
     local = options.get("workers_per_process", 1)
-    config = GossipConfig(sketch=8, **{"log_every": 2, **FAST, **options})
+    config = GossipConfig(**{"log_every": 2, **FAST, **options})
     accelerator = GossipAccelerator(gossip=config)
     torch.manual_seed(0)
     with CPU:
@@ -147,10 +146,7 @@ def train_with_default(rank: int, device: str, options: dict, folder: str) -> di
     with accelerator.deployed_model(model, calibrate=batches) as deployed:
         average = [value.clone() for value in deployed.state_dict().values()]
     steps(range(6, 8))
-    deadline = time.monotonic() + 10
     metrics = accelerator.measure_consensus()
-    while rank == 0 and metrics.get("gossip/radius_estimate_step") != 8 and time.monotonic() < deadline:
-        metrics = accelerator.training.metrics()
     accelerator.deploy(model)
     timed = ("gossip/wait_seconds", "gossip/bytes_sent")
     return {

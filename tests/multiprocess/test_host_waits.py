@@ -75,7 +75,7 @@ def steps_of(optimizer_name: str, options: dict, dtype: torch.dtype, scaled: boo
 FREE = [
     ("fused", {}, torch.float32),
     ("momentum", {"log_every": 2}, torch.float32),
-    ("fused", {"sketch": 16, "topology": "complete"}, torch.float32),
+    ("fused", {"topology": "complete"}, torch.float32),
     ("fused", {"comm_dtype": "int8"}, torch.float32),
     ("fused", {}, torch.bfloat16),
 ]

@@ -60,7 +60,7 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     ("topology", "workers", "optimizer", "options"),
     [
         ("one_peer_ring", 4, "sgd", {}),
-        ("one_peer_ring", 3, "adam", {"sketch": 64}),
+        ("one_peer_ring", 3, "adam", {}),
         ("complete", 3, "adam", {"order": "mix_first"}),
         ("ring", 3, "sgd", {"mix_every": 2, "overlap": False}),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -47,7 +45,7 @@ def test_exchanges_of_several_optimizers_are_kept_apart(topology, sizes):
 def train_twice(rank: int) -> tuple[float, int]:
     """Return a weight at the end, and how many process groups both trainings have left."""
     groups = torch.distributed.distributed_c10d._world.pg_map
-    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, sketch=8, **FAST))
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="complete", power=0, **FAST))
     before = len(groups)
     for size in (50_000, 30):
         model = nn.Linear(size, 1)
@@ -58,9 +56,6 @@ def train_twice(rank: int) -> tuple[float, int]:
             optimizer.step()
         value = float(model.weight.detach()[0, 0])
         model, optimizer = accelerator.free_memory(model, optimizer)
-    deadline = time.monotonic() + 10  # estimates may be under way
-    while len(groups) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
     return value, len(groups) - before
 
 
@@ -145,18 +140,6 @@ def test_a_worker_that_leaves_out_a_step_is_found_out():
     assert all(outcome.exit_code == 1 for outcome in outcomes)
     told = " ".join(outcome.error for outcome in outcomes)
     assert "left out an `optimizer.step()`" in told or "same number of optimizer steps" in told
-
-
-def test_the_prepared_optimizer_can_be_copied_and_pickled():
-    import copy
-    import pickle
-
-    accelerator = GossipAccelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert copy.deepcopy(optimizer).gossip is not optimizer.gossip
-    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
-    assert optimizer.gossip is not None
 
 
 def mistake_in_a_collective(rank: int) -> str:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from dsgdac_accel import (
     sharded_workers,
 )
 from dsgdac_accel.compatibility import supported_with_shards
-from dsgdac_accel.core import format_choice
 from dsgdac_accel.shards import local_of, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.workers import run_workers, try_workers
@@ -177,7 +175,7 @@ def train(
     optimizer = make_optimizer(optimizer_name, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
-    norms, estimates = [], []
+    norms = []
     for step in range(STEPS):
         for part in range(parts):
             with accelerator.accumulate(model) if parts > 1 else nullcontext():
@@ -194,11 +192,6 @@ def train(
                     scheduler.step()
                 optimizer.zero_grad()
     radius = accelerator.measure_consensus()["gossip/radius"]
-    if accelerator.gossip_steps[0].estimate is not None:
-        estimate = accelerator.gossip_steps[0].estimate
-        while rank == 0 and (estimate.latest is None or estimate.latest.step < STEPS):
-            time.sleep(0.01)
-        estimates = [estimate.latest.radius] if rank == 0 else []
     own = whole(model)
     loss_of(model, rank, 0)  # leaves the root gathered, as every pass below
     with accelerator.deployed_model(model) as deployed:
@@ -219,7 +212,6 @@ def train(
         "saved": torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]) if saved else None,
         "radius": radius,
         "apart": accelerator.gossip_steps[0].mixer.arrivals.disagreement,
-        "estimates": estimates,
         "norms": torch.stack(norms),
         "skipped": accelerator.gossip_steps[0].guard.skipped,
     }
@@ -460,17 +452,17 @@ WORLDS = {
         {"kind": "frozen", "order": "mix_first", "overlap": False, "norm_type": math.inf},
         {"peek": True, "parts": 2, "keep_gathered": True},
         {"bad": (1, 3)},
-        {"bad": (1, 3), "late": True, "sketch": 512, "rows": [[0, 2], [1, 3]]},
+        {"bad": (1, 3), "late": True, "rows": [[0, 2], [1, 3]]},
         {"bad": (2, 3), "late": True, "optimizer_name": "fused adam"},
-        {"topology": "complete", "sketch": 512},
-        {"mix_every": 5, "comm_dtype": "auto"},
+        {"topology": "complete"},
+        {"mix_every": 5},
     ],
-    (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2), "sketch": 512}],
+    (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2)}],
     (2, 3): [  # the third process has no row of the first layer, or of any in "narrow"
         {},
         {"kind": "tied", "optimizer_name": "sgd"},
-        {"kind": "narrow", "norm_type": math.inf, "sketch": 512, "bad": (1, 3)},
-        {"kind": "narrow", "mix_every": 2, "comm_dtype": "auto"},
+        {"kind": "narrow", "norm_type": math.inf, "bad": (1, 3)},
+        {"kind": "narrow", "mix_every": 2},
     ],
     (1, 2): [{"parts": 2}],
     (2, 1): [{"kind": "tied"}],
@@ -478,7 +470,6 @@ WORLDS = {
 
 
 def train_cases(rank: int, *world: int) -> list[dict[str, Any]]:
-    format_choice._WARM_UP, format_choice._MEASURED, format_choice._EXPOSED = 1, 1, math.inf  # "auto" chooses "full"
     return [plain(train(rank, *world, **case)) for case in WORLDS[world]]
 
 
@@ -491,8 +482,6 @@ def test_sharded_workers_follow_algorithm_1(world):
         expected = simulate(*world, **case)
         of_case = [result[number] for result in results]
         require_equal(of_case, expected, shards)
-        if "sketch" in case:
-            assert of_case[0]["estimates"] == [pytest.approx(expected["radius"], abs=1e-9)]
         if "bad" in case:
             mine = [worker_of(rank, shards, case.get("rows")) for rank in range(len(of_case))]
             assert [result["skipped"] for result in of_case] == [int(w == mine[case["bad"][0]]) for w in mine]

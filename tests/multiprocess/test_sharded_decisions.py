@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -217,25 +216,6 @@ def evaluate_another(rank: int) -> dict[str, bool]:
 def test_every_prepared_model_is_gathered_anew_at_both_ends_of_an_evaluation():
     for result in run_workers(evaluate_another, 4):
         assert result == {"restored": True, "averaged": True, "differs": True}
-
-
-def drop(rank: int) -> tuple[int, int]:
-    """Return how many process groups there are with a training, and once it is dropped."""
-    training = Training(rank, sketch=16)
-    training.step(0)
-    made = torch.distributed.distributed_c10d._world.pg_map
-    before, deadline = len(made), time.monotonic() + 10
-    training.accelerator.training.steps.clear()
-    del training.optimizer.gossip
-    while len(made) == before and time.monotonic() < deadline:  # an estimate may be under way
-        gc.collect()
-        time.sleep(0.05)
-    return before, len(made)
-
-
-def test_a_dropped_training_closes_the_connections_of_its_sketch():
-    for before, dropped in run_workers(drop, 4):
-        assert dropped == before - 1
 
 
 # ---- calls on one process alone

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,14 +18,16 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.tensor_bytes import as_bytes
-from tests.multiprocess.small_model import Scaled
+from tests.multiprocess.small_model import Scaled, flat
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
@@ -484,3 +486,39 @@ def nothing_on_one_worker(rank: int) -> int:
 
 def test_a_worker_without_any_batch_ends_the_pass_for_all():
     assert run_workers(nothing_on_one_worker, 2) == [0, 0]
+
+
+def train_with_smaller_batches(rank: int, rows: list[int], data: Tensor) -> tuple[list[Tensor], Tensor]:
+    """As docs/accelerate.md shows it, with a loss whose gradient is the mean of the samples."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(constant=0.5, timeout=60))
+    shares = [count / sum(rows) for count in rows]
+    own = random_split(TensorDataset(data), shares, torch.Generator().manual_seed(0))[rank]
+    loader = accelerator.equal_steps(DataLoader(own, batch_size=rows[rank], shuffle=True, drop_last=True))
+    model = nn.Linear(4, 1, bias=False).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with torch.no_grad():
+        model.weight.zero_()
+    seen = []
+    for (x,) in loader:
+        accelerator.backward(model(x).mean() * len(rows) * rows[rank] / sum(rows))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(x)
+    with accelerator.deployed_model(model):
+        return seen, flat(model).clone()
+
+
+@pytest.mark.slow
+def test_every_sample_counts_the_same_with_smaller_batches_of_a_slow_worker():
+    rows = [6, 3]
+    data = torch.randn(10 * sum(rows), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = run_workers(train_with_smaller_batches, 2, rows, data)
+    x = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.9)
+    batches = list(zip(*(seen for seen, _ in results), strict=True))
+    assert len(batches) == 10
+    for batch in batches:
+        x.grad = torch.cat(batch).mean(0)
+        optimizer.step()
+    for _, mean in results:
+        torch.testing.assert_close(mean, x.detach(), rtol=0, atol=1e-14)

@@ -14,7 +14,6 @@ from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.growth import GrowthBenchmarkConfig
 from tasks.benchmarks.mixing import MixingBenchmarkConfig
 from tasks.benchmarks.saving import SavingBenchmarkConfig
-from tasks.benchmarks.speeds import SpeedsConfig
 from tasks.benchmarks.trainer import TrainerBenchmarkConfig
 from tasks.benchmarks.virtual import VirtualBenchmarkConfig
 from tasks.common.config import parse_config
@@ -26,7 +25,6 @@ OTHERS = {
     "growth": GrowthBenchmarkConfig,
     "mixing": MixingBenchmarkConfig,
     "saving": SavingBenchmarkConfig,
-    "speeds": SpeedsConfig,
     "trainer": TrainerBenchmarkConfig,
     "virtual": VirtualBenchmarkConfig,
 }

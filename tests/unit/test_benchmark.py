@@ -66,8 +66,6 @@ def trained(model):
         ({"workers": 0}, "workers"),
         ({"compute_ms": -1}, "compute_ms"),
         ({"slow_workers": 1}, "need a model that sleeps"),
-        ({"variants": ("gossip+async+unguarded",)}, "contradict"),
-        ({"variants": ("gossip+async+int8",)}, "comm_dtype='full'"),
         ({"gossip": GossipConfig(workers_per_process=2)}, "workers_per_process"),
         ({"variants": ("gossip+every_2+every_3",)}, "contradict"),
         ({"targets": ("gossip <= 1.2.3 of ddp",)}, "of the form"),
@@ -118,7 +116,7 @@ def test_sections_and_lists_come_from_the_command_line():
         ("gossip:complete+no_overlap", {"topology": "complete", "overlap": False}),
         ("gossip+mix_first+int8", {"order": "mix_first", "comm_dtype": "int8"}),
         ("gossip:ring+bf16+every_4", {"topology": "ring", "comm_dtype": "bf16", "mix_every": 4}),
-        ("gossip+topk", {"comm_dtype": "topk"}),
+        ("gossip+int2", {"comm_dtype": "int2"}),
         ("ddp+bf16", {}),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -229,25 +228,6 @@ def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
     assert torch.equal(model.weight.grad, gradient)
     assert gradient.dtype == torch.float32
     assert torch.equal(train(3, 6), whole)
-
-
-def test_a_pickled_accelerator_trains_its_copy_bit_by_bit():
-    accelerator, model, optimizer = prepared(linear(), torch.optim.AdamW)
-
-    def train(accelerator: GossipAccelerator, model: nn.Module, optimizer: Any) -> torch.Tensor:
-        for _ in range(2):
-            accelerator.backward(model(X).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return master(accelerator, model.weight).clone()
-
-    train(accelerator, model, optimizer)
-    clamp_data(model.weight)
-    twin = pickle.loads(pickle.dumps(accelerator))
-    copies = twin, twin._models[0], twin._optimizers[0]
-    own = train(accelerator, model, optimizer)
-    assert torch.equal(train(*copies), own)
-    assert torch.equal(copies[1].weight, own.bfloat16())
 
 
 def test_a_plain_loop_saves_its_masters():

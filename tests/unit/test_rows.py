@@ -13,17 +13,14 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.compatibility import supported_with_shards
 from dsgdac_accel.core.buckets import Buckets
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.flat_parameters import StagedParameters
-from dsgdac_accel.core.format_choice import FormatChoice
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
 from dsgdac_accel.core.nonfinite import ArrivalGuard, GradientGuard
 from dsgdac_accel.core.parameter_guard import MixedParameters
-from dsgdac_accel.core.sketch import RadiusEstimate
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed import process_groups
@@ -105,17 +102,6 @@ def test_a_mesh_with_one_process_per_worker_clips_sparse_gradients():
     assert float(embedding.weight.grad.to_dense().norm()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("sent", "size", "copies"), [(16, 0, 0.5), (48, 96, 0.5), (0, 0, 0.25)])
-def test_the_copies_that_are_sent_are_those_of_the_whole_worker(sent, size, copies):
-    other = torch.tensor({0.5: [64.0 - sent, 128.0 - size], 0.25: [1.0, 4.0]}[copies])
-    choice = object.__new__(FormatChoice)
-    group = SimpleNamespace(row=Row(TwoShards(other), MESH))
-    choice.mixer, choice._sent = SimpleNamespace(parameter_bytes=size, group=group), sent
-    assert choice._copies() == copies
-    group.row = Row()
-    assert choice._copies() == (sent / size if size else 0.0)
-
-
 # ---- errors
 
 
@@ -158,12 +144,6 @@ def test_only_one_process_of_the_first_worker_warns(caplog):
 
 
 # ---- settings and measurements
-
-
-def test_formats_that_are_chosen_need_an_exchange_that_is_hidden():
-    on_gpu = SimpleNamespace(mixed_precision="no", device=torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"comm_dtype='auto' does not work with device_mesh on CUDA.*'full'"):
-        supported_with_shards(GossipConfig(comm_dtype="auto"), on_gpu)
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 30), ("cuda", 90)])
@@ -236,17 +216,3 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
     assert changes.may_join()
     optimizer.add_param_group({"params": [parameter(torch.ones(1))]})
     assert not changes.may_join()  # the others do not know of it, and would not start it from equal values
-
-
-def test_a_released_estimate_closes_its_connections_after_what_is_under_way():
-    group, ended = WorkerGroup(CPU), []
-    group.process_groups.end = ended.append
-    estimate = RadiusEstimate(group, 8)
-    handle = estimate._handle = object()
-    estimate._estimate = lambda used, copied, step: ended.append(step)
-    flats = [StagedParameters([Parameter(torch.ones(4))]) for _ in range(2)]
-    estimate.post(flats, 1)
-    thread = estimate._thread
-    estimate.release()
-    thread.shutdown()
-    assert ended == [1, handle]

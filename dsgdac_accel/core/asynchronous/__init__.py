@@ -1,1 +1,0 @@
-"""Asynchronous pairwise averaging: no worker waits for one that is slower."""
