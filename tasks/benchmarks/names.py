@@ -18,12 +18,12 @@ DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 _COMM_DTYPES = tuple(FORMATS)
 _EVERY = re.compile(r"every_([1-9]\d*)")
 _OPTIONS = {
-    "local": ("undisturbed", "bytes"),
+    "local": ("bytes",),
     "ddp": ("bf16",),
     "decent_dp": (),
     "fsdp": ("bytes",),
     "hsdp": (),
-    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded", "async"),
+    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded"),
 }
 
 
@@ -80,8 +80,6 @@ class VariantName:
                 found["overlap"] = False
             elif option == "mix_first":
                 found["order"] = "mix_first"
-            elif option == "async":
-                found["asynchronous"] = True
             elif every := _EVERY.fullmatch(option):
                 found["mix_every"] = int(every[1])
             elif option in _COMM_DTYPES:
@@ -97,6 +95,4 @@ def _decides(option: str) -> str:
     """The setting that an option decides. A name has at most one option for each setting."""
     if option in _COMM_DTYPES:
         return "comm_dtype"
-    if option in ("unguarded", "async"):  # asynchronous averaging looks for no edits
-        return "edits"
     return "mix_every" if _EVERY.fullmatch(option) else option

@@ -14,7 +14,6 @@ from dsgdac_accel.config import config_to_dict
 from dsgdac_accel.plotting import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
-from tasks.benchmarks.predictions import predicted_seconds
 from tasks.benchmarks.targets import Target, Verdict
 
 REFERENCES = ("local", "local+bytes", "ddp", "decent_dp", "fsdp", "fsdp+bytes", "hsdp")
@@ -31,15 +30,10 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
         lines: lines about the network, to print and to keep in the file.
     """
     table = summarize(measured.turns)
-    predicted = predicted_seconds(config, table, measured.parameters, workers)
-    for name, row in table.items():
-        row["predicted_seconds"] = predicted.get(name)
     verdicts = [Target.parse(text).judge(table) for text in config.targets]
     print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
     for name, reason in measured.left_out.items():
         print(f"{name} is left out: {reason}")
-    if config.slow_workers:
-        print("\n".join(fast_lines(table)))
     for verdict in verdicts:
         print(verdict.line(), flush=True)
     result = {
@@ -83,17 +77,7 @@ def check_output(output: Path) -> None:
 
 def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
     """Return the measured case in one line."""
-    what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters"
-    if config.model.startswith("sleeping"):
-        what += f", {config.compute_ms:g} ms of sleep for computation"
-    else:
-        what += f", {config.batch_size} samples per process"
-    stalls = config.stalls
-    if stalls.probability and stalls.milliseconds:
-        who = "all workers" if stalls.workers is None else f"{stalls.workers} worker(s)"
-        what += f", {who} stall for {stalls.milliseconds:g} ms in {100 * stalls.probability:g} % of their steps"
-    if config.slow_workers:
-        what += f", {config.slow_workers} worker(s) take {config.slow_factor:g} times as long"
+    what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters, {config.batch_size} samples per process"
     threads = torch.get_num_threads()
     each = f" of {config.shards} processes" if config.shards > 1 else ""
     return f"{what}; {workers} workers{each}, {threads} thread(s) each, {config.kernel} SGD, torch {torch.__version__}"
@@ -105,17 +89,13 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     width = max(len(name) for name in table)
     references = [name for name in REFERENCES if name in table]
-    predicted = any(row["predicted_seconds"] is not None for row in table.values())
-    head = f"{'':{width}}  {'ms/step':>9}" + (f"  {'by formula':>10}" if predicted else "")
+    head = f"{'':{width}}  {'ms/step':>9}"
     head += "".join(f"  {f'of {name} (quartiles)':>22}" for name in references)
     head += f"  {'cpu ms':>8}" + "".join(f"  {f'cpu of {name}':>16}" for name in references)
     head += f"  {'MB sent':>8}  {'ms waited':>9}  {'copies':>6}"
     lines = [head]
     for name, row in table.items():
         line = f"{name:{width}}  {1e3 * row['seconds']:9.2f}"
-        if predicted:
-            seconds = row["predicted_seconds"]
-            line += f"  {'-' if seconds is None else f'{1e3 * seconds:.2f}':>10}"
         for reference in references:
             ratio = row["ratios"][reference]
             line += f"  {ratio['median']:6.3f} ({ratio['q1']:.3f}-{ratio['q3']:.3f})"
@@ -125,20 +105,6 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         waited = "-" if row["waited"] is None else f"{1e3 * row['waited']:.2f}"
         lines.append(f"{line}  {sent / 1e6:8.3f}  {waited:>9}  {row['extra_copies']:6.3f}")
     return lines
-
-
-def fast_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines with the pace of the workers that are not slow, relative to the references."""
-    references = [name for name in REFERENCES if name in table]
-    return [
-        f"pace of the fast workers, {name}: "
-        + ", ".join(
-            f"{1 / ratio['median']:.3f} ({1 / ratio['q3']:.3f}-{1 / ratio['q1']:.3f}) of {reference}"
-            for reference in references
-            if (ratio := row["fast_ratios"][reference])
-        )
-        for name, row in table.items()
-    ]
 
 
 def plot(

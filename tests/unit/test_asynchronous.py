@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, WorkerGroup, b
 from dsgdac_accel.compatibility import refuse_asynchronous_launch, refuse_unsupported_trainer, supported_with_shards
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.scheduler_ticks import GossipScheduler
-from tasks.benchmarks import speeds
 from tasks.images.config import CifarConfig
 from tasks.translation.config import TranslationConfig
 
@@ -83,27 +81,6 @@ def test_what_needs_lockstep_is_refused_when_it_is_prepared():
 def test_tasks_refuse_the_mode_before_a_run(config_class):
     with pytest.raises(ValueError, match=r"gossip\.asynchronous"):
         config_class(gossip=GossipConfig(asynchronous=True))
-
-
-CASES = (
-    "lockstep, equal speeds", "lockstep, half speed", "lockstep, half speed, half batch, weighted",
-    "asynchronous, half speed", "ddp, half speed",
-)  # fmt: skip
-
-
-def test_the_simulated_study_gives_all_cases_equally_many_images(tmp_path):
-    study, output = tmp_path / "study.yaml", tmp_path / "result.json"
-    study.write_text("{data: {name: digits}, model: mlp, global_batch_size: 64, num_train_epochs: 1, warmup_epochs: 0}")
-    speeds.main(["--study", str(study), "--seeds", "[0]", "--cases", json.dumps(CASES), "--output", str(output)])
-    outcomes = {case: runs[0] for case, runs in json.loads(output.read_text())["cases"].items()}
-    alone = outcomes["lockstep, equal speeds"]
-    half, smaller = outcomes["lockstep, half speed"], outcomes["lockstep, half speed, half batch, weighted"]
-    assert half["test_loss"] == alone["test_loss"], "in lockstep, the speed changes nothing but the time"
-    assert half["time"] == pytest.approx(2 * alone["time"], rel=0.1)
-    assert smaller["time"] == pytest.approx(8 / 7 * alone["time"], rel=0.1)
-    assert outcomes["asynchronous, half speed"]["time"] == pytest.approx(8 / 7 * alone["time"], rel=0.15)
-    assert outcomes["asynchronous, half speed"]["slow_steps"] == pytest.approx(0.5, abs=0.1)
-    assert outcomes["ddp, half speed"]["radius"] == pytest.approx(0, abs=1e-4)
 
 
 def test_nobody_copies_the_parameters_during_a_local_step():
