@@ -33,9 +33,9 @@ class VirtualWorkers(nn.Module):
     those of other processes.
 
     The replicas run in a loop, because `torch.func.vmap` restricts what a model may do. Measured on a CPU with 8
-    workers (`tasks/benchmark.py virtual`), vmap takes 1.2 to 1.35 times as long for convolutions and up to 1.2 times
-    for Transformers with usual batches. It is faster by a tenth for purely linear models, and by a quarter for replicas
-    so small that launching operations dominates.
+    workers, vmap takes 1.2 to 1.35 times as long for convolutions and up to 1.2 times for Transformers with usual
+    batches. It is faster by a tenth for purely linear models, and by a quarter for replicas so small that launching
+    operations dominates.
 
     Args:
         model: becomes worker 0 of this process, unchanged; the other workers get copies.

@@ -1,4 +1,4 @@
-"""Measure what training costs: steps, or one of the subcommands growth, mixing, saving, trainer and virtual.
+"""Measure what training costs: steps, or one of the subcommands mixing and trainer.
 
 torchrun --nproc_per_node 2 tasks/benchmark.py --config configs/benchmark/wrn.yaml
 python tasks/benchmark.py --config configs/benchmark/network_100mbit.yaml
@@ -13,7 +13,7 @@ import sys
 from dsgdac_accel import join_slurm_step
 from tasks.common.cli_errors import starting_up
 
-SUBCOMMANDS = ("growth", "mixing", "saving", "trainer", "virtual")
+SUBCOMMANDS = ("mixing", "trainer")
 """Modules of `tasks.benchmarks`; without one of them, `steps` runs."""
 
 

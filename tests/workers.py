@@ -1,4 +1,4 @@
-"""Real gloo workers for tests: fresh processes, a file to meet at, no ports, a deadline for everything."""
+"""Real workers for tests, on gloo or NCCL: fresh processes, a file to meet at, no ports, a deadline for everything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsgdac_accel.devices import BACKENDS
+
 _CONTEXT = multiprocessing.get_context("forkserver")
+_SPAWNING = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -31,28 +34,38 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Any]:
-    """What `function(rank, *args)` returned on each worker, in order of rank; any failure is raised here."""
-    outcomes = try_workers(function, num_workers, *args, timeout=timeout)
+def run_workers(
+    function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0, device: str = "cpu"
+) -> list[Any]:
+    """What `function(rank, *args)` returned on each worker, in order of rank; any failure is raised here.
+
+    With `device="cuda"` each worker has a GPU of its own, by rank, and they meet on NCCL.
+    """
+    outcomes = try_workers(function, num_workers, *args, timeout=timeout, device=device)
     broken = [f"worker {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in outcomes if o.error or o.exit_code != 0]
     if broken:
         raise AssertionError("\n".join(broken))
     return [outcome.value for outcome in outcomes]
 
 
-def try_workers(function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Outcome]:
+def try_workers(
+    function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0, device: str = "cpu"
+) -> list[Outcome]:
     """Like `run_workers`, but reports failures. A worker past the deadline is killed and has exit code None."""
-    return Launch(function, num_workers, *args, timeout=timeout).outcomes()
+    return Launch(function, num_workers, *args, timeout=timeout, device=device).outcomes()
 
 
 class Launch:
     """Workers that were started and run on their own, until `outcomes` waits for them."""
 
-    def __init__(self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> None:
+    def __init__(
+        self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0, device: str = "cpu"
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.deadline = time.monotonic() + timeout
+        started = fork if device == "cpu" else _spawn
         self.processes = [
-            fork(_work, function, rank, num_workers, self.folder.name, args) for rank in range(num_workers)
+            started(_work, function, rank, num_workers, self.folder.name, device, args) for rank in range(num_workers)
         ]
 
     def outcomes(self, hanging: int | None = None) -> list[Outcome]:
@@ -110,6 +123,13 @@ def fork(function: Callable[..., Any], *args: Any) -> Any:
     return process
 
 
+def _spawn(function: Callable[..., Any], *args: Any) -> Any:
+    """As `fork`, afresh: once an import has asked CUDA for its devices, no forked process can use them."""
+    process = _SPAWNING.Process(target=function, args=args)
+    process.start()
+    return process
+
+
 def _preloaded() -> list[str]:
     """What the server that workers are forked from imports when it starts, at the first launch.
 
@@ -130,13 +150,13 @@ def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
     return Outcome(rank, exit_code, **result)
 
 
-def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str, args: tuple) -> None:
+def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str, device: str, args: tuple) -> None:
     started = time.monotonic()
     gc.freeze()  # a full collection, as `free_memory` makes, then skips what the imports left: 0.3 s each
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
-        ACCELERATE_USE_CPU="true",
+        ACCELERATE_USE_CPU=str(device == "cpu").lower(),
     )  # fmt: skip
     torch.set_num_threads(1)
     # As in a script; with the method inherited from here, every process of a DataLoader would import everything anew.
@@ -144,8 +164,11 @@ def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str
     result: dict[str, Any] = {}
     code = 0
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         if num_workers > 1:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers)
+            meeting = f"file://{folder}/store"
+            dist.init_process_group(BACKENDS[device], init_method=meeting, rank=rank, world_size=num_workers)
         result["value"] = function(rank, *args)
         if num_workers > 1:
             dist.barrier()  # nobody's sockets close while another one still reads

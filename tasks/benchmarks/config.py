@@ -46,32 +46,11 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StallConfig:
-    """Workers that sleep at random steps, as if their machine were busy."""
-
-    probability: float = 0.0
-    """Probability in [0, 1] that a worker sleeps before a step, independent of the others."""
-
-    milliseconds: float = 50.0
-    """Length of each sleep."""
-
-    workers: int | None = None
-    """Number of workers that sleep, the first ones. null takes all."""
-
-    def __post_init__(self) -> None:
-        check_number("probability", self.probability, minimum=0, maximum=1)
-        check_number("milliseconds", self.milliseconds, minimum=0)
-        if self.workers is not None:
-            check_integer("workers", self.workers, minimum=0, advice="Leave it out for all.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig:
     """A comparison of ways to take a step."""
 
     model: str = "wrn-16-4"
-    """transformer-10m, transformer-40m, tiny-<tensors> (many small tensors, as tiny-400), sleeping-<parameters> (it
-    sleeps instead of computing, so that two cores can hold many workers), or an image model of
+    """transformer-10m, transformer-40m, tiny-<tensors> (many small tensors, as tiny-400), or an image model of
     tasks/images/models.py."""
 
     image_size: int = 32
@@ -80,26 +59,17 @@ class BenchmarkConfig:
     batch_size: int = 32
     """Samples per process and step."""
 
-    compute_ms: float = 90.0
-    """Milliseconds that a sleeping model takes for forward (a third) and backward (the rest)."""
-
     variants: tuple[str, ...] = ("local", "ddp", "decent_dp", "gossip", "gossip+no_overlap", "gossip+mix_first")
     """Ways to take the same step:
     local (no communication), local+bytes (gossip's messages without mixing, so what a transport costs that shares the
-    processors with the workers), local+undisturbed (without the stalls), ddp, ddp+bf16 (gradients sent in bf16),
-    decent_dp[:ring|:one-peer-exp|:complete] (the package decent-dp, in one bucket; left out if it is not installed),
+    processors with the workers), ddp, ddp+bf16 (gradients sent in bf16), decent_dp[:ring|:one-peer-exp|:complete] (the
+    package decent-dp, in one bucket; left out if it is not installed), and
     gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2][+every_K][+unguarded] (without looking for
-    edits). With `shards`, whose workers shard the model as one FSDP2 module:
-    gossip, fsdp (workers without communication), fsdp+bytes, hsdp (FSDP2 averages the gradients of all workers)."""
+    edits). With `shards`, whose workers shard the model as one FSDP2 module: gossip, fsdp (workers without
+    communication), fsdp+bytes, hsdp (FSDP2 averages the gradients of all workers)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
     """Implementation of torch's SGD, the same for all variants."""
-
-    slow_workers: int = 0
-    """Number of workers, the first ones, whose computation takes `slow_factor` times as long; for a sleeping model."""
-
-    slow_factor: float = 2.0
-    """How much longer the computation of a slow worker takes (>= 1)."""
 
     rounds: int = 9
     """Turns of each variant."""
@@ -116,13 +86,9 @@ class BenchmarkConfig:
     network: NetworkConfig | None = None
     """A slower network between the workers. null is this machine's own."""
 
-    stalls: StallConfig = field(default_factory=StallConfig)
-    """Workers that sleep at random steps."""
-
     targets: tuple[str, ...] = ()
-    """Expected medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp',
-    'fast gossip <= 1.05 of local' (without the slow workers), 'memory gossip <= 1.0' (parameter copies beyond model,
-    gradients and optimizer)."""
+    """Expected medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp', 'memory gossip
+    <= 1.0' (parameter copies beyond model, gradients and optimizer)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
     """Settings of the gossip variants that their names do not give, such as topology and timeout."""
@@ -134,15 +100,8 @@ class BenchmarkConfig:
         for name in ("batch_size", "rounds", "steps", "shards"):
             check_integer(name, getattr(self, name), minimum=1)
         check_integer("image_size", self.image_size, minimum=1, maximum=4096)
-        check_number("compute_ms", self.compute_ms, minimum=0)
-        check_integer("slow_workers", self.slow_workers, minimum=0)
-        check_number("slow_factor", self.slow_factor, minimum=1)
         object.__setattr__(self, "model", self.model.strip().lower())  # other modules compare the name
         check_model_name(self.model, self.image_size)
-        if self.slow_workers and not self.model.startswith("sleeping"):
-            raise ValueError(
-                f"slow_workers need a model that sleeps, such as sleeping-1000000; got {self.model}. Or use stalls."
-            )
         if self.output is not None and self.output.suffix != ".json":
             raise ValueError(f"output must be a file that ends in .json; got {self.output}. The plot is put beside it.")
         self._check_workers()

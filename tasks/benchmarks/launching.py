@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from accelerate import Accelerator
 
 from dsgdac_accel import WorkerGroup, WorkerLostError
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
-from dsgdac_accel.elastic.launch import launch
 from dsgdac_accel.topology import Topology, build_topology
 from tasks.benchmarks import LAUNCHED
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig
@@ -26,6 +26,7 @@ from tasks.benchmarks.sharding import mesh_of
 
 _RELAY = "BENCHMARK_RELAY"
 """Environment variable with the port of the relay, from the launcher to its workers."""
+_HOST = "127.0.0.1"
 _LATE_SECONDS = 0.002
 """Average delay of pieces from which on the relay is too slow for its network."""
 
@@ -72,10 +73,10 @@ def must_launch(config: BenchmarkConfig) -> bool:
     return "RANK" not in os.environ and config.processes > 1
 
 
-def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
-    """Start `command` in each process, and the relay if there is a network to emulate. Returns the exit status.
+def launch_workers(config: BenchmarkConfig, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+    """Call `main(arguments)` in each process, and start the relay if there is a network to emulate.
 
-    Raises KeyboardInterrupt after an interrupt, when no worker is left.
+    The others are ended when a process fails. Returns its exit status, 128 + n for signal n, or 0.
     """
     os.environ[LAUNCHED] = "true"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
@@ -83,26 +84,38 @@ def launch_workers(config: BenchmarkConfig, command: list[str]) -> int:
         if config.network is not None:
             os.environ["ACCELERATE_USE_CPU"] = "true"
             os.environ[_RELAY] = str(ended.enter_context(_relay_for(config.network)))
-        status = launch(command, config.processes, stop_on_failure=True)
-    if status == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
-    return status
+        server = socket.create_server((_HOST, 0))  # a TCPStore by itself would be reachable from other machines
+        port = server.getsockname()[1]
+        store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        size = str(config.processes)
+        variables = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
+        workers = mp.start_processes(
+            _work, (main, list(arguments), variables), config.processes, join=False, start_method="spawn"
+        )
+        assert workers is not None
+        try:
+            while not workers.join():
+                pass
+        except mp.ProcessExitedException as failed:
+            if failed.signal_name is not None:
+                worker = failed.error_index // config.shards
+                print(f"error: worker {worker} was ended by {failed.signal_name}", file=sys.stderr, flush=True)
+            return failed.exit_code if failed.exit_code >= 0 else 128 - failed.exit_code
+        finally:
+            for process in workers.processes:
+                process.kill()
+                process.join()
+            del store
+    return 0
 
 
-def launch_again(workers: int, variables: Mapping[str, str]) -> int:
-    """Start this script again in `workers` processes on the CPU, with more environment variables.
-
-    Returns the exit status.
-    """
-    ours = {LAUNCHED: "true", "ACCELERATE_USE_CPU": "true", **variables}
-    before = {name: os.environ[name] for name in ours if name in os.environ}
-    os.environ.update(ours)
-    try:
-        return launch(launch_command(), workers, stop_on_failure=True)
-    finally:
-        for name in ours:
-            del os.environ[name]
-        os.environ.update(before)
+def _work(
+    rank: int, main: Callable[[Sequence[str]], None], arguments: Sequence[str], variables: Mapping[str, str]
+) -> None:
+    """Be process `rank`: a client of the launcher's store, as with torchrun."""
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    main(arguments)
 
 
 def check_workers(config: BenchmarkConfig) -> None:
@@ -164,8 +177,3 @@ def _rendezvous(network: NetworkConfig, shards: int, ended: contextlib.ExitStack
 
 def _relay_for(network: NetworkConfig) -> contextlib.AbstractContextManager[int]:
     return running_relay(network.bytes_per_second, network.delay_ms / 1e3, network.queue_kb * 1024)
-
-
-def launch_command() -> list[str]:
-    """Script and arguments that this process was started with."""
-    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]

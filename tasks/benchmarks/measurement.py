@@ -25,8 +25,6 @@ class Turns:
     """Seconds per step, mean over the workers."""
     slowest: list[float] = field(default_factory=list)
     """Seconds per step on the slowest worker."""
-    fast: list[float] = field(default_factory=list)
-    """Seconds per step, mean over the workers that are not slow; empty if that is `seconds`."""
     cpu_seconds: list[float] = field(default_factory=list)
     """Processor seconds per step, sum over all threads of all workers."""
     waited: list[float] = field(default_factory=list)
@@ -126,8 +124,6 @@ def _take_turn(
     after = carried() if carried is not None else {}
     turns.seconds.append(statistics.mean(durations))
     turns.slowest.append(max(durations))
-    if config.slow_workers:
-        turns.fast.append(statistics.mean(durations[config.slow_workers :] or durations))
     turns.cpu_seconds.append(sum(cpus))
     if known:
         turns.waited.append(statistics.mean(waited))
@@ -165,10 +161,6 @@ def summarize(turns: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
             "bytes_carried": mine.bytes_carried,
             "extra_copies": mine.extra_copies,
             "ratios": {other: quartiles(mine.seconds, theirs.seconds) for other, theirs in turns.items()},
-            "fast_ratios": {
-                other: quartiles(mine.fast or mine.seconds, theirs.fast or theirs.seconds)
-                for other, theirs in turns.items()
-            },
             "cpu_ratios": {other: quartiles(mine.cpu_seconds, theirs.cpu_seconds) for other, theirs in turns.items()},
             "rounds": asdict(mine),
         }

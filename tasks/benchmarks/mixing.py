@@ -153,7 +153,6 @@ def measure(config: MixingBenchmarkConfig, case: str, device: torch.device) -> R
         training.model,
         batch_size=training.batch_size * workers,
         image_size=config.image_size,
-        compute_seconds=0.0,
         device=device,
         seed=0,
     )

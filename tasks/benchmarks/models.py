@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.benchmarks.sleeping import SleepingModel
 from tasks.images.transformer import TransformerLayer
 
 TRANSFORMERS = {"transformer-10m": (384, 8), "transformer-40m": (768, 8)}
@@ -23,7 +22,6 @@ _LARGE_VOCABULARY = 32_000
 TOKENS = 32
 """Length of a sentence."""
 _TINY = re.compile(r"tiny-(\d+)")
-_SLEEPING = re.compile(r"sleeping-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -78,31 +76,27 @@ def check_model_name(name: str, image_size: int) -> None:
     key = name.strip().lower()
     if key in TRANSFORMERS or key in TRANSLATION:
         return
-    for form, what in ((_TINY, "tensors"), (_SLEEPING, "parameters")):
-        if found := form.fullmatch(key):
-            if int(found[1]) < 1:
-                raise ValueError(f"model must have at least 1 of its {what}; got {name!r}.")
-            return
+    if found := _TINY.fullmatch(key):
+        if int(found[1]) < 1:
+            raise ValueError(f"model must have at least 1 of its tensors; got {name!r}.")
+        return
     from tasks.images.models import build_image_model  # slow to import, and most benchmarks do not need it
 
     try:
         with torch.device("meta"):
             build_image_model(key, 10, 3, (image_size, image_size))
     except ValueError as error:
-        own = f"{', '.join([*TRANSFORMERS, *TRANSLATION])}, tiny-<tensors>, sleeping-<parameters>"
+        own = f"{', '.join([*TRANSFORMERS, *TRANSLATION])}, tiny-<tensors>"
         raise ValueError(f"model must be one of {own} or an image model; got {name!r}. {error}") from None
 
 
-def build_workload(
-    name: str, *, batch_size: int, image_size: int, compute_seconds: float, device: torch.device, seed: int
-) -> Workload:
+def build_workload(name: str, *, batch_size: int, image_size: int, device: torch.device, seed: int) -> Workload:
     """Build a model, the same in every call, and draw a batch.
 
     Args:
         name: name of the model; see `BenchmarkConfig.model`.
         batch_size: samples in the batch.
         image_size: height and width of random images.
-        compute_seconds: forward and backward time of a sleeping model.
         device: where the model and the batch go.
         seed: seed of the batch.
 
@@ -110,13 +104,10 @@ def build_workload(
     """
     key = name.strip().lower()
     torch.manual_seed(0)
-    model, draw = _model_and_batch(key, batch_size, image_size, compute_seconds)
+    model, draw = _model_and_batch(key, batch_size, image_size)
     model.to(device)
     torch.manual_seed(1 + seed)
     inputs, labels = (tensor.to(device) for tensor in draw())
-    if isinstance(model, SleepingModel):
-        inputs.requires_grad_(True)
-        return Workload(model, (inputs, labels), lambda module: module(inputs))
 
     def loss(module: nn.Module) -> Tensor:
         logits = module(input_ids=inputs, decoder_input_ids=labels).logits if key in TRANSLATION else module(inputs)
@@ -132,9 +123,7 @@ def _translator(size: Any) -> nn.Module:
     return build_model(ModelConfig(size=size), _LARGE_VOCABULARY, pad=0, end=1)
 
 
-def _model_and_batch(
-    key: str, batch: int, size: int, seconds: float
-) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
+def _model_and_batch(key: str, batch: int, size: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
     if key in TRANSFORMERS:
         tokens = lambda: torch.randint(VOCABULARY, (batch, TOKENS), device="cpu")  # noqa: E731
         return LanguageModel(*TRANSFORMERS[key]), lambda: (tokens(), tokens())
@@ -146,11 +135,6 @@ def _model_and_batch(
         return TinyLayers(int(found[1])), lambda: (
             torch.randn(batch, width, device="cpu"),
             torch.randint(width, (batch,), device="cpu"),
-        )
-    if found := _SLEEPING.fullmatch(key):
-        return SleepingModel(int(found[1]), seconds), lambda: (
-            torch.ones(1, device="cpu"),
-            torch.zeros(1, device="cpu"),
         )
     from tasks.images.models import build_image_model
 

@@ -18,7 +18,7 @@ DECENT_TOPOLOGIES = ("ring", "one-peer-exp", "complete")
 _COMM_DTYPES = tuple(FORMATS)
 _EVERY = re.compile(r"every_([1-9]\d*)")
 _OPTIONS = {
-    "local": ("undisturbed", "bytes"),
+    "local": ("bytes",),
     "ddp": ("bf16",),
     "decent_dp": (),
     "fsdp": ("bytes",),

@@ -34,8 +34,6 @@ def report(config: BenchmarkConfig, measured: Measured, workers: int, lines: Seq
     print("\n".join([headline(config, measured, workers), *lines, *table_lines(table)]))
     for name, reason in measured.left_out.items():
         print(f"{name} is left out: {reason}")
-    if config.slow_workers:
-        print("\n".join(fast_lines(table)))
     for verdict in verdicts:
         print(verdict.line(), flush=True)
     result = {
@@ -79,17 +77,7 @@ def check_output(output: Path) -> None:
 
 def headline(config: BenchmarkConfig, measured: Measured, workers: int) -> str:
     """Return the measured case in one line."""
-    what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters"
-    if config.model.startswith("sleeping"):
-        what += f", {config.compute_ms:g} ms of sleep for computation"
-    else:
-        what += f", {config.batch_size} samples per process"
-    stalls = config.stalls
-    if stalls.probability and stalls.milliseconds:
-        who = "all workers" if stalls.workers is None else f"{stalls.workers} worker(s)"
-        what += f", {who} stall for {stalls.milliseconds:g} ms in {100 * stalls.probability:g} % of their steps"
-    if config.slow_workers:
-        what += f", {config.slow_workers} worker(s) take {config.slow_factor:g} times as long"
+    what = f"{config.model}, {measured.parameters / 1e6:.2f} M parameters, {config.batch_size} samples per process"
     threads = torch.get_num_threads()
     each = f" of {config.shards} processes" if config.shards > 1 else ""
     return f"{what}; {workers} workers{each}, {threads} thread(s) each, {config.kernel} SGD, torch {torch.__version__}"
@@ -117,20 +105,6 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         waited = "-" if row["waited"] is None else f"{1e3 * row['waited']:.2f}"
         lines.append(f"{line}  {sent / 1e6:8.3f}  {waited:>9}  {row['extra_copies']:6.3f}")
     return lines
-
-
-def fast_lines(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines with the pace of the workers that are not slow, relative to the references."""
-    references = [name for name in REFERENCES if name in table]
-    return [
-        f"pace of the fast workers, {name}: "
-        + ", ".join(
-            f"{1 / ratio['median']:.3f} ({1 / ratio['q3']:.3f}-{1 / ratio['q1']:.3f}) of {reference}"
-            for reference in references
-            if (ratio := row["fast_ratios"][reference])
-        )
-        for name, row in table.items()
-    ]
 
 
 def plot(

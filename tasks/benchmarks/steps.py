@@ -5,7 +5,7 @@
 
 Variants take turns, so that other load on the machine affects all alike. With `workers` in the configuration, the
 script starts its workers itself; `network` emulates a slower network between them. Other benchmarks are the
-subcommands growth, mixing, saving, trainer and virtual, each with its own --help.
+subcommands mixing and trainer, each with its own --help.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from tasks.benchmarks.config import BenchmarkConfig
-from tasks.benchmarks.launching import check_workers, joined, launch_command, launch_workers, must_launch
+from tasks.benchmarks.launching import check_workers, joined, launch_workers, must_launch
 from tasks.benchmarks.measurement import measure
 from tasks.benchmarks.report import check_output, report
 from tasks.common.cli_errors import quiet_ends, starting_up, training
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
         if config.output is not None and os.environ.get("RANK", "0") == "0":
             check_output(config.output)
         if must_launch(config):
-            sys.exit(launch_workers(config, launch_command()))
+            sys.exit(launch_workers(config, main, arguments))
     with contextlib.ExitStack() as ended:
         with starting_up():
             here = ended.enter_context(joined(config))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FORM = re.compile(
-    r"(?:(?P<what>cpu|memory|fast)\s+)?(?P<variant>\S+)\s*<=\s*"
+    r"(?:(?P<what>cpu|memory)\s+)?(?P<variant>\S+)\s*<=\s*"
     r"(?P<limit>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:\s+of\s+(?P<reference>\S+))?"
 )
 
@@ -24,8 +24,7 @@ class Target:
     """
 
     what: str
-    """time, fast (that of the workers that are not slow), cpu (processor time of all workers) or memory (parameter
-    copies)."""
+    """time, cpu (processor time of all workers) or memory (parameter copies)."""
     variant: str
     limit: float
     """Largest ratio to the reference, or number of parameter copies."""
@@ -38,7 +37,7 @@ class Target:
         found = _FORM.fullmatch(text.strip())
         if found is None or (found["reference"] is None) != (found["what"] == "memory"):
             raise ValueError(
-                f"targets must be of the form 'VARIANT <= RATIO of VARIANT', the same after 'cpu' or 'fast', or "
+                f"targets must be of the form 'VARIANT <= RATIO of VARIANT', the same after 'cpu', or "
                 f"'memory VARIANT <= COPIES'; got {text!r}."
             )
         return cls(found["what"] or "time", found["variant"], float(found["limit"]), found["reference"])
@@ -54,7 +53,7 @@ class Target:
             return Verdict(self, None)
         if self.what == "memory":
             return Verdict(self, float(table[self.variant]["extra_copies"]))
-        ratios = table[self.variant][{"time": "ratios", "cpu": "cpu_ratios", "fast": "fast_ratios"}[self.what]]
+        ratios = table[self.variant][{"time": "ratios", "cpu": "cpu_ratios"}[self.what]]
         return Verdict(self, float(ratios[self.reference]["median"]))
 
 
@@ -75,7 +74,6 @@ class Verdict:
         target = self.target
         what = {
             "time": "",
-            "fast": "steps of fast workers in ",
             "cpu": "processor time of ",
             "memory": "extra parameter copies of ",
         }[target.what]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +19,7 @@ from dsgdac_accel.core.edits import EditGuard
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.step import GossipStep
-from tasks.benchmarks.config import BenchmarkConfig, StallConfig
+from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.models import Workload, build_workload
 from tasks.benchmarks.names import VariantName
 from tasks.benchmarks.sharding import mesh_of, shard_model
@@ -63,7 +61,6 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
         config.model,
         batch_size=config.batch_size,
         image_size=config.image_size,
-        compute_seconds=config.compute_ms / 1e3 * (config.slow_factor if group.rank < config.slow_workers else 1.0),
         device=group.device,
         seed=group.everyone.rank,
     )
@@ -71,30 +68,19 @@ def build_variant(text: str, config: BenchmarkConfig, group: WorkerGroup) -> Var
         group.everyone.broadcast_(parameter, "starting the benchmark")
     if config.shards > 1:
         shard_model(workload.model, mesh_of(group.device.type, config.shards), replicated=name.kind == "hsdp")
-    stall = stalls(config.stalls, group.rank, undisturbed="undisturbed" in name.options)
     if name.kind == "decent_dp":
-        return _decent_dp(name, workload, config, group, stall)
+        return _decent_dp(name, workload, config, group)
     if name.kind == "gossip":
-        return _gossip(name, workload, config, group, stall)
-    return _synchronous(name, workload, config, group, stall)
+        return _gossip(name, workload, config, group)
+    return _synchronous(name, workload, config, group)
 
 
-def stalls(config: StallConfig, rank: int, undisturbed: bool = False) -> Callable[[], None]:
-    """A function that sleeps at random steps; call it at the start of each. Workers draw their own steps, by rank."""
-    sleeps = config.workers is None or rank < config.workers
-    if undisturbed or not sleeps or config.probability == 0:
-        return lambda: None
-    draw = random.Random(rank).random
+def all_reduced_bytes(workers: int, size: float) -> float:
+    """Bytes that each worker sends to sum `size` bytes over all by a ring, the least possible.
 
-    def maybe_sleep() -> None:
-        if draw() < config.probability:
-            time.sleep(config.milliseconds / 1e3)
-
-    return maybe_sleep
-
-
-def all_reduce_bytes(workers: int, size: float) -> float:
-    """Return the bytes that each worker sends in a ring all-reduce of `size` bytes, the least possible."""
+    >>> all_reduced_bytes(4, 4e6)
+    6000000.0
+    """
     return 2 * (workers - 1) * size / workers
 
 
@@ -109,9 +95,7 @@ def _tensors_of(*optimizers: torch.optim.Optimizer) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _synchronous(
-    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
-) -> Variant:
+def _synchronous(name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup) -> Variant:
     model: nn.Module = workload.model
     bytes_sent = 0.0
     if name.kind == "ddp" and group.size > 1:
@@ -120,15 +104,14 @@ def _synchronous(
         if "bf16" in name.options:
             wrapped.register_comm_hook(None, average_in_bf16)
             size /= 2
-        bytes_sent = all_reduce_bytes(group.size, size)
+        bytes_sent = all_reduced_bytes(group.size, size)
         model = wrapped
     if name.kind == "hsdp":
         size = 4.0 * sum(parameter.numel() for parameter in model.parameters()) / config.shards
-        bytes_sent = all_reduce_bytes(group.size, size)
+        bytes_sent = all_reduced_bytes(group.size, size)
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
 
     def step() -> None:
-        stall()
         workload.loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -168,9 +151,7 @@ def average_in_bf16(state, bucket):  # without annotations, since DDP refuses st
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
 
-def _gossip(
-    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
-) -> Variant:
+def _gossip(name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup) -> Variant:
     optimizer = make_optimizer(workload.model.parameters(), config.kernel)
     settings = name.settings(config.gossip)
     watch = ModelWatch([workload.model]) if config.shards > 1 else None  # drops the parameters that FSDP2 gathered
@@ -179,7 +160,6 @@ def _gossip(
         gossip.mixer.edits = gossip.mixer.arrivals.edits = NoEditGuard(gossip.mixer)
 
     def step() -> None:
-        stall()
         workload.loss(workload.model).backward()
         gossip.step()
         optimizer.zero_grad()
@@ -208,9 +188,7 @@ class NoEditGuard(EditGuard):
         """Compare nothing."""
 
 
-def _decent_dp(
-    name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup, stall: Callable[[], None]
-) -> Variant:
+def _decent_dp(name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup) -> Variant:
     topology = name.topology or "ring"
     wrapper = _decent_dp_class()
     if group.size == 1:
@@ -227,10 +205,9 @@ def _decent_dp(
         _local_world_size=1,
     )
     size = 4.0 * sum(parameter.numel() for parameter in workload.model.parameters())
-    bytes_sent = all_reduce_bytes(group.size if topology == "complete" else 2, size)
+    bytes_sent = all_reduced_bytes(group.size if topology == "complete" else 2, size)
 
     def step() -> None:
-        stall()
         workload.loss(model).backward()  # steps the optimizer and mixes, too
 
     def settle() -> None:

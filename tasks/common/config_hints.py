@@ -51,9 +51,6 @@ MEANT = {
     "data.validation_limit": "validation_size val_size",
     "decoupled_weight_decay": "adamw",
     "gossip.workers_per_process": "gossip.num_workers",
-    "json": "output output_file out",
-    "only": "check checks name names test tests",
-    "device": "backend cpu cuda gpu gpus",
 }
 """Settings with the old and usual names that stand for them. If a name is in two rows, the first setting that the
 configuration has is suggested. Names that are spelled like their setting need no row."""

@@ -71,7 +71,7 @@ def test_a_case_is_measured_and_written(tmp_path, capsys, monkeypatch):
 def benchmark_mixing_model() -> nn.Module:
     from tasks.benchmarks.models import build_workload
 
-    return build_workload("tiny-8", batch_size=1, image_size=8, compute_seconds=0, device=CPU, seed=0).model
+    return build_workload("tiny-8", batch_size=1, image_size=8, device=CPU, seed=0).model
 
 
 def test_the_aims_are_judged(capsys):

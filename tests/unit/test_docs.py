@@ -11,7 +11,6 @@ import pytest
 from dsgdac_accel.cli import build_parser
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.common.config import parse_config
-from tasks.gpu.config import GpuCheckConfig
 from tasks.images.config import CifarConfig
 from tasks.language.config import LanguageConfig
 from tasks.studies.config import load_sweep
@@ -20,7 +19,6 @@ from tasks.translation.config import TranslationConfig
 
 CONFIG_CLASSES = {
     "tasks/cifar.py": CifarConfig,
-    "tasks/gpu_check.py": GpuCheckConfig,
     "tasks/trainer_language.py": LanguageConfig,
     "tasks/wmt14.py": TranslationConfig,
     "tasks/benchmark.py": BenchmarkConfig,

@@ -1,4 +1,4 @@
-"""The small training that checks compare with the simulation of Algorithm 1, in float64."""
+"""The small training that the tests of this folder compare with the simulation of Algorithm 1, in float64."""
 
 from __future__ import annotations
 
@@ -12,28 +12,17 @@ from torch import Tensor, nn
 
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, build_topology
 from dsgdac_accel.simulation import Simulation
-from tasks.gpu.bench import Bench
-from tasks.gpu.check import Finding
+from tests.gpu.machine import Here
 
 STEPS = 12
 SCHEDULE: Mapping[str, Any] = {"power": 2.0, "start_step": 3}
+LIMITS = {"cpu": 1e-12, "cuda": 1e-9}
+"""Largest allowed difference to the simulation on the CPU. Rounding grows over the steps, and on a GPU more so."""
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **kind: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.05, **kind),
     "adam": lambda parameters, **kind: torch.optim.Adam(parameters, lr=0.02, **kind),
 }
-
-
-def limit_of(bench: Bench) -> float:
-    """Largest allowed difference to the simulation on the CPU. Rounding grows over the steps, and on a GPU more so."""
-    return 1e-9 if bench.cuda else 1e-12
-
-
-def difference_found(bench: Bench, difference: float) -> Finding:
-    """The finding of a comparison with the simulation."""
-    limit = limit_of(bench)
-    figure = f"largest difference to the simulation {difference:.0e} (limit {limit:.0e})"
-    return Finding(difference <= limit, figure, {"difference": difference})
 
 
 def make_model() -> nn.Module:
@@ -58,11 +47,6 @@ def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Mean square error, shape ()."""
     return (model(x) - y).square().mean()
-
-
-def flat(model: nn.Module) -> Tensor:
-    """All parameters, (D,) float64 on the CPU."""
-    return torch.cat([parameter.detach().double().cpu().flatten() for parameter in model.parameters()])
 
 
 def simulated(
@@ -93,32 +77,37 @@ def simulated(
         simulation.step(skip=(skip or {}).get(step, ()))
         for scheduler in schedulers:
             scheduler.step()
-    return torch.stack([flat(model) for model in models])
+    return torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
 
 
 @dataclass
 class Training:
     """The small training, prepared by an accelerator."""
 
-    bench: Bench
+    here: Here
     accelerator: GossipAccelerator
     model: Any
     optimizer: Any
     scheduler: Any
 
     @classmethod
-    def prepared(cls, bench: Bench, optimizer: str, **settings: Any) -> Training:
+    def prepared(cls, here: Here, optimizer: str, **settings: Any) -> Training:
         """Prepare it with a fused optimizer. Collective."""
-        accelerator = bench.accelerator(**{**SCHEDULE, **settings})
+        accelerator = here.accelerator(**{**SCHEDULE, **settings})
         model = make_model()
         made = OPTIMIZERS[optimizer](model.parameters(), fused=True)
-        return cls(bench, accelerator, *accelerator.prepare(model, made, make_scheduler(made)))
+        return cls(here, accelerator, *accelerator.prepare(model, made, make_scheduler(made)))
+
+    @property
+    def skipped(self) -> int:
+        """Local updates that were skipped so far."""
+        return self.accelerator.gossip_steps[0].guard.skipped
 
     def step(self, step: int, nonfinite: Collection[int] = ()) -> None:
         """Take one step; `nonfinite` are the local workers whose gradients become NaN."""
         local = self.accelerator.workers_per_process
-        mine = range(self.bench.rank * local, (self.bench.rank + 1) * local)
-        x, y = (torch.cat(parts).to(self.bench.device) for parts in zip(*(batch(w, step) for w in mine), strict=True))
+        mine = range(self.here.rank * local, (self.here.rank + 1) * local)
+        x, y = (torch.cat(parts).to(self.here.device) for parts in zip(*(batch(w, step) for w in mine), strict=True))
         self.accelerator.backward(loss_of(self.model, x, y))
         for worker in nonfinite:
             self._parameters(worker)[0].grad.fill_(math.nan)
@@ -130,7 +119,7 @@ class Training:
         """Take `STEPS` steps, each after a random delay of this worker of up to `delays` seconds."""
         for step in range(STEPS):
             if delays:
-                self.bench.delay(31 * self.bench.rank + step, delays)
+                self.here.delay(31 * self.here.rank + step, delays)
             self.step(step, (nonfinite or {}).get(step, ()))
         return self
 

@@ -1,0 +1,174 @@
+"""One GPU: the workers of one process, and one worker whose model FSDP2 shards, against the simulation."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsgdac_accel import NonFiniteError
+from dsgdac_accel.core.host_copy import HostCopy
+from tests.gpu.algorithm import LIMITS, OPTIMIZERS, Training, simulated
+from tests.gpu.machine import Here, launch, on_devices
+from tests.gpu.sharding import prepared_with_shards, whole_parameters
+from tests.workers import try_workers
+
+pytestmark = pytest.mark.multiprocess
+
+WORKERS = 4
+CASES = [(topology, optimizer, {}) for topology in ("one_peer_ring", "complete", "ring") for optimizer in OPTIMIZERS]
+CASES += [("one_peer_exponential", "sgd", {}), ("one_peer_ring", "sgd", {2: [1]})]
+
+
+def train_virtual_workers(here: Here) -> list[tuple[torch.Tensor, int]]:
+    found = []
+    for topology, optimizer, nonfinite in CASES:
+        training = Training.prepared(here, optimizer, topology=topology, workers_per_process=WORKERS)
+        training.run(nonfinite=nonfinite)
+        found.append((training.parameters(), training.skipped))
+        training.accelerator.free_memory()
+    return found
+
+
+@on_devices(1)
+def test_virtual_workers_follow_algorithm_1(device):
+    """Fused optimizers, several topologies, and a worker that skips its local update because its gradient is NaN."""
+    (results,) = launch(train_virtual_workers, device)
+    for (topology, optimizer, nonfinite), (found, skipped) in zip(CASES, results, strict=True):
+        expected = simulated(WORKERS, topology, optimizer, nonfinite)
+        torch.testing.assert_close(found, expected, rtol=0, atol=LIMITS[device], msg=f"{topology}, {optimizer}")
+        assert skipped == len(nonfinite)
+
+
+def train_a_sharded_worker(here: Here) -> dict[str, torch.Tensor]:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return {optimizer: whole_parameters(prepared_with_shards(here, optimizer, 1).run()) for optimizer in OPTIMIZERS}
+
+
+@on_devices(1)
+def test_a_sharded_worker_trains_like_a_whole_one(device):
+    """Fused Adam takes DTensors, and FSDP2 computes with the parameters of this step."""
+    (results,) = launch(train_a_sharded_worker, device)
+    for optimizer, found in results.items():
+        expected = simulated(1, "one_peer_ring", optimizer)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=LIMITS[device])
+
+
+# ---- values that are not finite, read late by the host
+
+
+def poison_parameters(here: Here) -> tuple[bool, torch.Tensor]:
+    training = Training.prepared(here, "sgd", topology="one_peer_ring", workers_per_process=2).run()
+    with torch.no_grad():
+        next(training.model.replicas[1].parameters()).data.fill_(math.nan)
+    refused = False
+    try:
+        for step in range(3):
+            training.step(step)
+    except NonFiniteError:
+        refused = True
+    return refused, training.parameters()
+
+
+@on_devices(1)
+def test_nan_parameters_stop_the_run_before_they_reach_another_worker(device):
+    ((refused, parameters),) = launch(poison_parameters, device)
+    assert refused
+    assert parameters[0].isfinite().all()
+
+
+def poison_gradients(here: Here, optimizer: str) -> tuple[list[torch.Tensor], int]:
+    training = Training.prepared(here, optimizer)
+    found = []
+    for step in range(3):
+        training.step(step, nonfinite=[0] if step == 1 else ())
+        states = training.optimizer.optimizer.state.values()
+        moments = [value.double().cpu().flatten() for state in states for value in state.values() if value is not None]
+        found.append(torch.cat([training.parameters().flatten(), *moments]))
+    return found, training.skipped
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_devices(1)
+def test_nan_gradients_change_neither_parameters_nor_moments_nor_the_count_of_steps(device, optimizer):
+    (((before, skipped, after), count),) = launch(poison_gradients, device, optimizer)
+    assert torch.equal(before, skipped)
+    assert not torch.equal(before, after)
+    assert count == 1
+
+
+# ---- deployed model and checkpoint
+
+
+def deploy_and_resume(here: Here, folder: str) -> dict[str, torch.Tensor]:
+    training = Training.prepared(here, "adam", topology="ring", workers_per_process=WORKERS).run()
+    found = {"own": training.parameters()}
+    with training.accelerator.deployed_model(training.model):
+        found["average"] = training.parameters()
+    found["restored"] = training.parameters()
+    training.accelerator.save_state(folder)
+    for end in ("unbroken", "resumed"):
+        for step in range(3):
+            training.step(step)
+        found[end] = training.parameters()
+        training.accelerator.load_state(folder)
+    return found
+
+
+@on_devices(1)
+def test_deployed_model_and_checkpoint_are_exact(device, tmp_path):
+    (found,) = launch(deploy_and_resume, device, str(tmp_path / "state"))
+    mean = found["own"].mean(0).expand_as(found["own"])
+    torch.testing.assert_close(found["average"], mean, rtol=0, atol=LIMITS[device])
+    assert torch.equal(found["own"], found["restored"])
+    assert torch.equal(found["unbroken"], found["resumed"])
+
+
+# ---- streams, default device, shared GPUs
+
+
+def copy_late(here: Here) -> bool:
+    value = torch.zeros(1, device=here.device)
+    here.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()) if here.cuda else torch.no_grad():
+        here.sleep(0.1)
+        value.fill_(1.0)
+        copied = HostCopy(value)
+    return copied.is_set()
+
+
+@on_devices(1)
+def test_late_copies_follow_side_streams(device):
+    assert launch(copy_late, device) == [True]
+
+
+def train_with_default_device(here: Here, folder: str) -> torch.Tensor:
+    torch.set_default_device(here.device)
+    training = Training.prepared(here, "sgd", topology="one_peer_ring", workers_per_process=WORKERS).run()
+    training.accelerator.save_state(folder)
+    training.accelerator.load_state(folder)
+    return training.parameters()
+
+
+@on_devices(1)
+def test_the_default_device_may_be_the_gpu(device, tmp_path):
+    """`torch.set_default_device("cuda")` breaks neither pinned copies, nor generators of the CPU, nor checkpoints."""
+    (found,) = launch(train_with_default_device, device, str(tmp_path / "state"))
+    torch.testing.assert_close(found, simulated(WORKERS, "one_peer_ring", "sgd"), rtol=0, atol=LIMITS[device])
+
+
+def share_a_gpu(rank: int) -> None:
+    torch.cuda.set_device(0)
+    os.environ["LOCAL_RANK"] = "0"
+    Here(rank, "cuda").accelerator(topology="ring")
+
+
+@pytest.mark.gpu(1)
+def test_two_processes_on_one_gpu_are_told_so():
+    """NCCL refuses them on some workers, and would be taken for a lost worker."""
+    for outcome in try_workers(share_a_gpu, 2, timeout=240.0, device="cuda"):
+        assert "ValueError" in (outcome.error or "no error")
+        assert "workers 0 and 1 have the same one" in outcome.error
