@@ -41,7 +41,6 @@ class ProcessGroups:
         self.connected: set[tuple[int, int]] = set()
         """Pairs (from, to) of ranks that have exchanged a message, where that connects them."""
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._created: list[Any] = []
 
     @property
     def backend(self) -> str:
@@ -74,8 +73,6 @@ class ProcessGroups:
             handle = transport.new_group(members, self.limit)
             if dist.get_rank() in members or len(lines) == 1:
                 own = handle
-            if dist.get_rank() in members:
-                self._created.append(handle)
         return own
 
     def barrier(self, seconds: float) -> None:
