@@ -41,7 +41,11 @@ def run_workers(
 
     With `device="cuda"` each worker has a GPU of its own, by rank, and they meet on NCCL.
     """
-    outcomes = try_workers(function, num_workers, *args, timeout=timeout, device=device)
+    return raise_failures(try_workers(function, num_workers, *args, timeout=timeout, device=device))
+
+
+def raise_failures(outcomes: list[Outcome]) -> list[Any]:
+    """What the workers returned; raises if any failed."""
     broken = [f"worker {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in outcomes if o.error or o.exit_code != 0]
     if broken:
         raise AssertionError("\n".join(broken))
@@ -63,7 +67,7 @@ class Launch:
     ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.deadline = time.monotonic() + timeout
-        started = fork if device == "cpu" else _spawn
+        started = _spawn if device == "cuda" else fork
         self.processes = [
             started(_work, function, rank, num_workers, self.folder.name, device, args) for rank in range(num_workers)
         ]
@@ -164,11 +168,16 @@ def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str
     result: dict[str, Any] = {}
     code = 0
     try:
+        if device == "sham":
+            from tests.sham_cuda import cuda  # only where the device was preloaded
+
+            cuda.install()
         if device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if num_workers > 1:
+            backend = BACKENDS["cpu" if device == "cpu" else "cuda"]
             meeting = f"file://{folder}/store"
-            dist.init_process_group(BACKENDS[device], init_method=meeting, rank=rank, world_size=num_workers)
+            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_workers)
         result["value"] = function(rank, *args)
         if num_workers > 1:
             dist.barrier()  # nobody's sockets close while another one still reads

@@ -1,0 +1,180 @@
+"""What torch.cuda and NCCL are where the device is a sham: one queue, events in it, and gloo that carries the bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def device_module() -> ModuleType:
+    """Return the compiled device, which was preloaded into this process."""
+    if "sham_device" not in sys.modules:
+        specification = importlib.util.spec_from_file_location("sham_device", os.environ["LD_PRELOAD"])
+        assert specification is not None
+        assert specification.loader is not None
+        sys.modules["sham_device"] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(sys.modules["sham_device"])
+    return sys.modules["sham_device"]
+
+
+class Stream:
+    """The only stream of a device."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Event:
+    """A place in the queue. Copies to the host before it arrive when somebody asks for it."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.place: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.place = device_module().queued()
+
+    def query(self) -> bool:
+        if self.place is not None:
+            device_module().deliver(self.place)
+        return True
+
+    def synchronize(self) -> None:
+        self.query()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class Work:
+    """A collective or a batch of messages; only the device waits for it."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all(work.wait() for work in self.works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class _Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=0, max_ctas=0)
+
+
+def synchronize(device: Any = None) -> None:
+    """Let all copies to the host arrive."""
+    sham = device_module()
+    sham.deliver(sham.queued())
+
+
+def install() -> None:
+    """Make this process, into which the device was preloaded, one with CUDA and NCCL."""
+    sham = device_module()
+
+    def index_of(device: Any) -> int:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return sham.current_device() if found.index is None else found.index
+
+    properties = SimpleNamespace(name="sham", major=9, minor=0, total_memory=2**34, multi_processor_count=1)
+    for name, value in {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": sham.device_count,
+        "current_device": sham.current_device,
+        "set_device": lambda device: sham.set_device(index_of(device)),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            **vars(properties), pci_domain_id=0, pci_bus_id=index_of(device), pci_device_id=int(os.environ["RANK"])
+        ),
+        "get_device_name": lambda device=None: "sham",
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda *args, **options: True,
+        "is_current_stream_capturing": lambda: False,
+        "current_stream": lambda device=None: Stream(device),
+        "default_stream": lambda device=None: Stream(device),
+        "stream": lambda stream: stream or Stream(),
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (2**33, 2**34),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+        "manual_seed": lambda seed: None,  # the generator is that of the CPU, which is seeded too
+        "manual_seed_all": lambda seed: None,
+        "Stream": Stream,
+        "Event": Event,
+    }.items():
+        setattr(torch.cuda, name, value)
+    _install_nccl(sham.on_cpu)
+
+
+def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let gloo carry what NCCL would: the same memory, labelled as the CPU's."""
+    from dsgdac_accel.distributed.transport import Nccl
+
+    new_group, init = dist.new_group, dist.init_process_group
+
+    def made(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        return new_group(ranks, timeout=timeout, backend="gloo")
+
+    def initialized(backend: Any = None, *args: Any, device_id: Any = None, **options: Any) -> None:
+        init("gloo", *args, **options)
+
+    def batch(operations: list[Any]) -> list[Work]:
+        receives_first = sorted(operations, key=lambda op: op.op is dist.isend)
+        ends = [("group_dst" if op.op is dist.isend else "group_src", op) for op in receives_first]
+        return [Work([op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends])]
+
+    def on_gloo(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> Any:
+            carried, *others = (_carried(value, on_cpu) for value in (tensor, *args))
+            work = Work([collective(carried, *others, async_op=True, **options)])
+            return work if async_op else work.wait()
+
+        return call
+
+    dist.new_group, dist.init_process_group, dist.batch_isend_irecv = made, initialized, batch
+    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, on_gloo(getattr(dist, name)))
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)  # type: ignore[misc, assignment]
+    Nccl.coalesces = lambda self, handle: True  # type: ignore[method-assign]
+
+
+def _carried(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_carried(part, on_cpu) for part in value]
+    return on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
