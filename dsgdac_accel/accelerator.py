@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -52,7 +53,7 @@ from dsgdac_accel.data.dataloader_state import (
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
-from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.group import WorkerGroup, refuse_copy
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
@@ -82,6 +83,8 @@ class GossipOptimizer(AcceleratedOptimizer):
     pass_average: PassAverage | None = None
     ended = False
     """Whether `deploy` has ended the gossip. Then no step is taken until the optimizer is given to `prepare` again."""
+
+    __reduce__ = refuse_copy
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
@@ -178,14 +181,21 @@ class GossipAccelerator(Accelerator):
             GossipAccelerator._user_owns_process_group = torch.distributed.is_initialized()
             if not GossipAccelerator._user_owns_process_group:
                 join_slurm_step()  # later, Accelerate would not read the variables any more
-            warn_of_restarts()
+        warn_of_restarts()
         if len(args) < 5 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
         handlers = list(kwargs.pop("kwargs_handlers", None) or [])
         own_timeout = any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers)
         if not own_timeout:
-            timeout = timedelta(seconds=config.timeout)
-            handlers.append(InitProcessGroupKwargs(init_method=init_method_after_restart(), timeout=timeout))
+            handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout)))
+        if not torch.distributed.is_initialized():
+            method = init_method_after_restart()
+            handlers = [
+                replace(handler, init_method=handler.init_method or method)
+                if isinstance(handler, InitProcessGroupKwargs)
+                else handler
+                for handler in handlers
+            ]
         refuse_sharding_arguments(kwargs, device_mesh is not None)
         if device_mesh is None:
             kwargs = with_workers(kwargs)
@@ -284,6 +294,8 @@ class GossipAccelerator(Accelerator):
             self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
         self.stopping = StopOnSignals(self.group.everyone)
+
+    __reduce__ = refuse_copy
 
     @property
     def gossip_steps(self) -> list[GossipStep]:
@@ -569,14 +581,11 @@ class GossipAccelerator(Accelerator):
                 return gathered_state(keyed, self.group)
             return cloned(state_of(keyed, unwrap=False))
 
-        def state() -> dict[str, Any]:
-            with self.pass_average.shown() as average:
-                if average or not differs:
-                    return copy_of(keyed)
+        with self.pass_average.shown() as average:
+            found = copy_of(keyed) if average or not differs else None
+        if found is None:
             with self._average_in(model):
-                return copy_of(keyed)
-
-        found = state()
+                found = copy_of(keyed)
         # The keys of the eager model, also where a submodule is compiled.
         return {eager_name(name): value for name, value in found.items()} if unwrap else found
 

@@ -98,7 +98,7 @@ def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
     """
     parser = StrictParser(
         prog="dsgdac",
-        description="Decentralized training with controlled disagreement: sweeps, reports, runs, launches.",
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, checks of a launch.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
@@ -191,13 +191,13 @@ def _doctor(options: argparse.Namespace) -> int:
     from dsgdac_accel.doctor import Finding, errors_of
 
     join_slurm_step()
-    rank, size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    rank, size = launched_processes()
     try:
         _check_doctor(options)
         examine = _run_of_task(options) if options.config is not None else _links_alone(options, size)
         try:
             if size > 1:
-                _join_workers(options.timeout)
+                join_workers(rank, size, options.timeout)
             findings = examine()
         except WorkerLostError as error:
             findings = [Finding("error", "lost worker", str(error))]
@@ -219,6 +219,21 @@ def _doctor(options: argparse.Namespace) -> int:
     if size > 1:
         os._exit(status)  # the teardown of a process group aborts now and then, with another status
     return status
+
+
+def launched_processes() -> tuple[int, int]:
+    """Return rank and number of processes as the launcher set them; (0, 1) without a launcher.
+
+    Raises:
+        ValueError: RANK and WORLD_SIZE contradict each other.
+    """
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    size = int(found["WORLD_SIZE"] or 1)
+    rank = int(found["RANK"] or (0 if size == 1 else -1))
+    if not 0 <= rank < size:
+        shown = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(f"RANK must be a number from 0 to WORLD_SIZE - 1; got {shown}. Use torchrun.")
+    return rank, size
 
 
 def _check_doctor(options: argparse.Namespace) -> None:
@@ -262,17 +277,41 @@ def _links_alone(options: argparse.Namespace, size: int) -> Callable[[], list[Fi
     return lambda: examine(GossipAccelerator(gossip=config), parameters, timeout=options.timeout)
 
 
-def _join_workers(timeout: float) -> None:
-    """Create the default process group; raise WorkerLostError if not all workers come within `timeout` seconds."""
+def join_workers(rank: int, size: int, timeout: float) -> None:
+    """Create the default process group.
+
+    torch would only say that some worker is missing; here every worker signs in first, so that the missing ones can be
+    named.
+
+    Raises:
+        WorkerLostError: a worker did not sign in within `timeout` seconds.
+        ValueError: the launcher did not set MASTER_ADDR and MASTER_PORT.
+    """
     import torch
     import torch.distributed as dist
 
     from dsgdac_accel import WorkerLostError
     from dsgdac_accel.devices import cpu_is_demanded
+    from dsgdac_accel.distributed.members import Members
 
-    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise ValueError(f"MASTER_ADDR and MASTER_PORT must be set; got {host} and {port}. Use torchrun.")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    patience = timedelta(seconds=timeout)
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+        connected = dist.TCPStore(host, int(port), size, serves, patience, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise WorkerLostError(f"a worker did not answer within {timeout:g} s at the start: {reason}") from error
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"  # IPv6
+        raise WorkerLostError(f"worker 0 does not serve the rendezvous at {place}: {error}") from error
+    # The agent of torchrun keeps its store over restarts.
+    store = dist.PrefixStore(f"dsgdac_doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", connected)
+    store.set(f"here/{rank}", "")
+    deadline = time.monotonic() + timeout
+    while missing := [other for other in range(size) if not store.check([f"here/{other}"])]:
+        if time.monotonic() > deadline:
+            who = Members(rank, size).named(missing)
+            raise WorkerLostError(f"{who} did not answer within {timeout:g} s at the start")
+        time.sleep(0.02)
+    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience)

@@ -121,8 +121,9 @@ class GossipConfig:
 
     def __new__(cls, **settings: Any) -> GossipConfig:
         """Name the way out for settings that were removed. Raises TypeError, as for any unknown setting."""
-        for name in settings.keys() & REMOVED.keys():
-            raise TypeError(f"{name} was removed. {REMOVED[name]}")
+        removed = [f"{name} was removed. {way_out}" for name, way_out in REMOVED.items() if name in settings]
+        if removed:
+            raise TypeError(" ".join(removed))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -147,6 +148,8 @@ class GossipConfig:
     def _check_communication(self) -> None:
         _check_topology(self.topology)
         self._integer("workers_per_process", minimum=1, advice="Use 1 for one worker per process.")
+        if self.comm_dtype in ("topk", "auto"):
+            raise ValueError(f"comm_dtype={self.comm_dtype!r} was removed. Choose one of {', '.join(_COMM_DTYPES)}.")
         check_choice("comm_dtype", self.comm_dtype, _COMM_DTYPES)
         self._integer("mix_every", minimum=1, advice="Use 1 to mix in every step.")
         check_choice("order", self.order, _ORDERS)

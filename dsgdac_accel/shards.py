@@ -32,9 +32,11 @@ def has_shards(model: nn.Module) -> bool:
 def refuse_other_splits(model: nn.Module) -> None:
     """Raise ValueError if a model is split in another way than by FSDP2 over the shards of a worker."""
     for module in model.modules():
-        refuse_other_dimensions({"tp": getattr(module, "tp_size", None) or 1}, "the model")  # tp_plan= of Transformers
+        planned = getattr(module, "_tp_size", None)  # by tp_plan= of Transformers
+        refuse_other_dimensions({"tp": planned if isinstance(planned, int) else 1}, "the model")
+    by_fsdp = {id(parameter) for module in gathering_modules([model]) for parameter in _sharded_by(module)}
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
+        if is_sharded(parameter) and id(parameter) not in by_fsdp:  # those of FSDP2 are compared with the workers' mesh
             mesh = parameter.device_mesh  # type: ignore[attr-defined]
             refuse_other_dimensions(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), name)
 
@@ -96,6 +98,12 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
             getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
         )
     )
+
+
+def _sharded_by(module: Any) -> list[nn.Parameter]:
+    """Return the shards that FSDP2 made for the parameters of a module."""
+    groups = _parameter_groups(module._get_fsdp_state())
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -235,40 +235,32 @@ def complete_checkpoints(parent: Path | str, pattern: str) -> list[tuple[int, Pa
 def newest_checkpoint(parent: Path | str, pattern: str = "*") -> Path | None:
     """Return the complete checkpoint of the largest step among the folders of `parent` that match `pattern`.
 
-    Logs a warning for each newer one that is incomplete. Returns None where no checkpoint was ever completed.
+    Logs a warning for each newer one that is unreadable. Returns None where no checkpoint was ever completed.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged or of another version. A run that took this for
             none would start anew and overwrite them.
     """
-    folders = sorted(_folders(parent, pattern), key=_step)
-    newest = newest_complete(folders)
-    if newest is None:
-        for folder in reversed(folders):
-            if (folder / MANIFEST).exists():
-                complete_manifest(folder)  # raises, unless it was completed just now
-                return folder
-    return newest
+    return newest_readable(sorted(_folders(parent, pattern), key=_step))
 
 
-def newest_complete(folders: Sequence[Path]) -> Path | None:
-    """Return the last complete checkpoint of `folders`, and log a warning for each incomplete one after it.
-
-    Args:
-        folders: the oldest first.
-    """
-    skipped: list[CheckpointError] = []
+def newest_readable(folders: Sequence[Path]) -> Path | None:
+    """Return the last complete checkpoint of `folders`, the oldest first. Logs and raises as `newest_checkpoint`."""
+    skipped: list[tuple[Path, CheckpointError]] = []
     for folder in reversed(folders):
         try:
             complete_manifest(folder)
         except CheckpointError as error:
             if (folder / MANIFEST).exists() or is_leftover(folder):
-                skipped.append(error)
+                skipped.append((folder, error))
             continue
-        for problem in skipped:
+        for _, problem in skipped:
             reason = str(problem).removesuffix(f" {LOAD_ANOTHER}")
-            logger.warning("skipped an incomplete checkpoint: %s Using the older %s.", reason, folder)
+            logger.warning("skipped an unreadable checkpoint: %s Using the older %s.", reason, folder)
         return folder
+    for folder, problem in skipped:
+        if (folder / MANIFEST).exists():
+            raise problem
     return None
 
 

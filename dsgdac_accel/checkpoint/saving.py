@@ -21,7 +21,7 @@ from dsgdac_accel.checkpoint.manifest import (
     delete_checkpoint,
     is_complete,
     is_leftover,
-    newest_complete,
+    newest_readable,
     read_manifest,
 )
 from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
@@ -422,7 +422,8 @@ class AcceleratorCheckpoints:
                 f"load_state({input_dir!r}) needs automatic names of checkpoints; got none. Give the folder of a "
                 f"checkpoint, or project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)."
             )
-        newest = newest_complete(_by_number(self._project_folder)) if self.everyone.rank == 0 else None
+        own = _by_number(self._project_folder) if self.everyone.rank == 0 else []
+        newest = self._on_all(lambda: newest_readable(own), "cannot find a checkpoint")
         newest = self.everyone.all_gather_object(newest, "finding the newest checkpoint")[0]
         if newest is None and input_dir is None:
             raise CheckpointError(

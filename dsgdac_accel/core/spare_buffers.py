@@ -34,8 +34,7 @@ class SpareBuffers:
         try:
             yield buckets.received[0][0][number]
         finally:
-            if buckets.use is Use.SCRATCH:  # after a lost worker, there are new buffers with a use of their own
-                buckets.claim(Use.FREE)
+            buckets.claim(Use.FREE)
 
     @torch.inference_mode(False)
     @torch.no_grad()

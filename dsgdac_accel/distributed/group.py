@@ -31,12 +31,21 @@ from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 T = TypeVar("T")
 
 _LIVE: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
-"""The groups of this process, by `id`, in the order of their construction."""
+"""The groups of this process."""
 
 _FRAME_BYTES = 2**10
 """Bytes of an object that one collective gathers."""
 
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
+
+
+def refuse_copy(self: Any) -> NoReturn:
+    """Refuse to copy or pickle what holds the connections of a training, as its `__reduce__`."""
+    raise TypeError(
+        f"a prepared optimizer or accelerator, and what holds one, cannot be copied or pickled, since its connections "
+        f"belong to this process; got {type(self).__name__}. Copy the state_dict() of the model and the optimizer, or "
+        f"call save_state."
+    )
 
 
 class WorkerGroup:
@@ -86,12 +95,7 @@ class WorkerGroup:
         if self.size > 1:
             self._connect()
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to copy or pickle what holds the group, such as a prepared optimizer."""
-        raise TypeError(
-            "a prepared optimizer or accelerator cannot be copied or pickled: its connections belong to this process. "
-            "Copy the state_dict() of the model and the optimizer, or call save_state."
-        )
+    __reduce__ = refuse_copy
 
     def _connect(self) -> None:
         reports = self.detector.reports

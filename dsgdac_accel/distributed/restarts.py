@@ -18,6 +18,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 logger = logging.getLogger(__name__)
 
+_settled = False
+"""Whether this process connects by `init_method_after_restart`, or was warned."""
 _SCHEME = "dsgdac-restarted"
 _WAY_OUT = (
     "workers that torchrun starts again would wait for the addresses of the ended ones. Start torchrun with "
@@ -33,6 +35,8 @@ def init_method_after_restart() -> str | None:
         ValueError: restarted workers would not find each other. On several machines there is no such method, since
             their launchers do not agree on the number of restarts.
     """
+    global _settled
+    _settled = True
     if not _store_is_kept():
         return None
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
@@ -45,11 +49,15 @@ def init_method_after_restart() -> str | None:
 
 
 def warn_of_restarts() -> None:
-    """Warn on rank 0 if restarted workers would not find each other, where the processes are connected already.
+    """Warn once, on rank 0, if others have connected the processes, and restarted ones would not find each other.
 
     An error would only make torchrun restart them.
     """
-    if dist.is_initialized() and dist.get_rank() == 0 and _store_is_kept():
+    global _settled
+    if _settled or not dist.is_initialized():
+        return
+    _settled = True
+    if dist.get_rank() == 0 and _store_is_kept():
         logger.warning("%s", _WAY_OUT)
 
 

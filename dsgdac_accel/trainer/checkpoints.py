@@ -177,15 +177,18 @@ class TrainerCheckpoints:
         return self._newest_complete() or (Path(last) if last else None)
 
     def _newest_complete(self) -> Path | None:
-        """Return the newest complete checkpoint: a run that is killed while saving leaves an incomplete one."""
+        """Return the newest complete checkpoint: a run that is killed while saving leaves an incomplete one.
+
+        If all are damaged or of another version, return the newest of these: reading it raises the reason.
+        """
         folder = Path(self.trainer.args.output_dir)
         if not folder.is_dir():
             return None
         found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
-        for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-            if is_complete(path) and _is_json(path / TRAINER_STATE_NAME):
-                return path
-        return None
+        found.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+        complete = (path for path in found if is_complete(path) and _is_json(path / TRAINER_STATE_NAME))
+        damaged = (path for path in found if (path / MANIFEST).exists() and not is_complete(path))
+        return next(complete, None) or next(damaged, None)
 
     @property
     def has_worker_states(self) -> bool:

@@ -83,6 +83,7 @@ USE = [
         "average_last average_every average_checkpoints checkpoint_averaging",
         "Use weight_average.kind: lawa, with weight_average.last and weight_average.every.",
     ),
+    ("variants", "compute_ms slow_workers slow_factor stalls", "It was removed: variants train a model that computes."),
     ("gossip.workers_per_process", "workers nproc_per_node num_processes", _PROCESSES),
 ]
 """A setting, names that it does not match one to one, and the sentence to say if the configuration has it."""

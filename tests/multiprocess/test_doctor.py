@@ -265,11 +265,11 @@ def test_other_arguments_of_one_worker_are_found_before_the_run_is_built(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_worker_that_is_not_launched_is_noticed(tmp_path):
+def test_a_worker_that_is_not_launched_is_named(tmp_path):
     before = "time.sleep(60 if rank == '1' else 0)"
     status, out, _ = launch(tmp_path, 2, "--timeout", "2", before=before)
     assert status == 1
-    assert "error    lost worker     a worker did not answer within 2 s at the start: " in out
+    assert "error    lost worker     worker 1 did not answer within 2 s at the start" in out
 
 
 def test_the_failure_of_one_worker_ends_the_launch_with_its_reason(tmp_path):

@@ -707,7 +707,7 @@ def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone, cap
         r"step-100/workers/00000.safetensors has .* bytes, and .* were written\.",
     ]
     for message, reason in zip(caplog.messages, reasons, strict=True):
-        assert re.fullmatch(rf"skipped an incomplete checkpoint: \S*/{reason} Using the older \S*/step-20\.", message)
+        assert re.fullmatch(rf"skipped an unreadable checkpoint: \S*/{reason} Using the older \S*/step-20\.", message)
 
 
 @pytest.mark.parametrize(

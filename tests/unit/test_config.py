@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from dsgdac_accel.checks import check_writable
 from dsgdac_accel.config import GossipConfig, config_to_dict
 from dsgdac_accel.topology import TOPOLOGIES, Topology, build_topology
+from tasks.benchmarks.config import BenchmarkConfig
 from tasks.common.config import (
     ConfigError,
     config_fingerprint,
@@ -191,7 +192,7 @@ def test_every_usual_name_is_refused_with_a_setting_of_this_very_task(task, dash
 
 def test_hints_name_settings_that_exist():
     for setting, _, words in HINTS:
-        assert any(setting in keys_of(task) for task in TASKS), setting
+        assert any(setting in keys_of(task) for task in (*TASKS, BenchmarkConfig)), setting
         assert setting in words
 
 

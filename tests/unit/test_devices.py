@@ -14,7 +14,8 @@ from accelerate.utils import DistributedType, str_to_bool
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
-from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, devices, randomness
+from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, WorkerLostError, devices, randomness
+from dsgdac_accel.cli import join_workers
 from dsgdac_accel.compatibility import refuse_unsupported_launch
 from dsgdac_accel.core import kernels
 from dsgdac_accel.core.compression import Rounding
@@ -179,6 +180,13 @@ def test_the_default_device_is_one_that_is_there_and_wanted(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
         monkeypatch.setenv("ACCELERATE_USE_CPU", word)
         assert default_device().type == expected
+
+
+def test_an_address_of_ipv6_is_in_brackets(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setenv("MASTER_PORT", "9")
+    with pytest.raises(WorkerLostError, match=r"does not serve the rendezvous at \[::1\]:9:"):
+        join_workers(1, 2, timeout=0.1)
 
 
 # ---- machines

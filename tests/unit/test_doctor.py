@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Topology, build_topology, cli, doctor
-from dsgdac_accel.cli import main
+from dsgdac_accel.cli import launched_processes, main
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.doctor import (
     Share,
@@ -67,6 +67,15 @@ def test_equal_streams_are_an_error_for_torch_and_a_warning_for_numpy():
     assert found[0].text == "workers 0, 2 draw the same random numbers (torch)"
     # Two processes that have not used CUDA yet have no stream of it.
     assert levels(check_streams([{"torch": "a", "cuda": "c"}, {"torch": "b"}, {"torch": "c"}])) == []
+
+
+@pytest.mark.parametrize(("rank", "size"), [(None, "4"), ("4", "4"), ("1", None)])
+def test_contradictory_variables_of_a_launcher_are_refused(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    rule = f"RANK must be a number from 0 to WORLD_SIZE - 1; got RANK={rank}, WORLD_SIZE={size}"
+    with pytest.raises(ValueError, match=rule):
+        launched_processes()
 
 
 # ---- links

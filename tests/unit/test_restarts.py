@@ -1,9 +1,14 @@
 """How restarted workers find each other, by the variables that torchrun sets."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
-from dsgdac_accel import GossipAccelerator
+from dsgdac_accel import CheckpointError, GossipAccelerator
+from dsgdac_accel.distributed import restarts
 from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
 
 RESTARTED = {
@@ -16,6 +21,7 @@ RESTARTED = {
 
 @pytest.fixture
 def restarted(monkeypatch):
+    monkeypatch.setattr(restarts, "_settled", False)
     for name, value in RESTARTED.items():
         monkeypatch.setenv(name, value)
     return monkeypatch.setenv
@@ -42,6 +48,31 @@ def test_machines_that_would_not_meet_again_are_refused_before_they_connect(rest
         GossipAccelerator(cpu=True)
 
 
+def test_a_timeout_of_the_scripts_own_changes_nothing(restarted, monkeypatch):
+    seen = []
+    monkeypatch.setattr(PartialState, "__init__", lambda self, *args, **options: seen.append(options) or 1 / 0)
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=9))
+    with pytest.raises(ZeroDivisionError):
+        GossipAccelerator(cpu=True, kwargs_handlers=[handler])
+    assert seen[0]["init_method"] == "dsgdac-restarted://"
+    assert seen[0]["timeout"] == timedelta(seconds=9)
+
+
+def test_processes_that_the_script_has_connected_by_itself_are_warned_of_and_not_refused(
+    restarted, monkeypatch, caplog
+):
+    PartialState(cpu=True)
+    restarted("GROUP_WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        GossipAccelerator(cpu=True)
+        GossipAccelerator(cpu=True)
+    finally:
+        dist.destroy_process_group()
+    warned = [record for record in caplog.records if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in record.message]
+    assert len(warned) == 1
+
+
 @pytest.mark.parametrize(("rank", "kept"), [(0, "True"), (1, "True"), (0, "False")])
 def test_the_first_of_connected_processes_warns(restarted, monkeypatch, caplog, rank, kept):
     restarted("TORCHELASTIC_USE_AGENT_STORE", kept)
@@ -58,3 +89,14 @@ def test_the_first_of_connected_processes_warns(restarted, monkeypatch, caplog, 
 def test_auto_needs_automatic_names():
     with pytest.raises(ValueError, match=r"'auto'.*automatic_checkpoint_naming=True"):
         GossipAccelerator(cpu=True).load_state("auto")
+
+
+def test_auto_does_not_take_unreadable_checkpoints_for_none(tmp_path):
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    accelerator = GossipAccelerator(cpu=True, project_config=project)
+    assert accelerator.load_state("auto") is None
+    folder = accelerator.save_state()
+    manifest = folder / "gossip.json"
+    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 4'))
+    with pytest.raises(CheckpointError, match="has format 4"):
+        GossipAccelerator(cpu=True, project_config=project).load_state("auto")

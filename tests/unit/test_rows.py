@@ -186,7 +186,7 @@ def test_the_radius_is_that_of_the_shards_as_they_are_now():
 def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_step(mixes, late):
     shares = {"square": 16.0, "skips": 0.0, "edits": 0.0, "changed": 0.0, "code": 0.0, "code squared": 0.0}
     ranks = TwoShards(torch.zeros(6))
-    rounds = SimpleNamespace(workers=range(1), original_number=int)
+    rounds = SimpleNamespace(workers=range(1))
     group = SimpleNamespace(row=Row(ranks, MESH), device=CPU)
     found = []
     edits = SimpleNamespace(

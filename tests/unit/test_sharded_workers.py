@@ -10,6 +10,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
@@ -206,3 +207,11 @@ def of_plan(on_gpus):
 def test_whatever_splits_a_worker_but_fsdp_is_refused_with_the_way_out(on_gpus, eight_processes, name, build):
     with pytest.raises(ValueError, match=f"over 2 processes by '{name}', .*'dp_shard'.*fully_shard.*dp_shard_size"):
         build(on_gpus)
+
+
+def test_what_fsdp_shards_along_another_name_is_left_to_the_comparison_with_the_workers(eight_processes):
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicas", "fsdp"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].tp_size = "its own"  # not Transformers' mark
+    fully_shard(model, mesh=mesh["fsdp"])
+    refuse_unsupported_model(model)
