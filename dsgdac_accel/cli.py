@@ -264,13 +264,12 @@ def _links_alone(options: argparse.Namespace, size: int) -> Callable[[], list[Fi
 
 def _join_workers(timeout: float) -> None:
     """Create the default process group; raise WorkerLostError if not all workers come within `timeout` seconds."""
-    import torch
     import torch.distributed as dist
 
     from dsgdac_accel import WorkerLostError
-    from dsgdac_accel.devices import cpu_is_demanded
+    from dsgdac_accel.devices import default_device
 
-    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
+    on_gpu = default_device().type == "cuda"
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
