@@ -88,6 +88,7 @@ class FakeWork:
     def __init__(self, works: Iterable[Any]) -> None:
         self.ended = 0.0
         self.hung = False
+        self.after = [computed for computed in queue if isinstance(computed, Computation)]
         self.over = threading.Event()
         threading.Thread(target=self._follow, args=(works,), daemon=True).start()
 
@@ -103,7 +104,7 @@ class FakeWork:
         return self.has_run()
 
     def has_run(self) -> bool:
-        return self.over.is_set() and not self.hung
+        return self.over.is_set() and not self.hung and all(computed.has_run() for computed in self.after)
 
     def wait(self) -> None:
         queue.append(self)

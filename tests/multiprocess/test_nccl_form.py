@@ -150,7 +150,7 @@ def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost
 def compute_for_long(rank: int) -> str:
     fake_nccl.install()
     watchdog._GRACE = 0.5
-    accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="one_peer_ring")
+    accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="one_peer_ring", overlap=False)
     for step in range(6):
         if step == 2:
             fake_nccl.Computation(1.5 * TIMEOUT)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
-from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig
+from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, WorkerGroup
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 from dsgdac_accel.distributed.watchdog import HostFlags
 from tests.kernel_launches import KernelLaunches
@@ -52,8 +53,7 @@ def make_mistake(rank: int, mistake: str) -> tuple[str, bool]:
         if mistake == "another current device":  # on worker 1 alone
             plain(f"cuda:{rank}")
         elif mistake == "another current device, accelerator":
-            accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))  # Accelerate sets the device
-            accelerator.group.close()
+            Accelerator()  # makes that of its rank the current one
             torch.cuda.set_device(0)
             GossipAccelerator(gossip=GossipConfig(**FAST))
         elif mistake == "one GPU for two":
@@ -88,13 +88,15 @@ def test_a_mistake_is_told_to_all_before_nccl_connects(sham, mistake):
 
 def test_one_process_needs_the_right_current_device_too(sham):
     """Its random states are those of the current device."""
-    (outcome,) = sham.attempt(alone_elsewhere, 1)
-    assert "ValueError" in outcome.error
-    assert "torch.cuda.set_device(1)" in outcome.error
+    ((device, message),) = sham.run(alone, 1)
+    assert device == "cuda:0"
+    assert "torch.cuda.set_device(1)" in message
 
 
-def alone_elsewhere(rank: int) -> None:
-    plain("cuda:1")
+def alone(rank: int) -> tuple[str, str]:
+    with pytest.raises(ValueError, match="current CUDA device") as caught:
+        plain("cuda:1")
+    return str(WorkerGroup(torch.device("cuda")).device), str(caught.value)
 
 
 # ---- threads

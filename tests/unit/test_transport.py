@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.distributed import watchdog as watchdog_module
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster, result_within
 from dsgdac_accel.distributed.transport import DeviceStopwatch, Nccl
-from dsgdac_accel.distributed.watchdog import Watchdog, wait_until
+from dsgdac_accel.distributed.watchdog import HostFlags, Watchdog, wait_until
 from dsgdac_accel.topology import Topology, build_topology
 from tests.workers import fork
 
@@ -264,12 +265,19 @@ def test_works_of_one_communication_are_waited_for_as_one():
     watchdog = Watchdog(queue.mark)
     watchdog.post(lambda: works, "the exchange of step 1", 2)
     wait_for(watchdog, works[0])
-    queue.reached = 1
+    queue.reached = 2
     assert watchdog.overdue(-1.0).what == "the exchange of step 1", "the second is still to be waited for"
     wait_for(watchdog, works[1])
-    assert queue.marks == 2
-    queue.reached = 2
     assert watchdog.overdue(-1.0) is None
+    assert queue.marks == 2
+
+
+def test_a_flag_that_is_used_again_is_cleared_first(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype))
+    flags = HostFlags(torch.device("cpu"))
+    assert all(reached() for reached in [flags.mark() for _ in range(4096)])
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: None)  # the device is not there yet
+    assert not flags.mark()()
 
 
 def test_a_post_that_fails_is_never_overdue():
