@@ -287,11 +287,10 @@ def join_workers(rank: int, size: int, timeout: float) -> None:
         WorkerLostError: a worker did not sign in within `timeout` seconds.
         ValueError: the launcher did not set MASTER_ADDR and MASTER_PORT.
     """
-    import torch
     import torch.distributed as dist
 
     from dsgdac_accel import WorkerLostError
-    from dsgdac_accel.devices import cpu_is_demanded
+    from dsgdac_accel.devices import default_device
     from dsgdac_accel.distributed.members import Members
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
@@ -313,5 +312,5 @@ def join_workers(rank: int, size: int, timeout: float) -> None:
             who = Members(rank, size).named(missing)
             raise WorkerLostError(f"{who} did not answer within {timeout:g} s at the start")
         time.sleep(0.02)
-    on_gpu = torch.cuda.is_available() and not cpu_is_demanded(os.environ)
+    on_gpu = default_device().type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience)

@@ -3,16 +3,20 @@
 Several processes need a backend that sends between neighbors: gloo on CPU, NCCL on CUDA. A single process, with any
 number of virtual workers, may use any accelerator that `torch.accelerator` names and on which the core's memory layout
 works, see `refuse_unsuitable`. Only CUDA is read late, by pinned copies and events; the host waits for all others.
+
+No other file of the library names `torch.cuda` or pinned memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -100,7 +104,7 @@ def accelerator_streams() -> tuple[str, Any] | None:
 def identity_of(device: torch.device) -> str | None:
     """Return what tells one GPU of a machine from another, like NCCL the PCI address; None for other devices.
 
-    Parts of one GPU (MIG) have the same address: NCCL does not connect them either.
+    Parts of one NVIDIA GPU (MIG) have the same address: NCCL does not connect them either.
     """
     if device.type != "cuda":
         return None
@@ -108,7 +112,24 @@ def identity_of(device: torch.device) -> str | None:
     bus = getattr(properties, "pci_bus_id", None)
     if bus is None:  # older torch
         return str(getattr(properties, "uuid", "")) or None
-    return f"PCI {getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}"
+    address = f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}"
+    return f"PCI {address}{_partition(device)}"
+
+
+def _partition(device: torch.device) -> str:
+    """Return which part of an AMD GPU a device is, as its number among all devices of the machine.
+
+    RCCL connects partitions of an MI300X. They differ in the function of their PCI address, which torch does not tell.
+    """
+    if torch.version.hip is None:
+        return ""
+    number = str(indexed(device).index)
+    hip = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    for variable in (hip, "ROCR_VISIBLE_DEVICES"):  # each counts within the next one
+        visible = os.environ.get(variable, "").split(",")
+        if number.isdigit() and visible != [""] and int(number) < len(visible):
+            number = visible[int(number)].strip()
+    return f", device {number}"
 
 
 class Placement(NamedTuple):
@@ -120,19 +141,45 @@ class Placement(NamedTuple):
     device: str
     gpu: str | None
     """`identity_of` the device."""
+    mistake: str | None = None
+    """`mistake_on` the device."""
 
     def __str__(self) -> str:
         return f"{self.device} of {self.host}"
 
 
+def mistake_on(device: torch.device, processes: int) -> str | None:
+    """Return how this process would use CUDA wrongly, with the way out; None if all is well.
+
+    Args:
+        device: of the parameters, with an index.
+        processes: number of all processes.
+    """
+    if device.type != "cuda":
+        return None
+    current = torch.cuda.current_device()
+    if current != device.index:  # batches of messages may hang, and random states are those of the current device
+        return (
+            f"the current CUDA device must be that of the model; cuda:{current} is current, and the model is on "
+            f"{device}. Call torch.cuda.set_device({device.index}) first."
+        )
+    for variable in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        word = os.environ.get(variable, "")
+        if processes > 1 and word.lower() in _YES:
+            return f"{variable} must be off, or the host waits for every exchange; got {word!r}. Unset it."
+    return None
+
+
 def refuse_misplaced(placements: Sequence[Placement]) -> None:
-    """Raise ValueError if two processes have one GPU, or some train on CPU and others on CUDA.
+    """Raise ValueError if two processes have one GPU, some train on CPU and others on CUDA, or one made a mistake.
 
     Args:
         placements: of all processes, by rank, the same on all of them. So all raise.
     """
     seen: dict[tuple[str, str], int] = {}
     for rank, placed in enumerate(placements):
+        if placed.mistake is not None:
+            raise ValueError(placed.mistake if len(placements) == 1 else f"worker {rank}: {placed.mistake}")
         if torch.device(placed.device).type != torch.device(placements[0].device).type:
             raise ValueError(
                 f"all processes must train on the same kind of device; worker 0 is on {placements[0]} and worker "
@@ -163,3 +210,40 @@ def refuse_capture(device: torch.device) -> None:
             "an optimizer step that gossips cannot be captured in a CUDA graph: the host chooses gamma and the "
             "neighbors of every step. Capture forward and backward only, and call optimizer.step() outside of it."
         )
+
+
+# ---- streams, events and pinned memory
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return the device with its index, which "cuda" alone does not name."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def using(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make this the current device of the thread inside. A new thread begins on cuda:0, where calls cost memory."""
+    several = device.type in ("cuda", "xpu")
+    return torch.get_device_module(device).device(device) if several else contextlib.nullcontext()
+
+
+def event(device: torch.device, timed: bool = False) -> Any:
+    """Return an event at the present end of the current stream of a CUDA device.
+
+    A thread that waits for it sleeps; by default it would spin on a processor.
+    """
+    marked = torch.cuda.Event(enable_timing=timed, blocking=True)
+    marked.record(torch.cuda.current_stream(device))
+    return marked
+
+
+def pinned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory of the host into which CUDA copies by itself. Raises RuntimeError if the system refuses it."""
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device has done what is queued; other devices are not waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

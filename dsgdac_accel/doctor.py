@@ -32,6 +32,7 @@ from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.loaders import preserved_loaders
+from dsgdac_accel.devices import synchronize
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
@@ -445,18 +446,14 @@ def _times(group: WorkerGroup, topology: Topology, size: int, local_workers: int
     exchange = Exchange(group, rounds)
     received = [[[torch.zeros_like(sent)] for _ in range(slots)] for slots in rounds.slots]
 
-    def synchronize() -> None:
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-
     def seconds(round_: int) -> float:
         # Not a barrier, whose workers leave one after the other.
         group.all_reduce_max_(torch.zeros(1, device=group.device), "measuring the links")
-        synchronize()
+        synchronize(group.device)
         started = time.perf_counter()
         exchange.post(round_, "measuring the links", lambda worker, receiver: [sent], received)
         exchange.wait()
-        synchronize()
+        synchronize(group.device)
         return time.perf_counter() - started
 
     mine = [min(seconds(round_) for _ in range(_REPEATS)) for round_ in range(topology.period)]

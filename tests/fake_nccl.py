@@ -26,7 +26,7 @@ from dsgdac_accel.distributed.transport import Gloo, Nccl
 _CPU = torch.device("cpu")
 _DEVICE_SECONDS = 2.0  # a work holds what is computed after it for so long; then the device has hung
 
-queue: list[FakeWork] = []
+queue: list[FakeWork | Computation] = []
 """The works that the device waits for, in order."""
 held: list[FakeWork] = []
 """Those that nothing was computed after."""
@@ -47,6 +47,9 @@ class FakeNccl(Nccl):
     def event(self) -> Any:
         return FakeEvent()
 
+    def mark(self) -> Any:
+        return FakeEvent().is_reached
+
 
 class FakeEvent:
     def __init__(self) -> None:
@@ -54,7 +57,11 @@ class FakeEvent:
         self.made = time.monotonic()
 
     def query(self) -> bool:
-        return all(work.is_completed() for work in self.before)
+        _ask_cuda()
+        return self.is_reached()
+
+    def is_reached(self) -> bool:
+        return all(work.has_run() for work in self.before)
 
     def synchronize(self) -> None:
         while not self.query():
@@ -81,6 +88,7 @@ class FakeWork:
     def __init__(self, works: Iterable[Any]) -> None:
         self.ended = 0.0
         self.hung = False
+        self.after = [computed for computed in queue if isinstance(computed, Computation)]
         self.over = threading.Event()
         threading.Thread(target=self._follow, args=(works,), daemon=True).start()
 
@@ -92,7 +100,11 @@ class FakeWork:
             self.over.set()
 
     def is_completed(self) -> bool:
-        return self.over.is_set() and not self.hung
+        _ask_cuda()
+        return self.has_run()
+
+    def has_run(self) -> bool:
+        return self.over.is_set() and not self.hung and all(computed.has_run() for computed in self.after)
 
     def wait(self) -> None:
         queue.append(self)
@@ -100,6 +112,24 @@ class FakeWork:
 
     def hold(self) -> None:
         self.hung = not self.over.wait(0.0 if any(work.hung for work in queue) else _DEVICE_SECONDS)
+
+
+class Computation:
+    """Something that the device computes for some seconds, from now on; what is queued later comes after it."""
+
+    hung = False
+
+    def __init__(self, seconds: float) -> None:
+        self.ended = time.monotonic() + seconds
+        queue.append(self)
+
+    def has_run(self) -> bool:
+        return time.monotonic() > self.ended
+
+
+def _ask_cuda() -> None:
+    if threading.current_thread().name == "dsgdac-watchdog":
+        time.sleep(3600)  # for a lock that a main thread holds while it hangs
 
 
 def install(tells: bool = False) -> None:

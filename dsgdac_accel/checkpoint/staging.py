@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgdac_accel.devices import event, pinned, using
 from dsgdac_accel.tensor_bytes import as_bytes
 
 MOST_PINNED_BYTES = 2**33
@@ -22,12 +23,13 @@ class Staged:
     """Tensors in the memory of the host; their values are there after `wait`."""
 
     tensors: dict[str, Tensor]
-    _arrived: list[Any] = field(default_factory=list)
+    _arrived: list[tuple[torch.device, Any]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait until all values have arrived. A thread sleeps in it."""
-        for event in self._arrived:
-            event.synchronize()
+        for device, arrived in self._arrived:
+            with using(device):
+                arrived.synchronize()
 
 
 def staged(tensors: Mapping[str, Tensor]) -> Staged:
@@ -49,17 +51,13 @@ def staged(tensors: Mapping[str, Tensor]) -> Staged:
         name: _started_copy(tensor, buffer[places[name] :]) if name in places else tensor.to("cpu")
         for name, tensor in tensors.items()
     }
-    events = []
-    for device in {tensors[name].device for name in places}:
-        events.append(torch.cuda.Event(blocking=True))
-        events[-1].record(torch.cuda.current_stream(device))
-    return Staged(copies, events)
+    return Staged(copies, [(device, event(device)) for device in {tensors[name].device for name in places}])
 
 
 def _page_locked(nbytes: int) -> Tensor | None:
     """Return memory that a GPU copies into by itself; None if the system refuses as much of it."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
+        return pinned((nbytes,), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
     except RuntimeError:
         return None
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dsgdac_accel.devices import event, pinned
 from dsgdac_accel.distributed.group import wait_for_device
 
 
@@ -14,17 +14,15 @@ class HostCopy:
     """Values on their way from their device to the host, which reads them later.
 
     From CUDA they travel in the queue of the current stream, into pinned memory, and the constructor returns at once.
-    On the CPU they are cloned. For other accelerators the constructor waits. A thread that reads too early sleeps: by
-    default it would spin on a processor.
+    On the CPU they are cloned. For other accelerators the constructor waits. A thread that reads too early sleeps.
     """
 
     def __init__(self, values: Tensor) -> None:
         self._arrived: Any = None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values = pinned(values.shape, values.dtype)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record(torch.cuda.current_stream(values.device))
+            self._arrived = event(values.device)
         else:
             self._values = values.detach().to("cpu", copy=True)
 

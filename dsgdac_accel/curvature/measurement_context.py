@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dsgdac_accel.devices import accelerator_streams
+from dsgdac_accel.devices import accelerator_streams, using
 from dsgdac_accel.randomness import random_state, set_random_state
 
 Modes = Sequence[tuple[nn.Module, bool]]
@@ -48,9 +48,7 @@ def measurement_context(model: nn.Module, modes: Modes, device: torch.device) ->
     before = [(module, module.training) for module in model.modules()]
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
-        if device.type in ("cuda", "xpu"):  # of which there may be several
-            # random_state saves the stream of the current device
-            stack.enter_context(torch.get_device_module(device).device(device))
+        stack.enter_context(using(device))  # random_state saves the stream of the current device
         randomness = random_state()
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.devices import Placement, identity_of, is_on, refuse_misplaced, refuse_unsuitable
+from dsgdac_accel.devices import Placement, identity_of, indexed, is_on, mistake_on, refuse_misplaced, refuse_unsuitable
 from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
@@ -67,8 +67,8 @@ class WorkerGroup:
         line: which processes of the run belong to the group; by default all of them.
 
     Raises:
-        ValueError: several processes were launched without a process group, gossip is impossible on `device`, or two
-            processes share a GPU.
+        ValueError: several processes were launched without a process group, gossip is impossible on `device`, two
+            processes share a GPU, or `device` is not the current CUDA device.
         WorkerLostError: a worker did not connect.
     """
 
@@ -78,7 +78,7 @@ class WorkerGroup:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
-        self.device = device
+        self.device = device = indexed(device)
         self.timeout = timeout
         self.members = members if line is None else line.members
         self.row = Row()
@@ -92,16 +92,20 @@ class WorkerGroup:
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
         _LIVE.add(self)
+        placement = Placement(
+            this_kernel(), socket.gethostname(), str(device), identity_of(device), mistake_on(device, self.size)
+        )
         if self.size > 1:
-            self._connect()
+            self._connect(placement)
+        else:
+            refuse_misplaced([placement])
 
     __reduce__ = refuse_copy
 
-    def _connect(self) -> None:
+    def _connect(self, placement: Placement) -> None:
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
         self.guarded(self.process_groups.connect_control, "connecting the workers")
-        placement = Placement(this_kernel(), socket.gethostname(), str(self.device), identity_of(self.device))
         everyone = self.all_gather_object((this_machine(), os.getpid(), placement), "connecting the workers")
         reports.processes = [(machine, process) for machine, process, _ in everyone]
         refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
@@ -198,7 +202,9 @@ class WorkerGroup:
         """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
-            not self.closed and self.process_groups.world is world and (self.device, self.timeout) == (device, timeout)
+            not self.closed
+            and self.process_groups.world is world
+            and (self.device, self.timeout) == (indexed(device), timeout)
         )
 
     # ---- lost workers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsgdac_accel.distributed.transport import NCCL_LATER, Gloo, transport_for
+from dsgdac_accel.distributed.transport import Gloo, nccl_limit, transport_for
 
 
 class ProcessGroups:
@@ -98,5 +98,5 @@ class ProcessGroups:
         worker, since an exchange that waits may have begun before, and its wait ends some seconds after `timeout`.
         """
         if self.world is not None:
-            later = timedelta() if self.backend == "gloo" else NCCL_LATER
-            dist.distributed_c10d._set_pg_timeout(self.limit + later, self.world)
+            limit = self.limit if self.backend == "gloo" else nccl_limit(self.limit)
+            dist.distributed_c10d._set_pg_timeout(limit, self.world)

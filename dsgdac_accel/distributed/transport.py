@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.devices import event, using
 from dsgdac_accel.distributed.poster import run_within
-from dsgdac_accel.distributed.watchdog import Watchdog
+from dsgdac_accel.distributed.watchdog import PATIENCE, HostFlags, Reached, Watchdog
 
 T = TypeVar("T")
 
@@ -29,8 +30,16 @@ Works = list[tuple[Any, int | None]]
 _GLOO_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo
 _NCCL_OPERATIONS = 128  # 256 of them in a group were planned differently on different ranks, and hung (pytorch#174288)
 _NCCL_CTAS = 8  # an exchange that waits for its peer keeps them from computing
-NCCL_LATER = timedelta(seconds=60)
-"""After the timeout. NCCL's own watchdog aborts the process without naming anybody, so it must be last."""
+_NCCL_LATER = timedelta(seconds=60)
+
+
+def nccl_limit(limit: timedelta) -> timedelta:
+    """Return the timeout of NCCL's own watchdog, for waits of the library that end after `limit`.
+
+    It counts from the host's call, and aborts the process without naming anybody. So it comes after the device may have
+    computed for `limit`, and waited for `limit`.
+    """
+    return PATIENCE * limit + _NCCL_LATER
 
 
 class Gloo:
@@ -43,7 +52,7 @@ class Gloo:
     """Whether two workers connect at their first message."""
 
     def __init__(self) -> None:
-        self.watchdog = Watchdog()
+        self.watchdog = Watchdog(lambda: lambda: True)
         """Communications that the device waits for without the host; none with gloo."""
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
@@ -99,7 +108,7 @@ class Nccl:
     Calls belong to the current stream, so they are made in the caller's thread.
 
     Args:
-        device: of the parameters.
+        device: of the parameters, with an index.
     """
 
     backend = "nccl"
@@ -108,16 +117,17 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.watchdog = Watchdog()
+        self.watchdog = Watchdog(self.mark)
+        self._flags: HostFlags | None = None
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
         """Raises ValueError if the group cannot send and receive at the same time."""
         handle = dist.new_group(
             list(ranks),
             backend=self.backend,
-            timeout=limit + NCCL_LATER,
-            pg_options=self.options(limit + NCCL_LATER),
-            device_id=None if self.device.index is None else self.device,
+            timeout=nccl_limit(limit),
+            pg_options=self.options(nccl_limit(limit)),
+            device_id=self.device,
         )
         if dist.get_rank() in ranks:
             if not self.coalesces(handle):
@@ -149,11 +159,10 @@ class Nccl:
 
     def within(self, seconds: float, connect: Callable[[], T]) -> T:
         """NCCL blocks here without a timeout, and its watchdog does not know yet, so a thread of its own does it."""
-        device = torch.cuda.current_device()
 
         def connect_here() -> T:
-            torch.cuda.set_device(device)
-            return connect()
+            with using(self.device):
+                return connect()
 
         return run_within(seconds, connect_here)
 
@@ -162,8 +171,8 @@ class Nccl:
 
     def run(self, collective: Callable[..., Any], what: str) -> None:
         for work in self.watchdog.post(lambda: [collective(async_op=True)], what, None):
-            self.watchdog.waits_for(work)
-            work.wait()
+            with self.watchdog.waiting(work):
+                work.wait()
 
     def post(self, post: Callable[[], Works], what: str, peer: int | None) -> Works:
         return [(work, peer) for work in self.watchdog.post(lambda: [work for work, _ in post()], what, peer)]
@@ -189,8 +198,8 @@ class Nccl:
         return [(work, None) for key in sorted(groups) for work in dist.batch_isend_irecv(groups[key])]
 
     def wait(self, work: Any, seconds: float) -> None:
-        self.watchdog.waits_for(work)
-        work.wait()  # orders the streams; with a timeout it would hold the host
+        with self.watchdog.waiting(work):
+            work.wait()  # orders the streams; with a timeout it would hold the host
 
     def synchronize(self) -> None:
         self.event().synchronize()
@@ -199,10 +208,14 @@ class Nccl:
         return DeviceStopwatch(self.event)
 
     def event(self) -> Any:
-        """Mark the present end of the device's queue."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        """Return an event at the present end of the device's queue."""
+        return event(self.device, timed=True)
+
+    def mark(self) -> Reached:
+        """Mark the present end of the device's queue, for every thread."""
+        if self._flags is None:
+            self._flags = HostFlags(self.device)
+        return self._flags.mark()
 
 
 Transport = Gloo | Nccl

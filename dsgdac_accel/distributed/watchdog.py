@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+
+from dsgdac_accel.devices import pinned
+
+Reached = Callable[[], bool]
+"""Whether the device has come to a place in its queue."""
+PATIENCE = 2
+"""How many times the timeout the host waits for a device that waits for no worker: it may compute for so long."""
+
 _GRACE = 5.0  # seconds after the timeout in which the host may notice by itself, which ends in an exception
-_PAUSES = 50e-6, 1e-3  # seconds between two looks at the device: at first, and at most
+_PAUSES = 50e-6, 1e-3  # shortest and longest seconds between two looks at the device
+_SHARE = 1 / 64  # of the time waited so far: waits of 10 ms ended 0.2 ms late, with doubling pauses 1 ms
+_FLAGS = 4096  # places at a time, more than a device queues
 
 
 @dataclass(eq=False)
@@ -26,11 +38,22 @@ class Pending:
     works: list[Any] | None = None
     """None while it is being posted."""
     since: float | None = field(default_factory=time.monotonic)
-    """Start of the wait for it, by `time.monotonic`; None between posting and waiting."""
+    """When the host began to post it, or the device to wait for it, by `time.monotonic`; None in between."""
+    begun: Reached | None = None
+    """Whether the device has come to the wait; None before the host has queued it."""
+    ended: Reached | None = None
+    """Whether it has left it."""
 
     def is_done(self) -> bool:
-        """Whether the device has completed it."""
+        """Whether the device has completed it. Asks the device, so only the training thread may call this."""
         return self.works is not None and all(work.is_completed() for work in self.works)
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Whether it has been waited for longer than this. Asks the memory of the host alone."""
+        if self.since is None and self.begun is not None and self.begun():
+            self.since = time.monotonic()
+        since = self.since  # read once: the training thread may reset it meanwhile
+        return since is not None and time.monotonic() > since + seconds and not (self.ended and self.ended())
 
     def error(self) -> RuntimeError:
         """The error that a transport with a timeout would raise."""
@@ -40,13 +63,37 @@ class Pending:
 
 def is_ready_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
     """Wait until `is_ready()`, and return whether it was ready in time."""
-    deadline, (pause, most) = time.monotonic() + seconds, _PAUSES
+    began, (least, most) = time.monotonic(), _PAUSES
     while not is_ready():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, most)
+        time.sleep(min(max(least, waited * _SHARE), most))
     return True
+
+
+class HostFlags:
+    """Places in the queue of a CUDA device that any thread sees reached in the memory of the host.
+
+    A thread that asked CUDA could wait for a lock, which a main thread that hangs in a synchronization may hold.
+
+    Args:
+        device: with the queue.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, device: torch.device) -> None:
+        self._flags = pinned((_FLAGS,), torch.uint8)
+        self._seen = self._flags.numpy()
+        self._one = torch.ones(1, dtype=torch.uint8, device=device)
+        self._places = itertools.cycle(range(_FLAGS))
+
+    def mark(self) -> Reached:
+        """Mark the present end of the queue of the current stream."""
+        place = next(self._places)
+        self._seen[place] = 0
+        self._flags[place : place + 1].copy_(self._one, non_blocking=True)
+        return lambda: bool(self._seen[place] == 1)
 
 
 class Watchdog:
@@ -55,9 +102,13 @@ class Watchdog:
     By then the host hangs in a call that nothing can interrupt, such as `loss.item()`. Otherwise it has noticed the
     loss in `wait_until`, and its group has stopped the watchdog. The message names the lost worker, and tells where
     the host hangs.
+
+    Args:
+        mark: marks the present end of the device's queue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[], Reached]) -> None:
+        self._mark = mark
         self._pending: deque[Pending] = deque()
         self._name_loss: Callable[[Pending], str] | None = None
         self.seconds = 0.0
@@ -98,18 +149,20 @@ class Watchdog:
             pending.since = None
         return pending.works
 
-    def waits_for(self, work: Any) -> None:
-        """Note that the device begins to wait for this work."""
-        for pending in self._pending:
-            if pending.since is None and any(work is posted for posted in pending.works or ()):
-                pending.since = time.monotonic()
+    @contextlib.contextmanager
+    def waiting(self, work: Any) -> Iterator[None]:
+        """Mark where the device waits for this work. Inside, the host queues that wait; works are taken in turn."""
+        found = (pending for pending in self._pending if any(work is posted for posted in pending.works or ()))
+        pending = next(found, None)
+        if pending is not None and pending.begun is None:
+            pending.begun = self._mark()
+        yield
+        if pending is not None and pending.works and work is pending.works[-1]:
+            pending.ended = self._mark()
 
     def overdue(self, seconds: float) -> Pending | None:
-        """Return the first communication that has been waited for longer than this."""
-        now = time.monotonic()
-        # `since` is read once: the training thread may reset it meanwhile.
-        late = (p for p in list(self._pending) if (since := p.since) is not None and now > since + seconds)
-        return next((pending for pending in late if not pending.is_done()), None)
+        """Return the first communication that has been waited for longer than this. Any thread may ask."""
+        return next((pending for pending in list(self._pending) if pending.is_overdue(seconds)), None)
 
     def _run(self) -> None:
         while not self._stopped.wait(min(1.0, self.seconds / 4)):
@@ -121,7 +174,10 @@ class Watchdog:
 
 
 def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> tuple[Watchdog, Pending] | None:
-    """Wait for the device. If it hangs, return the overdue communication, which may be that of another group."""
+    """Wait for the device. If it hangs, return the overdue communication, which may be that of another group.
+
+    A device that computes is waited for longer: it may hang in communication of which the library does not know.
+    """
     began = Pending("waiting for the device", works=[])
     overdue: list[tuple[Watchdog, Pending]] = []
 
@@ -129,7 +185,8 @@ def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> t
         overdue.extend((dog, late) for dog in watchdogs if (late := dog.overdue(dog.seconds)) is not None)
         return bool(overdue) or is_ready()
 
-    if watchdogs and not is_ready_within(max(watchdog.seconds for watchdog in watchdogs), is_over):
+    longest = PATIENCE * max((watchdog.seconds for watchdog in watchdogs), default=0.0)
+    if watchdogs and not is_ready_within(longest, is_over):
         overdue.append((watchdogs[0], began))
     return overdue[0] if overdue else None
 

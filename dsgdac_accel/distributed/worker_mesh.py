@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.distributed.lines import Line
-from dsgdac_accel.distributed.transport import NCCL_LATER
+from dsgdac_accel.distributed.transport import nccl_limit
 from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ class WorkerMesh:
 
         With NCCL that is later than the library's own waits, which name the lost process.
         """
-        later = NCCL_LATER if self.device_mesh.device_type == "cuda" else timedelta()
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout) + later, self.device_mesh[SHARDS].get_group())
+        limit = timedelta(seconds=timeout)
+        limit = nccl_limit(limit) if self.device_mesh.device_type == "cuda" else limit
+        dist.distributed_c10d._set_pg_timeout(limit, self.device_mesh[SHARDS].get_group())
 
     def is_sharded(self, parameter: Any) -> bool:
         """Return whether a parameter is sharded over all processes of the worker, each of its elements once."""

@@ -147,6 +147,26 @@ def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost
     assert "in synchronize" in told, "where it hung"
 
 
+def compute_for_long(rank: int) -> str:
+    fake_nccl.install()
+    watchdog._GRACE = 0.5
+    accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="one_peer_ring", overlap=False)
+    for step in range(6):
+        if step == 2:
+            fake_nccl.Computation(1.5 * TIMEOUT)
+        accelerator.backward(model(inputs(rank, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    gossip.mixer.release()
+    return "no error"
+
+
+def test_a_step_that_the_device_computes_for_longer_than_the_timeout_is_no_lost_worker():
+    began = time.monotonic()
+    assert run_workers(compute_for_long, 2) == ["no error"] * 2
+    assert time.monotonic() - began > 1.5 * TIMEOUT, "the host did not wait for the device"
+
+
 # ---- groups that fall apart
 
 

@@ -105,6 +105,11 @@ def install() -> None:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
         return sham.current_device() if found.index is None else found.index
 
+    def exchange(index: int) -> int:
+        before = sham.current_device()
+        sham.set_device(before if index < 0 else index)
+        return before
+
     properties = SimpleNamespace(name="sham", major=9, minor=0, total_memory=2**34, multi_processor_count=1)
     for name, value in {
         "_lazy_init": lambda: None,
@@ -113,6 +118,8 @@ def install() -> None:
         "device_count": sham.device_count,
         "current_device": sham.current_device,
         "set_device": lambda device: sham.set_device(index_of(device)),
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
         "get_device_properties": lambda device=None: SimpleNamespace(
             **vars(properties), pci_domain_id=0, pci_bus_id=index_of(device), pci_device_id=int(os.environ["RANK"])
         ),

@@ -163,6 +163,23 @@ def test_a_gpu_is_known_by_its_pci_address_or_its_uuid(monkeypatch):
     assert identity_of(CPU) is None
 
 
+PARTITIONS = [({}, 3, "3"), ({"CUDA_VISIBLE_DEVICES": "5,3"}, 1, "3"), ({"HIP_VISIBLE_DEVICES": "3"}, 0, "3")]
+PARTITIONS += [({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "7", "ROCR_VISIBLE_DEVICES": "2,3"}, 0, "3")]
+PARTITIONS += [({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b"}, 1, "GPU-b")]
+
+
+@pytest.mark.parametrize(("variables", "index", "number"), PARTITIONS)
+def test_partitions_of_an_amd_gpu_are_told_apart_by_their_number(variables, index, number, monkeypatch):
+    """Their PCI addresses differ in the function alone, of which torch does not tell."""
+    for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(pci_bus_id=0x3B))
+    assert identity_of(torch.device("cuda", index)) == f"PCI 0000:3b:00, device {number}"
+
+
 @pytest.mark.parametrize("word", ["y", "Yes", "t", "TRUE", "on", "1", "n", "No", "f", "False", "off", "0"])
 def test_the_environment_asks_for_the_cpu_in_accelerates_words(word):
     assert cpu_is_demanded({"ACCELERATE_USE_CPU": word}) == str_to_bool(word)
@@ -187,6 +204,32 @@ def test_an_address_of_ipv6_is_in_brackets(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "9")
     with pytest.raises(WorkerLostError, match=r"does not serve the rendezvous at \[::1\]:9:"):
         join_workers(1, 2, timeout=0.1)
+
+
+def names_cuda(source: str) -> list[int]:
+    """Return the lines that ask torch for streams, events, the current device or pinned memory of CUDA themselves."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            words = {word.arg for word in node.keywords}
+            pins = getattr(node.func, "attr", "") == "pin_memory"
+            found |= {node.lineno} if pins or ("pin_memory" in words and of_torch(node.func)) else set()
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.lineno} if (node.module or "").startswith("torch.cuda") else set()
+        elif of_torch(node) and node.attr in ("cuda", "get_device_module"):
+            found.add(node.lineno)
+    return sorted(found)
+
+
+def of_torch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch"
+
+
+def test_only_devices_names_cuda():
+    wrong = ["torch.cuda.Event()", "torch.ones(1, pin_memory=True)", "x.pin_memory()", "from torch.cuda import Event"]
+    assert names_cuda("\n".join([*wrong, "DataLoader(x, pin_memory=x.pin_memory)"])) == [1, 2, 3, 4]
+    files = set(Path(devices.__file__).parent.rglob("*.py")) - {Path(devices.__file__)}
+    assert [f"{path}:{line}" for path in files for line in names_cuda(path.read_text())] == []
 
 
 # ---- machines

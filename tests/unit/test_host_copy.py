@@ -54,7 +54,7 @@ def test_page_locked_memory_is_bounded_and_what_does_not_fit_is_copied_all_the_s
     monkeypatch.setattr(staging, "MOST_PINNED_BYTES", 1000)
     tensors = {str(size): torch.randn(size) for size in (100, 200, 20, 90, 1000)}
     on_host = staging.staged(tensors)
-    assert gpu.pinned == [448 + 128 + 384]
+    assert gpu.pinned == [(448 + 128 + 384,)]
     assert on_host.tensors["1000"] is tensors["1000"], "a tensor of the CPU is not copied"
     for name, value in tensors.items():
         assert torch.equal(on_host.tensors[name], value)

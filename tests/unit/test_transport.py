@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.distributed import watchdog as watchdog_module
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster, result_within
 from dsgdac_accel.distributed.transport import DeviceStopwatch, Nccl
-from dsgdac_accel.distributed.watchdog import Watchdog, wait_until
+from dsgdac_accel.distributed.watchdog import HostFlags, Watchdog, wait_until
 from dsgdac_accel.topology import Topology, build_topology
 from tests.workers import fork
 
@@ -217,26 +218,70 @@ class Work:
         return self.done
 
 
-def test_only_what_is_waited_for_is_overdue(monkeypatch):
-    watchdog, first, second = Watchdog(), Work(), Work()
+class Queue:
+    """The queue of a device, which comes to all marks before `reached`."""
+
+    def __init__(self) -> None:
+        self.marks, self.reached = 0, 0
+
+    def mark(self):
+        self.marks += 1
+        return lambda place=self.marks: place <= self.reached
+
+
+def wait_for(watchdog: Watchdog, work: Work) -> None:
+    with watchdog.waiting(work):
+        pass
+
+
+def test_only_what_the_device_waits_for_is_overdue(monkeypatch):
+    queue, first, second = Queue(), Work(), Work()
+    watchdog = Watchdog(queue.mark)
     watchdog.post(lambda: [first], "the exchange of step 1", 2)
     watchdog.post(lambda: [second], "the exchange of step 2", 3)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 5)
     assert watchdog.overdue(2.0) is None, "a worker may do something else between posting and waiting"
-    watchdog.waits_for(second)
-    watchdog.waits_for(first)
-    monkeypatch.setattr(time, "monotonic", lambda: now + 8)
+    wait_for(watchdog, first)
+    wait_for(watchdog, second)
+    assert watchdog.overdue(2.0) is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 10)
+    assert watchdog.overdue(2.0) is None, "the device still computes, and has not come to the first wait"
+    queue.reached = 1
+    assert watchdog.overdue(2.0) is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 13)
     assert watchdog.overdue(4.0) is None
     assert watchdog.overdue(2.0).what == "the exchange of step 1"
-    first.done = True
+    queue.reached = 3
+    assert watchdog.overdue(2.0) is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 16)
     assert watchdog.overdue(2.0).peer == 3
-    second.done = True
+    queue.reached = 4
     assert watchdog.overdue(2.0) is None
 
 
+def test_works_of_one_communication_are_waited_for_as_one():
+    queue, works = Queue(), [Work(), Work()]
+    watchdog = Watchdog(queue.mark)
+    watchdog.post(lambda: works, "the exchange of step 1", 2)
+    wait_for(watchdog, works[0])
+    queue.reached = 2
+    assert watchdog.overdue(-1.0).what == "the exchange of step 1", "the second is still to be waited for"
+    wait_for(watchdog, works[1])
+    assert watchdog.overdue(-1.0) is None
+    assert queue.marks == 2
+
+
+def test_a_flag_that_is_used_again_is_cleared_first(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype))
+    flags = HostFlags(torch.device("cpu"))
+    assert all(reached() for reached in [flags.mark() for _ in range(4096)])
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: None)  # the device is not there yet
+    assert not flags.mark()()
+
+
 def test_a_post_that_fails_is_never_overdue():
-    watchdog = Watchdog()
+    watchdog = Watchdog(Queue().mark)
 
     def post() -> list:
         raise RuntimeError("out of memory")
@@ -249,7 +294,7 @@ def test_a_post_that_fails_is_never_overdue():
 
 
 def test_a_device_that_hangs_in_something_else_is_not_waited_for_either():
-    watchdog, ready = Watchdog(), Work()
+    watchdog, ready = Watchdog(Queue().mark), Work()
     watchdog.start(str, 0.05)
     watchdog.post(lambda: [Work()], "the exchange of step 1", 2)
     assert wait_until(ready.is_completed, [watchdog])[1].what == "waiting for the device"
@@ -259,7 +304,7 @@ def test_a_device_that_hangs_in_something_else_is_not_waited_for_either():
 
 
 def test_a_post_that_blocks_is_overdue_too(monkeypatch):
-    watchdog, found = Watchdog(), []
+    watchdog, found = Watchdog(Queue().mark), []
 
     def post() -> list:
         now = time.monotonic()
