@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -135,6 +136,7 @@ def install() -> None:
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
         "manual_seed": lambda seed: None,  # the generator is that of the CPU, which is seeded too
         "manual_seed_all": lambda seed: None,
+        "_sleep": lambda cycles: time.sleep(cycles / 1.5e9),
         "Stream": Stream,
         "Event": Event,
     }.items():

@@ -137,6 +137,7 @@ struct CUDAHooks : at::CUDAHooksInterface {  // torch looks for this name
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Device getDeviceFromPtr(void*) const override { return Device(kDevice, current); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
   void deviceSynchronize(DeviceIndex) const override {}
 };
 using at::CUDAHooksRegistry;
