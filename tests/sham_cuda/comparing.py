@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from tests.sham_cuda.launching import ShamCuda
@@ -22,6 +23,8 @@ def run_both(sham: ShamCuda, function: Callable[..., Any], num_workers: int, *ar
 
 def differences(ours: Any, theirs: Any, place: str = "") -> dict[str, Any]:
     """Return where two trees of values differ: the largest distance of two tensors, or the two values."""
+    if isinstance(ours, numpy.ndarray):
+        ours, theirs = torch.from_numpy(ours), torch.from_numpy(theirs)
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return _of_tensors(ours.detach().cpu(), theirs.detach().cpu(), place)
     if isinstance(ours, Mapping) and ours.keys() == theirs.keys():
@@ -29,7 +32,7 @@ def differences(ours: Any, theirs: Any, place: str = "") -> dict[str, Any]:
     elif isinstance(ours, Sequence) and not isinstance(ours, str) and len(ours) == len(theirs):
         parts = [(f"{place}.{number}", *pair) for number, pair in enumerate(zip(ours, theirs, strict=True))]
     else:
-        return {} if ours == theirs or ours != ours and theirs != theirs else {place: (ours, theirs)}
+        return {} if ours == theirs or (ours != ours and theirs != theirs) else {place: (ours, theirs)}
     return {where: found for part, *pair in parts for where, found in differences(*pair, part).items()}
 
 
