@@ -22,6 +22,7 @@ from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.poster import run_within
 from dsgdac_accel.distributed.transport import Gloo, Nccl
+from tests.sham_cuda import cuda
 
 _CPU = torch.device("cpu")
 _DEVICE_SECONDS = 2.0  # a work holds what is computed after it for so long; then the device has hung
@@ -52,13 +53,16 @@ class FakeNccl(Nccl):
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    """A place in the queue. With the sham device of `tests.sham_cuda`, copies into pinned memory arrive there."""
+
+    def __init__(self, copied: Any = None) -> None:
+        self.copied = copied
         self.before = list(queue)
         self.made = time.monotonic()
 
     def query(self) -> bool:
         _ask_cuda()
-        return self.is_reached()
+        return self.is_reached() and (self.copied is None or self.copied.query())
 
     def is_reached(self) -> bool:
         return all(work.has_run() for work in self.before)
@@ -81,6 +85,8 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         while held:
             held.pop(0).hold()
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_cuda:
+            FakeEvent().synchronize()  # `loss.item()` waits for the device
         return function(*args, **(kwargs or {}))
 
 
@@ -146,8 +152,12 @@ def install(tells: bool = False) -> None:
         _connect([(op.op is dist.isend, op.peer) for op in operations])
         if not torch_coalesces(operations[0].group):
             return [FakeWork(_in_turn(operations, peer)) for peer in {op.peer for op in operations}]
-        works = [op.op(op.tensor, op.peer, op.group) for op in operations]
-        return works if tells else [FakeWork(works)]
+        if tells:
+            return [_post(op) for op in operations]
+        try:
+            return [FakeWork([_post(op) for op in operations])]
+        except RuntimeError:  # gloo knows by now that a peer is lost
+            return [FakeWork([_Lost()])]
 
     def in_queue(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -158,7 +168,7 @@ def install(tells: bool = False) -> None:
 
     def mark(self: HostCopy, values: torch.Tensor) -> None:
         copy(self, values)
-        self._arrived = FakeEvent()
+        self._arrived = FakeEvent(self._arrived)
 
     process_groups.transport_for = lambda device, distributed: FakeNccl(device) if distributed else Gloo()
     dist.new_group, dist.batch_isend_irecv = fake_group, batch
@@ -178,7 +188,21 @@ def torch_coalesces(handle: Any) -> bool:
 def _in_turn(operations: list[Any], peer: int) -> Iterator[Any]:
     for op in operations:
         if op.peer == peer:
-            yield op.op(op.tensor, op.peer, op.group)
+            yield _post(op)
+
+
+def _post(operation: Any) -> Any:
+    tensor = operation.tensor
+    if tensor.is_cuda:  # the memory of the sham device is that of the CPU
+        tensor = cuda.device_module().on_cpu(tensor.detach())
+    return operation.op(tensor, operation.peer, operation.group)
+
+
+class _Lost:
+    """A message that never ends."""
+
+    def wait(self) -> None:
+        raise RuntimeError
 
 
 class _Options:

@@ -148,7 +148,7 @@ def _preloaded() -> list[str]:
 
 def _outcome(rank: int, exit_code: int | None, folder: Path) -> Outcome:
     saved = folder / f"result_{rank}.pt"
-    result = torch.load(saved, weights_only=False) if saved.exists() else {}
+    result = torch.load(saved, weights_only=False, map_location="cpu") if saved.exists() else {}
     if exit_code is None:
         result.setdefault("error", "still running at the deadline")
     return Outcome(rank, exit_code, **result)
@@ -172,7 +172,7 @@ def _work(function: Callable[..., Any], rank: int, num_workers: int, folder: str
             from tests.sham_cuda import cuda  # only where the device was preloaded
 
             cuda.install()
-        if device == "cuda":
+        if device != "cpu":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if num_workers > 1:
             backend = BACKENDS["cpu" if device == "cpu" else "cuda"]

@@ -36,15 +36,16 @@ def workers_on(device: str) -> int:
 
 def launch(body: Callable[..., Any], device: str, *args: Any, workers: int = 1) -> list[Any]:
     """What `body(here, *args)` returned in each process."""
-    return run_workers(_call, workers, body, device, args, timeout=240.0, device=device)
+    return run_workers(call, workers, body, device, args, timeout=240.0, device=device)
 
 
 def try_launch(body: Callable[..., Any], device: str, *args: Any, workers: int) -> list[Outcome]:
     """As `launch`, but reports failures."""
-    return try_workers(_call, workers, body, device, args, timeout=240.0, device=device)
+    return try_workers(call, workers, body, device, args, timeout=240.0, device=device)
 
 
-def _call(rank: int, body: Callable[..., Any], device: str, args: tuple) -> Any:
+def call(rank: int, body: Callable[..., Any], device: str, args: tuple) -> Any:
+    """Return what `body(here, *args)` returns in the process of this rank."""
     return body(Here(rank, device), *args)
 
 

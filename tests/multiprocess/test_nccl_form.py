@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_sche
 from tests.multiprocess.test_against_simulation import make_model as simulated_model
 from tests.multiprocess.test_late_checks import FUSED
 from tests.selection import slow_except
-from tests.workers import run_workers, try_workers
+from tests.workers import Outcome, run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -105,14 +106,16 @@ def lose(rank: int, where: str, folder: str, options: dict) -> str:
     accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="ring", **options)
     began = time.monotonic()
     for step in range(8):
-        accelerator.backward(model(inputs(rank, step)).square().mean())
+        loss = model(inputs(rank, step).to(accelerator.device)).square().mean()
+        accelerator.backward(loss)
         if step == 4 and rank == 1:
             os._exit(0)
         if where == "in a reduction" and step == 4:
             gossip.mixer.drain()
-            accelerator.group.all_reduce_max_(torch.ones(1), "a reduction")
+            accelerator.group.all_reduce_max_(torch.ones(1, device=accelerator.device), "a reduction")
         if where != "reading" and step >= 4:
-            fake_nccl.FakeEvent().synchronize()  # as `loss.item()`, and as in `step()` for what is read there
+            # As in `step()` for what is read there.
+            loss.item() if loss.is_cuda else fake_nccl.FakeEvent().synchronize()
         try:
             optimizer.step()
         except BaseException:
@@ -122,9 +125,7 @@ def lose(rank: int, where: str, folder: str, options: dict) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("where", ["reading", "connecting"])
-def test_a_lost_worker_is_named_where_the_host_would_wait_without_end(where, tmp_path):
-    outcomes = try_workers(lose, 4, where, str(tmp_path), {}, timeout=60.0)
+def require_error_that_names_the_lost_worker(outcomes: list[Outcome], where: str) -> None:
     for rank in (0, 2, 3):
         assert outcomes[rank].exit_code == 1
         assert "WorkerLostError" in outcomes[rank].error
@@ -134,17 +135,27 @@ def test_a_lost_worker_is_named_where_the_host_would_wait_without_end(where, tmp
     assert ("the exchange of step" if where == "reading" else "connecting the neighbors") in told
 
 
-@pytest.mark.parametrize("where", ["elsewhere", pytest.param("in a reduction", marks=pytest.mark.slow)])
-def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost_worker(where, tmp_path):
+@pytest.mark.parametrize("where", ["reading", "connecting"])
+def test_a_lost_worker_is_named_where_the_host_would_wait_without_end(where, tmp_path):
     outcomes = try_workers(lose, 4, where, str(tmp_path), {}, timeout=60.0)
+    require_error_that_names_the_lost_worker(outcomes, where)
+
+
+def require_end_that_names_the_lost_worker(outcomes: list[Outcome], where: str, folder: Path) -> None:
     told = ""
     for rank in (0, 2, 3):
         assert outcomes[rank].exit_code == 1, "it hangs"
         assert outcomes[rank].error is None, "it was ended, since nothing else was possible"
-        told += (tmp_path / str(rank)).read_text()
+        told += (folder / str(rank)).read_text()
     assert "worker 1 did not answer" in told or "worker 1 was lost" in told
     assert ("a reduction" if where == "in a reduction" else "the exchange of step") in told
     assert "in synchronize" in told, "where it hung"
+
+
+@pytest.mark.parametrize("where", ["elsewhere", pytest.param("in a reduction", marks=pytest.mark.slow)])
+def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost_worker(where, tmp_path):
+    outcomes = try_workers(lose, 4, where, str(tmp_path), {}, timeout=60.0)
+    require_end_that_names_the_lost_worker(outcomes, where, tmp_path)
 
 
 def compute_for_long(rank: int) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_OF_ANY_SHAPE = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", *_OF_ANY_SHAPE)
+_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def device_module() -> ModuleType:
@@ -34,6 +39,11 @@ class Stream:
 
     def synchronize(self) -> None:
         synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         pass
@@ -91,6 +101,16 @@ class _Options:
         self.config = SimpleNamespace(min_ctas=0, max_ctas=0)
 
 
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    if storage.device.type == "cuda":
+        device_module().resize(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), nbytes)
+        return storage
+    return _resize_other(storage, nbytes)
+
+
+_resize_other = torch.UntypedStorage.resize_
+
+
 def synchronize(device: Any = None) -> None:
     """Let all copies to the host arrive."""
     sham = device_module()
@@ -142,10 +162,12 @@ def install() -> None:
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
         "manual_seed": lambda seed: None,  # the generator is that of the CPU, which is seeded too
         "manual_seed_all": lambda seed: None,
+        "_sleep": lambda cycles: time.sleep(cycles / 1.5e9),
         "Stream": Stream,
         "Event": Event,
     }.items():
         setattr(torch.cuda, name, value)
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     _install_nccl(sham.on_cpu)
 
 
@@ -166,22 +188,36 @@ def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
         ends = [("group_dst" if op.op is dist.isend else "group_src", op) for op in receives_first]
         return [Work([op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends])]
 
-    def on_gloo(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> Any:
-            carried, *others = (_carried(value, on_cpu) for value in (tensor, *args))
-            work = Work([collective(carried, *others, async_op=True, **options)])
+    def on_gloo(collective: Callable[..., Any], memory: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
+            carried = {name: _carried(value, memory) for name, value in options.items()}
+            work = Work([collective(*(_carried(value, memory) for value in args), async_op=True, **carried)])
             return work if async_op else work.wait()
 
         return call
 
     dist.new_group, dist.init_process_group, dist.batch_isend_irecv = made, initialized, batch
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
-        setattr(dist, name, on_gloo(getattr(dist, name)))
+    for name in _COLLECTIVES:
+        if hasattr(dist, name):
+            memory = (lambda tensor: on_cpu(tensor).view(-1)) if name in _OF_ANY_SHAPE else on_cpu
+            setattr(dist, name, on_gloo(getattr(dist, name), memory))
     dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)  # type: ignore[misc, assignment]
     Nccl.coalesces = lambda self, handle: True  # type: ignore[method-assign]
+    _install_gathering_of_shards(on_cpu)
 
 
-def _carried(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _install_gathering_of_shards(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let gloo carry what DTensors gather."""
+    functional = torch.ops._c10d_functional
+
+    def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        gathered = functional.all_gather_into_tensor(on_cpu(tensor.detach()), size, group)
+        return functional.wait_tensor(gathered).to(tensor.device)
+
+    _LIBRARY.impl("all_gather_into_tensor", all_gather, "CUDA")
+
+
+def _carried(value: Any, memory: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [_carried(part, on_cpu) for part in value]
-    return on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
+        return [_carried(part, memory) for part in value]
+    return memory(value.detach()) if isinstance(value, torch.Tensor) else value

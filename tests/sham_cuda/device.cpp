@@ -8,6 +8,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -137,6 +138,7 @@ struct CUDAHooks : at::CUDAHooksInterface {  // torch looks for this name
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Device getDeviceFromPtr(void*) const override { return Device(kDevice, current); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
   void deviceSynchronize(DeviceIndex) const override {}
 };
 using at::CUDAHooksRegistry;
@@ -241,6 +243,19 @@ Tensor unfold(const Tensor& tensor, int64_t dim, int64_t size, int64_t step) {
   return at::native::unfold(tensor, dim, size, step);
 }
 
+std::optional<Tensor> on_cpu(const std::optional<Tensor>& tensor) {
+  return tensor && tensor->defined() ? std::optional<Tensor>(on_cpu(*tensor)) : std::nullopt;
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm(  // changes the running statistics, which its schema does not tell
+    const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& mean, const std::optional<Tensor>& var, bool training, double momentum, double eps) {
+  auto [output, saved_mean, saved_scale] = at::native_batch_norm(
+      on_cpu(input), on_cpu(weight), on_cpu(bias), on_cpu(mean), on_cpu(var), training, momentum, eps);
+  auto device = input.device();
+  return {output.to(device), saved_mean.to(device), saved_scale.to(device)};
+}
+
 void on_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -258,6 +273,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_to_storage);
   m.impl("set_.source_Storage_storage_offset", set_to_part);
   m.impl("unfold", unfold);
+  m.impl("native_batch_norm", batch_norm);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu_kernel>()); }
@@ -267,7 +283,10 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 PYBIND11_MODULE(sham_device, m) {
   c10::SetAllocator(kDevice, &device_memory, 200);
   at::setHostAllocator(kDevice, &pinned_memory, 200);
-  m.def("on_cpu", &on_cpu, "The same memory as a tensor of the CPU.");
+  m.def("on_cpu", [](const Tensor& tensor) { return on_cpu(tensor); }, "The same memory as a tensor of the CPU.");
+  m.def("resize", [](const Tensor& whole, size_t bytes) {
+    at::native::resize_bytes_cpu(whole.storage().unsafeGetStorageImpl(), bytes);
+  }, "Change the size of a storage.");
   m.def("queued", &queued, "Number of copies to the host so far that did not wait.");
   m.def("deliver", &deliver, "Let the first so many of them arrive.");
   m.def("device_count", [] { return static_cast<int>(kDevices); });
