@@ -51,6 +51,7 @@ def make_mistake(rank: int, mistake: str) -> tuple[str, bool]:
     ProcessGroups.connect = lambda groups: connected.append(groups)
     try:
         if mistake == "another current device":  # on worker 1 alone
+            torch.cuda.set_device(0)
             plain(f"cuda:{rank}")
         elif mistake == "another current device, accelerator":
             Accelerator()  # makes that of its rank the current one
