@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def device_module() -> ModuleType:
@@ -24,6 +25,29 @@ def device_module() -> ModuleType:
     return sys.modules["sham_device"]
 
 
+class Observer:
+    """Told of what orders the host, the stream of the device, and those of its communicators. This one ignores it."""
+
+    def mark(self) -> Any:
+        """Return the present end of the stream."""
+
+    def is_reached(self, mark: Any) -> bool:
+        """Return whether an event there has happened: the host asks, and does not wait."""
+        return True
+
+    def host_waits(self, mark: Any) -> None:
+        """The host waits until the stream has come there."""
+
+    def posted(self, group: Any, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Any:
+        """A communicator reads and writes tensors once the stream has come here; return the end of that."""
+
+    def stream_waits(self, mark: Any) -> None:
+        """The stream waits for the end of a communication."""
+
+
+observer = Observer()
+
+
 class Stream:
     """The only stream of a device."""
 
@@ -34,6 +58,11 @@ class Stream:
 
     def synchronize(self) -> None:
         synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         pass
@@ -53,17 +82,21 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.place: int | None = None
+        self.mark: Any = None
 
     def record(self, stream: Any = None) -> None:
-        self.place = device_module().queued()
+        self.place, self.mark = device_module().queued(), observer.mark()
 
     def query(self) -> bool:
-        if self.place is not None:
+        reached = self.place is None or observer.is_reached(self.mark)
+        if reached and self.place is not None:
             device_module().deliver(self.place)
-        return True
+        return reached
 
     def synchronize(self) -> None:
-        self.query()
+        if self.place is not None:
+            observer.host_waits(self.mark)
+            device_module().deliver(self.place)
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -75,10 +108,17 @@ class Event:
 class Work:
     """A collective or a batch of messages; only the device waits for it."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], mark: Any = None) -> None:
         self.works = works
+        self.mark = mark
 
     def wait(self, timeout: Any = None) -> bool:
+        if self.mark is not None:
+            observer.stream_waits(self.mark)
+        return self.arrive()
+
+    def arrive(self) -> bool:
+        """Let the bytes arrive, although the stream waits for nothing."""
         return all(work.wait() for work in self.works)
 
     def is_completed(self) -> bool:
@@ -94,6 +134,7 @@ class _Options:
 def synchronize(device: Any = None) -> None:
     """Let all copies to the host arrive."""
     sham = device_module()
+    observer.host_waits(observer.mark())
     sham.deliver(sham.queued())
 
 
@@ -139,7 +180,27 @@ def install() -> None:
         "Event": Event,
     }.items():
         setattr(torch.cuda, name, value)
+    _install_storages(sham.resize_storage)
     _install_nccl(sham.on_cpu)
+
+
+def _install_storages(resize_on_device: Callable[[Any, int], None]) -> None:
+    """Let storages of the device be resized, as FSDP2 does, and copied, as `copy.deepcopy` of a model does."""
+    storages: Any = torch.UntypedStorage
+    resize, clone = storages.resize_, storages.clone
+
+    def resized(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        resize_on_device(storage, size)
+        return storage
+
+    def cloned(storage: Any) -> Any:
+        if storage.device.type != "cuda":
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    storages.resize_, storages.clone = resized, cloned
 
 
 def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -157,24 +218,28 @@ def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def batch(operations: list[Any]) -> list[Work]:
         receives_first = sorted(operations, key=lambda op: op.op is dist.isend)
         ends = [("group_dst" if op.op is dist.isend else "group_src", op) for op in receives_first]
-        return [Work([op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends])]
+        sends, receives = ([op.tensor for op in operations if (op.op is dist.isend) == sent] for sent in (True, False))
+        mark = observer.posted(operations[0].group, sends, receives)
+        works = [op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends]
+        return [Work(works, mark)]
 
     def on_gloo(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> Any:
-            carried, *others = (_carried(value, on_cpu) for value in (tensor, *args))
-            work = Work([collective(carried, *others, async_op=True, **options)])
+        def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
+            target, *_ = [*args, *options.values()]  # the first one gets the result
+            tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+            mark = observer.posted(options.get("group"), tensors, tree_leaves(target)) if tensors else None
+            args, options = tree_map_only(torch.Tensor, lambda tensor: on_cpu(tensor.detach()), (args, options))
+            work = Work([collective(*args, async_op=True, **options)], mark)
             return work if async_op else work.wait()
 
         return call
 
     dist.new_group, dist.init_process_group, dist.batch_isend_irecv = made, initialized, batch
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
-        setattr(dist, name, on_gloo(getattr(dist, name)))
+    for name in (
+        "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+        "all_gather_single", "reduce_scatter_single",  # which FSDP2 calls in newer versions of torch
+    ):  # fmt: skip
+        if hasattr(dist, name):
+            setattr(dist, name, on_gloo(getattr(dist, name)))
     dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)  # type: ignore[misc, assignment]
     Nccl.coalesces = lambda self, handle: True  # type: ignore[method-assign]
-
-
-def _carried(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_carried(part, on_cpu) for part in value]
-    return on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
