@@ -152,7 +152,7 @@ def _row_hashes(words: Tensor) -> Iterator[Tensor]:
     a probability of 2^-33 at most; otherwise the first sums are. In the first one alone, the sign bits of two words
     could cancel.
     """
-    first, second = _keys().to(words.device)
+    first, second = _keys(words.device)
     whole = len(words) // _COLUMNS * _COLUMNS
     rows = _CPU_ROWS if words.device.type == "cpu" else _OTHER_ROWS
     blocks = [*(words[:whole].view(-1, _COLUMNS).split(rows) if whole else ()), words[whole:].view(1, -1)]
@@ -168,10 +168,13 @@ def _times(rows: Tensor, key: Tensor) -> Tensor:
 
 
 @functools.cache
-def _keys() -> Tensor:
-    """Return two keys, shape (2, columns): fixed bits, because torch's generators may change between versions."""
+def _keys(device: torch.device) -> Tensor:
+    """Return two keys, shape (2, columns): fixed bits, because torch's generators may change between versions.
+
+    They stay on the device: the host would wait for every tensor while they are copied there.
+    """
     bits = hashlib.shake_256(b"dsgdac_accel.digest").digest(2 * _COLUMNS * 8)
-    return torch.from_numpy(numpy.frombuffer(bits, dtype="<i8").astype(numpy.int64)).view(2, _COLUMNS)
+    return torch.from_numpy(numpy.frombuffer(bits, dtype="<i8").astype(numpy.int64)).view(2, _COLUMNS).to(device)
 
 
 # ---- what a parameter keeps in attributes

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_NO_KERNEL = {
+NO_KERNEL = {
     "view", "_unsafe_view", "as_strided", "slice", "select", "split", "split_with_sizes", "unsqueeze", "squeeze", "t",
     "transpose", "permute", "expand", "detach", "alias", "unbind", "_reshape_alias", "empty", "empty_like",
-    "empty_strided", "new_empty", "unfold", "lift_fresh",
+    "empty_strided", "new_empty", "unfold", "lift_fresh", "is_pinned",
 }  # fmt: skip
+"""Operations that give a device nothing to do."""
 
 
 class KernelLaunches(TorchDispatchMode):
@@ -26,7 +27,7 @@ class KernelLaunches(TorchDispatchMode):
         super().__init__()
         self.launches: list[tuple[str, int]] = []
         """Name, and bytes of the largest tensor."""
-        self._not_counted = _NO_KERNEL | {packet.__name__ for packet in ignored}
+        self._not_counted = NO_KERNEL | {packet.__name__ for packet in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

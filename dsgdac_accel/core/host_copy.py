@@ -44,8 +44,9 @@ class HostCopy:
 def write_(words: Tensor, *values: float) -> Tensor:
     """Write one number into each element of `words`, from the first one on, and return it.
 
-    A tensor that is made of a list and moved to a GPU would let the host wait.
+    A tensor that is made of a list and moved to a GPU would let the host wait, and so would `words[place] = value`,
+    which copies a tensor of the host.
     """
     for place, value in enumerate(values):
-        words[place] = value
+        words[place].fill_(value)
     return words

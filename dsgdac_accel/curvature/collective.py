@@ -41,7 +41,7 @@ def summed(
     except Exception as error:
         failure = error
         total.zero_()
-        total[-1] = 1
+        total[-1].fill_(1)  # an assignment would copy a tensor of the host
         group.report(f"worker {group.rank} failed in {what}: {error}")
     group.all_reduce_mean_(total, what)
     if total[-1] > 0:

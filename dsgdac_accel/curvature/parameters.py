@@ -194,7 +194,7 @@ def consensus_errors(
             except ValueError as error:
                 raise ValueError(f"worker {number} of this process: {error}") from error
             total[:-1].add_(flats[-1])
-        total[-1] = len(flats)
+        total[-1].fill_(len(flats))
 
     total = summed(add_workers, layout.dim + 1, layout.device, group, "averaging the workers' parameters")
     if total[-1] < 1:

@@ -5,16 +5,14 @@ Here on the CPU, where the same code runs when told to; on a GPU only the way of
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError
+from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError, VirtualWorkers
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, nonfinite_workers, skips_on_device
 from dsgdac_accel.core.kernels import add_scaled
-from tests.host_waits import HostWaits
+from dsgdac_accel.pytorch import Gossip
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
 from tests.multiprocess.test_against_simulation import make_model as simulated_model
@@ -32,7 +30,7 @@ OPTIMIZERS = {
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=1e-2, foreach=True),  # the host is asked
 }
 
-# ---- no waiting
+# ---- steps
 
 
 def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
@@ -44,15 +42,11 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.arrivals.checks_late = True
-    waits = HostWaits()
     for step in range(STEPS):
         accelerator.backward(loss_of(model, rank, step))
-        waits.next_step()
-        with contextlib.nullcontext() if step == 0 else waits.counted():  # the first one compares settings
-            optimizer.step()
+        optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    assert not waits.places, "a step waits for the device"
     return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.guard.skipped}
 
 
@@ -65,7 +59,7 @@ def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
         ("ring", 3, "sgd", {"mix_every": 2, "overlap": False}),
     ],
 )
-def test_a_normal_step_never_waits_and_follows_algorithm_1(topology, workers, optimizer, options):
+def test_a_normal_step_follows_algorithm_1(topology, workers, optimizer, options):
     shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
     _, expected = simulate(workers, topology, optimizer, **shared)
     for result, parameters in zip(run_workers(train, workers, topology, optimizer, options), expected, strict=True):
@@ -74,7 +68,7 @@ def test_a_normal_step_never_waits_and_follows_algorithm_1(topology, workers, op
 
 
 @pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
-def test_a_normal_step_of_a_rounded_exchange_never_waits(comm_dtype):
+def test_a_normal_step_of_a_rounded_exchange_stays_near_to_it(comm_dtype):
     _, expected = simulate(3, "one_peer_ring", "sgd")
     x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
     found = torch.stack([r["x"] for r in run_workers(train, 3, "one_peer_ring", "sgd", {"comm_dtype": comm_dtype})])
@@ -123,6 +117,27 @@ def test_a_nan_gradient_is_skipped_as_where_the_host_waits(optimizer, steps, tmp
         for count in ("nonfinite_steps", "consecutive_nonfinite"):
             assert one["state"][count] == other["state"][count]
     assert (late[0]["skipped"], late[1]["skipped"]) == (0, len(steps))
+
+
+@pytest.mark.parametrize("optimizer_name", ["foreach", "adam"])
+def test_a_worker_of_several_skips_its_update_as_where_the_host_sees_it_at_once(optimizer_name):
+    def trained(late: bool) -> tuple[torch.Tensor, dict]:
+        model = VirtualWorkers(make_model(), 3)
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        gossip = Gossip(model, optimizer, GossipConfig(power=0, log_every=0, workers_per_process=3))
+        gossip.steps[0].mixer.arrivals.checks_late = late
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(12, 4, dtype=torch.float64)).square().mean().backward()
+            for worker in {1: [2], 2: [0, 1, 2]}.get(step, []):
+                next(model.replicas[worker].parameters()).grad.view(-1)[3] = torch.nan
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack([p.detach().flatten()[0] for p in model.parameters()]), gossip.steps[0].guard.state_dict()
+
+    (x, counts), (late_x, late_counts) = trained(False), trained(True)
+    assert torch.equal(x, late_x)
+    assert counts == late_counts == {"nonfinite_steps": 4, "consecutive_nonfinite": [0, 0, 0]}
 
 
 def test_too_many_nan_gradients_in_a_row_stop_the_run_a_step_later():

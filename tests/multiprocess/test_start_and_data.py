@@ -9,6 +9,7 @@ import warnings
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -23,7 +24,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerGroup, build_topology
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.tensor_bytes import as_bytes
@@ -522,3 +523,25 @@ def test_every_sample_counts_the_same_with_smaller_batches_of_a_slow_worker():
         optimizer.step()
     for _, mean in results:
         torch.testing.assert_close(mean, x.detach(), rtol=0, atol=1e-14)
+
+
+# ---- what workers tell each other
+
+
+def gathers(rank: int) -> list[int]:
+    """Gather objects of different lengths; return how many collectives each took."""
+    group, calls, original = WorkerGroup(torch.device("cpu"), 20), [], dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+    found = []
+    for length in (0, 900, 970, 980, 990, 1000, 1010, 1100, 5000):
+        calls.clear()
+        assert group.all_gather_object("x" * (length + 7 * rank), "a") == ["x" * (length + 7 * n) for n in range(2)]
+        found.append(len(calls))
+    return found
+
+
+def test_small_objects_such_as_whether_there_is_another_batch_take_one_collective():
+    for found in run_workers(gathers, 2):
+        assert found[:2] == [1, 1]
+        assert found == sorted(found)
+        assert found[-1] == 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _OF_ANY_SHAPE = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", *_OF_ANY_SHAPE)
@@ -27,6 +28,29 @@ def device_module() -> ModuleType:
         sys.modules["sham_device"] = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(sys.modules["sham_device"])
     return sys.modules["sham_device"]
+
+
+class Observer:
+    """Told of what orders the host, the stream of the device, and those of its communicators. This one ignores it."""
+
+    def mark(self) -> Any:
+        """Return the present end of the stream."""
+
+    def is_reached(self, mark: Any) -> bool:
+        """Return whether an event there has happened: the host asks, and does not wait."""
+        return True
+
+    def host_waits(self, mark: Any) -> None:
+        """The host waits until the stream has come there."""
+
+    def posted(self, group: Any, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Any:
+        """A communicator reads and writes tensors once the stream has come here; return the end of that."""
+
+    def stream_waits(self, mark: Any) -> None:
+        """The stream waits for the end of a communication."""
+
+
+observer = Observer()
 
 
 class Stream:
@@ -63,17 +87,21 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.place: int | None = None
+        self.mark: Any = None
 
     def record(self, stream: Any = None) -> None:
-        self.place = device_module().queued()
+        self.place, self.mark = device_module().queued(), observer.mark()
 
     def query(self) -> bool:
-        if self.place is not None:
+        reached = self.place is None or observer.is_reached(self.mark)
+        if reached and self.place is not None:
             device_module().deliver(self.place)
-        return True
+        return reached
 
     def synchronize(self) -> None:
-        self.query()
+        if self.place is not None:
+            observer.host_waits(self.mark)
+            device_module().deliver(self.place)
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -85,10 +113,17 @@ class Event:
 class Work:
     """A collective or a batch of messages; only the device waits for it."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], mark: Any = None) -> None:
         self.works = works
+        self.mark = mark
 
     def wait(self, timeout: Any = None) -> bool:
+        if self.mark is not None:
+            observer.stream_waits(self.mark)
+        return self.arrive()
+
+    def arrive(self) -> bool:
+        """Let the bytes arrive, although the stream waits for nothing."""
         return all(work.wait() for work in self.works)
 
     def is_completed(self) -> bool:
@@ -101,19 +136,10 @@ class _Options:
         self.config = SimpleNamespace(min_ctas=0, max_ctas=0)
 
 
-def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-    if storage.device.type == "cuda":
-        device_module().resize(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), nbytes)
-        return storage
-    return _resize_other(storage, nbytes)
-
-
-_resize_other = torch.UntypedStorage.resize_
-
-
 def synchronize(device: Any = None) -> None:
     """Let all copies to the host arrive."""
     sham = device_module()
+    observer.host_waits(observer.mark())
     sham.deliver(sham.queued())
 
 
@@ -167,8 +193,27 @@ def install() -> None:
         "Event": Event,
     }.items():
         setattr(torch.cuda, name, value)
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    _install_storages(sham.resize_storage)
     _install_nccl(sham.on_cpu)
+
+
+def _install_storages(resize_on_device: Callable[[Any, int], None]) -> None:
+    """Let storages of the device be resized, as FSDP2 does, and copied, as `copy.deepcopy` of a model does."""
+    storages: Any = torch.UntypedStorage
+    resize, clone = storages.resize_, storages.clone
+
+    def resized(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        resize_on_device(storage, size)
+        return storage
+
+    def cloned(storage: Any) -> Any:
+        if storage.device.type != "cuda":
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    storages.resize_, storages.clone = resized, cloned
 
 
 def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -186,12 +231,18 @@ def _install_nccl(on_cpu: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def batch(operations: list[Any]) -> list[Work]:
         receives_first = sorted(operations, key=lambda op: op.op is dist.isend)
         ends = [("group_dst" if op.op is dist.isend else "group_src", op) for op in receives_first]
-        return [Work([op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends])]
+        sends, receives = ([op.tensor for op in operations if (op.op is dist.isend) == sent] for sent in (True, False))
+        mark = observer.posted(operations[0].group, sends, receives)
+        works = [op.op(on_cpu(op.tensor.detach()), group=op.group, **{end: op.group_peer}) for end, op in ends]
+        return [Work(works, mark)]
 
     def on_gloo(collective: Callable[..., Any], memory: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
-            carried = {name: _carried(value, memory) for name, value in options.items()}
-            work = Work([collective(*(_carried(value, memory) for value in args), async_op=True, **carried)])
+            target, *_ = [*args, *options.values()]  # the first one gets the result
+            tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+            mark = observer.posted(options.get("group"), tensors, tree_leaves(target)) if tensors else None
+            args, options = tree_map_only(torch.Tensor, lambda tensor: memory(tensor.detach()), (args, options))
+            work = Work([collective(*args, async_op=True, **options)], mark)
             return work if async_op else work.wait()
 
         return call
@@ -215,9 +266,3 @@ def _install_gathering_of_shards(on_cpu: Callable[[torch.Tensor], torch.Tensor])
         return functional.wait_tensor(gathered).to(tensor.device)
 
     _LIBRARY.impl("all_gather_into_tensor", all_gather, "CUDA")
-
-
-def _carried(value: Any, memory: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_carried(part, memory) for part in value]
-    return memory(value.detach()) if isinstance(value, torch.Tensor) else value

@@ -18,14 +18,18 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <malloc.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 namespace {
 using namespace at;
@@ -48,9 +52,25 @@ void* allocated(size_t bytes) {
   return memory;
 }
 
+std::mutex freed_lock;
+bool freed_is_noted = false;
+std::vector<std::pair<int64_t, int64_t>> freed_blocks;  // first address and the one behind the last
+
 void freed(void* memory) {
-  if (memory) std::memset(memory, kGarbage, malloc_usable_size(memory));
+  if (!memory) return;
+  size_t bytes = malloc_usable_size(memory);
+  std::memset(memory, kGarbage, bytes);
+  {
+    std::lock_guard<std::mutex> guard(freed_lock);
+    auto begin = reinterpret_cast<int64_t>(memory);
+    if (freed_is_noted) freed_blocks.emplace_back(begin, begin + static_cast<int64_t>(bytes));
+  }
   std::free(memory);
+}
+
+std::vector<std::pair<int64_t, int64_t>> take_freed() {
+  std::lock_guard<std::mutex> guard(freed_lock);
+  return std::exchange(freed_blocks, {});
 }
 
 struct DeviceMemory final : c10::Allocator {
@@ -256,6 +276,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(  // changes the running statistic
   return {output.to(device), saved_mean.to(device), saved_scale.to(device)};
 }
 
+void resize_storage(const py::object& object, size_t bytes) {  // `UntypedStorage.resize_`, by which FSDP2 frees memory
+  Storage storage = torch::createStorage(object.ptr());
+  c10::DeviceGuard guard(storage.device());
+  DataPtr memory = device_memory.allocate(bytes);
+  if (bytes && storage.nbytes()) std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_nbytes(bytes);
+}
+
 void on_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -284,11 +313,11 @@ PYBIND11_MODULE(sham_device, m) {
   c10::SetAllocator(kDevice, &device_memory, 200);
   at::setHostAllocator(kDevice, &pinned_memory, 200);
   m.def("on_cpu", [](const Tensor& tensor) { return on_cpu(tensor); }, "The same memory as a tensor of the CPU.");
-  m.def("resize", [](const Tensor& whole, size_t bytes) {
-    at::native::resize_bytes_cpu(whole.storage().unsafeGetStorageImpl(), bytes);
-  }, "Change the size of a storage.");
+  m.def("resize_storage", &resize_storage, "Give the storage of a device this many bytes.");
   m.def("queued", &queued, "Number of copies to the host so far that did not wait.");
   m.def("deliver", &deliver, "Let the first so many of them arrive.");
+  m.def("note_freed", [](bool noted) { freed_is_noted = noted; }, "Whether to remember what is freed.");
+  m.def("take_freed", &take_freed, "The blocks of memory that were freed since the last call.");
   m.def("device_count", [] { return static_cast<int>(kDevices); });
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("set_device", [](int index) { current = static_cast<DeviceIndex>(index); });

@@ -1,12 +1,46 @@
 """Values of a GPU on their way to the host, with a stand-in for the GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from dsgdac_accel.checkpoint import staging
 from dsgdac_accel.checkpoint.serialization import decode, encode
 from dsgdac_accel.core.host_copy import HostCopy
-from tests.host_waits import GPUStandIn
+
+
+class GPUStandIn:
+    """Stands in for events of a GPU and for page-locked memory, of which a machine without a GPU has none."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.events: list[Any] = []
+        self.pinned: list[int] = []
+        empty = torch.empty
+
+        def allocated(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            self.pinned += [args[0]] if pin_memory else []
+            return empty(*args, **kwargs)
+
+        stand_in = self
+
+        class Event:
+            def __init__(self, blocking: bool = False) -> None:
+                self.blocking, self.recorded, self.waits = blocking, 0, 0
+                stand_in.events.append(self)
+
+            def record(self, stream: Any) -> None:
+                self.recorded += 1
+
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                self.waits += 1
+
+        monkeypatch.setattr(torch, "empty", allocated)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
 
 
 class OnGPU(torch.Tensor):

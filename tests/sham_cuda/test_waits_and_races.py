@@ -1,0 +1,524 @@
+"""Where the host waits for a GPU, which accesses to memory race, and how much a step launches: on the sham device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
+from dsgdac_accel.core import edits
+from dsgdac_accel.core.buckets import Use
+from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.nonfinite import ArrivalGuard
+from dsgdac_accel.core.step import GossipStep
+from dsgdac_accel.distributed.transport import Nccl
+from dsgdac_accel.pytorch import Gossip
+from tests.sham_cuda import cuda
+from tests.sham_cuda.recorder import Counted, Recorder
+
+pytestmark = pytest.mark.multiprocess
+
+CUDA = torch.device("cuda", 0)
+ASKED = "core/nonfinite.py allows_step"
+"""Where the host looks whether an optimizer may step that cannot skip on the device."""
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "not fused": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+}
+
+
+# ---- the recorder
+
+
+def number_in_brackets(x: Tensor) -> None:
+    x[0] = 5
+
+
+OPERATIONS: Mapping[str, tuple[Callable[[Tensor], object], int]] = {
+    "a number in brackets": (number_in_brackets, 1),
+    "fill_": (lambda x: x[0].fill_(5), 0),
+    "item": (lambda x: x[0].item(), 1),
+    "tolist": (Tensor.tolist, 1),
+    "bool": (lambda x: bool(x[0]), 1),
+    "cpu": (Tensor.cpu, 1),
+    "copy into pinned memory": (lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True), 0),
+    "copy into pinned memory that blocks": (lambda x: torch.empty(4, pin_memory=True).copy_(x), 1),
+    "copy into other memory": (lambda x: torch.empty(4).copy_(x, non_blocking=True), 1),
+    "upload": (lambda x: torch.ones(4).to(x.device), 1),
+    "upload of a number": (lambda x: torch.tensor(1.0, device=x.device), 1),
+    "upload from pinned memory": (lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True), 0),
+    "several uploads": (lambda x: torch._foreach_copy_([x], [torch.ones(4)]), 1),
+    "a number of the host": (lambda x: x + torch.tensor(1.0), 0),
+    "nonzero": (torch.nonzero, 1),
+    "equal": (lambda x: torch.equal(x, x), 1),
+    "mask": (lambda x: x[x > 0], 1),
+    "masked_select": (lambda x: x.masked_select(x > 0), 1),
+    "unique": (torch.unique, 1),
+    "places of the device": (lambda x: x[torch.zeros(2, dtype=torch.int64, device=x.device)], 0),
+    "places of the host": (lambda x: x[torch.zeros(2, dtype=torch.int64)], 1),
+    "device synchronize": (lambda x: torch.cuda.synchronize(), 1),
+    "event": (lambda x: torch.cuda.current_stream().record_event().synchronize(), 1),
+    "event that is asked once": (lambda x: torch.cuda.current_stream().record_event().query(), 0),
+}
+
+
+def waits_of_operations(rank: int) -> dict[str, int]:
+    recorder, found = Recorder(), {}
+    with recorder.recording():
+        for name, (operation, _) in OPERATIONS.items():
+            x = torch.arange(4.0, device=CUDA)
+            with recorder.counting() as counted:
+                operation(x)
+            found[name] = sum(counted.waits.values())
+    assert not recorder.races
+    return found
+
+
+def test_the_recorder_knows_what_waits(sham):
+    (found,) = sham.run(waits_of_operations, 1)
+    assert found == {name: waits for name, (_, waits) in OPERATIONS.items()}
+
+
+# ---- steps
+
+# fmt: off
+STEPS: Mapping[tuple[Any, ...], int] = {
+    # topology, comm_dtype, optimizer, masters, log_every, overlap, optimizers: the most launches of a step
+    ("one_peer_ring", "full", "fused SGD", False, 0, True, 1): 63,
+    ("one_peer_ring", "bf16", "fused AdamW", False, 1, False, 2): 138,
+    ("one_peer_ring", "int8", "not fused", True, 0, True, 2): 268,
+    ("one_peer_ring", "int4", "foreach", True, 1, False, 1): 145,
+    ("ring", "full", "fused AdamW", True, 1, True, 2): 200,
+    ("ring", "bf16", "fused SGD", True, 0, False, 1): 83,
+    ("ring", "int8", "foreach", False, 1, True, 1): 127,
+    ("ring", "int4", "not fused", False, 0, False, 2): 416,
+    ("complete", "full", "not fused", False, 1, False, 1): 114,
+    ("complete", "bf16", "foreach", False, 0, True, 2): 190,
+    ("complete", "int8", "fused SGD", True, 1, False, 2): 292,
+    ("complete", "int4", "fused AdamW", True, 0, True, 1): 257,
+    ("one_peer_exponential", "full", "foreach", True, 0, False, 2): 130,
+    ("one_peer_exponential", "bf16", "not fused", True, 1, True, 1): 147,
+    ("one_peer_exponential", "int8", "fused AdamW", False, 0, False, 1): 64,
+    ("one_peer_exponential", "int4", "fused SGD", False, 1, True, 2): 254,
+}
+# fmt: on
+FAST = [case for number, case in enumerate(STEPS) if number in (0, 3, 4, 10, 14)]
+OTHERS: Mapping[str, tuple[dict[str, Any], dict[str, int], int]] = {
+    "several workers in a process": ({"workers": 2}, {ASKED: 1}, 85),
+    "GradScaler": ({"optimizer": "foreach", "scaled": True}, {ASKED: 1, "pytorch.py _take_scaled_step": 1}, 78),
+}
+"""Options, waits (the second one is torch's own), and launches."""
+SHARDED: Mapping[tuple[str, int], int] = {("fused AdamW", 1): 87, ("foreach", 0): 64}
+"""Optimizer, log_every: launches."""
+LAUNCHES_TO_SPARE = 4
+"""Versions of torch differ. One launch more for each parameter of the model would be six."""
+
+
+def see_one_gpu() -> None:
+    """Let this process have a GPU of its own, which is all that it sees."""
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)).to(CUDA, dtype)
+
+
+@dataclass
+class Found:
+    """Of the last two of four steps: the first one compares settings, and momentum has no buffers yet."""
+
+    waits: list[dict[str, int]]
+    launches: int
+    races: list[str]
+    """Of all four."""
+
+
+def taken(recorder: Recorder, backward: Callable[[], None], step: Callable[[], None]) -> Found:
+    """Take four steps."""
+    counts = []
+    with recorder.recording():
+        for _ in range(4):
+            recorder.next_step()
+            backward()
+            with recorder.counting() if len(counts) > 1 else contextlib.nullcontext(Counted()) as counted:
+                step()
+            counts.append(counted)
+    last = counts[2:]
+    return Found([each.places for each in last], max(len(each.launches) for each in last), recorder.races)
+
+
+def steps_of(
+    topology: str = "one_peer_ring",
+    comm_dtype: str = "full",
+    optimizer: str = "fused AdamW",
+    masters: bool = False,
+    log_every: int = 0,
+    overlap: bool = True,
+    optimizers: int = 1,
+    workers: int = 1,
+    scaled: bool = False,
+    strict: bool = True,
+) -> Found:
+    """Train by `Gossip`; with `strict`, the mix must be queued whenever the host waits."""
+    dtype = torch.bfloat16 if masters else torch.float32
+    models: list[Any] = [make_model(dtype) for _ in range(optimizers)]
+    if workers > 1:
+        models = [VirtualWorkers(models[0], workers)]
+    made = [OPTIMIZERS[optimizer](part.parameters()) for part in models]
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, enabled=scaled)
+    config = GossipConfig(
+        topology=topology, comm_dtype=comm_dtype, log_every=log_every, overlap=overlap, workers_per_process=workers,
+        power=0, timeout=20,
+    )  # fmt: skip
+    gossip = Gossip(models[0] if workers > 1 else nn.ModuleList(models), made, config, scaler=scaler)
+
+    def backward() -> None:
+        x = torch.randn(4 * workers, 8, device=CUDA, dtype=dtype)
+        for part in models:
+            scaler.scale(part(x).float().square().mean()).backward()
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(gossip.model.parameters(), 1.0)
+        for each in made:
+            scaler.step(each)
+            each.zero_grad()
+        scaler.update()
+
+    def is_mix_queued() -> None:
+        queued = any(step.mixer.buckets.use is Use.UPDATE for step in gossip.steps)
+        assert queued or not strict, "the device runs dry"
+
+    return taken(Recorder(on_wait=is_mix_queued), backward, step)
+
+
+def sharded_steps_of(optimizer: str, log_every: int) -> Found:
+    """Train two workers of two processes each."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    accelerator = GossipAccelerator(
+        device_mesh=mesh, gossip=GossipConfig(log_every=log_every, power=0, timeout=20, overlap=False)
+    )
+    model: Any = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(CUDA)
+    fully_shard(model[0], mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    model, prepared = accelerator.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
+
+    def backward() -> None:
+        prepared.zero_grad()
+        accelerator.backward(model(torch.randn(4, 8, device=CUDA)).square().mean())
+
+    return taken(Recorder(), backward, prepared.step)
+
+
+def all_steps(rank: int, cases: Sequence[tuple[Any, ...]], more: bool) -> dict[Any, Found]:
+    see_one_gpu()
+    found: dict[Any, Found] = {case: steps_of(*case) for case in cases}
+    if more:
+        found |= {name: steps_of(**options) for name, (options, _, _) in OTHERS.items()}
+        found |= {case: sharded_steps_of(*case) for case in SHARDED}
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(sham: Any) -> Callable[[Any], list[Found]]:
+    """Returns what was found in a case on each worker; few launches have many cases."""
+
+    @functools.cache
+    def launched(is_fast: bool) -> list[dict[Any, Found]]:
+        cases = [case for case in STEPS if (case in FAST) == is_fast]
+        return sham.run(all_steps, 4, cases, is_fast)
+
+    return lambda case: [found[case] for found in launched(case in FAST or case not in STEPS)]
+
+
+def check(name: object, found: Sequence[Found], waits: dict[str, int], launches: int) -> None:
+    most = max(each.launches for each in found)
+    print(f"\n{most:4} launches, {sum(waits.values())} waits: {name}", end="")
+    for each in found:
+        assert each.waits == [waits] * 2
+        assert not each.races
+    assert most <= launches + LAUNCHES_TO_SPARE
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in STEPS], ids=str
+)
+def test_a_step_waits_only_for_optimizers_that_cannot_skip_it_and_nothing_races(steps, case):
+    _, _, optimizer, *_, optimizers = case
+    check(case, steps(case), {} if optimizer.startswith("fused") else {ASKED: optimizers}, STEPS[case])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_several_workers_and_loss_scales_wait_once(steps, name):
+    _, waits, launches = OTHERS[name]
+    check(name, steps(name), waits, launches)
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=str)
+def test_a_step_of_shards_waits_only_for_optimizers_that_cannot_skip_it(steps, case):
+    check(case, steps(case), {} if case[0].startswith("fused") else {ASKED: 1}, SHARDED[case])
+
+
+def test_every_two_values_occur_together():
+    def pairs(case: Sequence[Any]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    values = [set(column) for column in zip(*STEPS, strict=True)]
+    assert set().union(*map(pairs, STEPS)) == set().union(*map(pairs, itertools.product(*values)))
+
+
+# ---- passes over whole buffers
+
+
+def passes(rank: int, topology: str) -> list[tuple[int, int, int, int]]:
+    """Return, for one bucket and for two: launches on whole buckets, others, and numbers of buffers and buckets."""
+    found = []
+    for dtypes in ([torch.float32], [torch.float32, torch.float64]):
+        size = 2**19
+        parameters = [nn.Parameter(torch.randn(size, device=CUDA, dtype=dtype)) for dtype in dtypes]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, fused=True)
+        config = GossipConfig(topology=topology, log_every=0, power=0, timeout=20)
+        step, recorder = GossipStep(optimizer, WorkerGroup(CUDA, 20), config), Recorder()
+        with recorder.recording():
+            for _ in range(3):
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, 0.01)
+                with recorder.counting() as counted:
+                    step.before_local_step()
+                    step.after_local_step()
+        buffers = sum(len(flat.buckets) for flat in step.mixer.buckets.flats)
+        buffers += sum(len(slot) for slots in step.mixer.buckets.received for slot in slots)
+        gradients = len(dtypes)  # one reduction for the gradients of each dtype
+        whole = counted.launches_on(size * 4 * 9 // 10)  # the last rows of a bucket have a sum of their own
+        found.append((whole - gradients, len(counted.launches) - whole, buffers, len(dtypes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "workers", "sums"),  # of each bucket, for the edit guard; those of pairs are among the two passes
+    [("one_peer_ring", 2, 0), ("complete", 3, 2), pytest.param("ring", 4, 2, marks=pytest.mark.slow)],
+)
+def test_a_mix_passes_twice_over_each_buffer_and_launches_few_other_kernels(sham, topology, workers, sums):
+    for found in sham.run(passes, workers, topology):
+        for whole, others, buffers, buckets in found:
+            assert 0 < whole <= 2 * buffers + sums * buckets
+            assert others <= 50 + 8 * buffers
+
+
+# ---- logs, evaluations, checkpoints
+
+
+def logs_and_evaluations(rank: int, folder: str) -> dict[str, dict[str, int]]:
+    see_one_gpu()
+    config = GossipConfig(timeout=20, log_every=1, workers_per_process=2)
+    accelerator = GossipAccelerator(gossip=config)
+    first: Any = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.BatchNorm1d(300))
+    second: Any = nn.Linear(1500, 1500)
+    parts = [OPTIMIZERS["foreach"](model.parameters()) for model in (first, second)]
+    first, second, *optimizers = accelerator.prepare(first, second, *parts)
+    records: list[dict[str, Any]] = []
+    accelerator.consensus_logger.add_sink(lambda values, step: records.append(values))
+    recorder, found = Recorder(), {}
+
+    def step() -> None:
+        accelerator.backward(first(inputs(8)).square().mean() + second(inputs(1500)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def inputs(width: int) -> Tensor:
+        return torch.randn(8, width, device=CUDA)
+
+    with recorder.recording():
+        loss = torch.full((), 2.0, device=CUDA)
+        step()
+        step()
+        with recorder.counting() as counted:
+            figures = accelerator.training.metrics()
+        found["metrics of two optimizers"] = counted.places
+        step()
+        with recorder.counting() as counted:
+            accelerator.consensus_logger.log({"loss": loss + 1, "accuracy": loss * 2, "text": "x"}, step=1)
+        found["log"] = counted.places
+        with recorder.counting() as counted:
+            accelerator.measure_consensus()
+        found["radius of 2.2 M parameters"] = counted.places
+        with recorder.counting() as counted, accelerator.deployed_model(first, calibrate=[inputs(8) for _ in range(5)]):
+            pass
+        found["calibration"] = counted.places
+        with recorder.counting() as counted, accelerator.deployed_model(first):
+            pass
+        found["pooling"] = counted.places
+        accelerator.save_state(folder, wait=False)  # the first one also copies the keys of digests to the device
+        accelerator.finish_saving()
+        with recorder.counting() as counted:
+            accelerator.save_state(folder, wait=False)
+        found["background save"] = counted.places
+        accelerator.finish_saving()
+    assert figures["gossip/radius"] > 0
+    assert (records[-1]["loss"], records[-1]["accuracy"], records[-1]["text"]) == (3.0, 4.0, "x")
+    assert not recorder.races
+    return found
+
+
+MEETINGS = {"core/edits.py compare_meetings": 2}
+"""For each optimizer, the last difference of its pairs."""
+
+
+def test_logs_evaluations_and_saves_wait_rarely(sham, tmp_path):
+    for found in sham.run(logs_and_evaluations, 2, str(tmp_path / "state")):
+        assert found == {
+            "metrics of two optimizers": {"core/consensus.py latest": 1},
+            "log": {"metrics.py log": 1},
+            "radius of 2.2 M parameters": {"core/consensus.py latest": 1},
+            # The statistics of all layers on their way to the host, and back.
+            "calibration": MEETINGS | {"calibration.py _merge_over_workers": 1, "calibration.py _set_statistics": 1},
+            "pooling": MEETINGS | {"calibration.py pool_batch_norm": 1, "calibration.py _set_statistics": 1},
+            "background save": MEETINGS | {"tensor_bytes.py finish_digests": 1},
+        }
+
+
+# ---- what must be found
+
+
+def with_more(patch: pytest.MonkeyPatch, owner: type, name: str, more: Callable[[Any], object]) -> None:
+    """Let a method do more at its end."""
+    original = getattr(owner, name)
+
+    def longer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        more(self)
+        return result
+
+    patch.setattr(owner, name, longer)
+
+
+def parameters_of(mixer: Mixer) -> Tensor:
+    return mixer.buckets.values(0)[0]
+
+
+def wait_of_host(patch: pytest.MonkeyPatch, wait: Callable[[Tensor], object]) -> None:
+    with_more(patch, Mixer, "add", lambda mixer: wait(parameters_of(mixer)))
+
+
+def blocking_copies(patch: pytest.MonkeyPatch) -> None:
+    def begun(self: Any, values: Tensor) -> None:
+        self._arrived, self._values = None, values.to("cpu")
+
+    patch.setattr(HostCopy, "__init__", begun)
+
+
+def numbers_in_brackets(patch: pytest.MonkeyPatch) -> None:
+    def write_(words: Tensor, *values: float) -> Tensor:
+        for place, value in enumerate(values):
+            words[place] = value
+        return words
+
+    patch.setattr(edits, "write_", write_)
+
+
+def arrived() -> None:
+    """Let pinned copies arrive, although nobody has waited for them: the values are not what is tested."""
+    cuda.device_module().deliver(sys.maxsize)
+
+
+def events_before_copies(patch: pytest.MonkeyPatch) -> None:
+    begin, read = HostCopy.__init__, HostCopy.read
+
+    def begun(self: Any, values: Tensor) -> None:
+        event = torch.cuda.current_stream().record_event()
+        begin(self, values)
+        self._arrived = event
+
+    patch.setattr(HostCopy, "__init__", begun)
+    patch.setattr(HostCopy, "read", lambda self: (arrived(), read(self))[1])
+
+
+def reads_before_events(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostCopy, "read", lambda self: (arrived(), self._values)[1])
+
+
+def exchanges_without_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Nccl, "wait", lambda self, work, seconds: work.arrive())
+
+
+def reductions_without_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Nccl, "run", lambda self, collective, what: collective(async_op=True).arrive())
+
+
+def writes_in_flight(patch: pytest.MonkeyPatch) -> None:
+    with_more(patch, Mixer, "start_exchange", lambda mixer: parameters_of(mixer).mul_(1.0))
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+WAITS: Mapping[str, tuple[Patch, str]] = {
+    "a copy that blocks": (blocking_copies, "core/nonfinite.py check"),
+    "a number in brackets": (numbers_in_brackets, "core/edits.py check"),
+    "item": (lambda patch: wait_of_host(patch, lambda x: x[0].item()), "core/step.py after_local_step"),
+    "a mask": (lambda patch: wait_of_host(patch, lambda x: x[x > 0]), "core/step.py after_local_step"),
+    "synchronize": (
+        lambda patch: wait_of_host(patch, lambda x: torch.cuda.synchronize()),
+        "core/step.py after_local_step",
+    ),
+    "a copy that is read at once": (
+        lambda patch: with_more(patch, ArrivalGuard, "check", lambda guard: guard.disagreement),
+        "core/nonfinite.py disagreement",
+    ),
+}
+"""What makes the host wait, and where."""
+RACES: Mapping[str, tuple[Patch, str, str]] = {
+    "exchanges without a wait": (exchanges_without_wait, "subtract on the stream", "send_and_receive on comm"),
+    "reductions without a wait": (reductions_without_wait, "mean on the stream", "_run on communicator"),
+    "a write in flight": (writes_in_flight, "after_local_step on the stream", "send_and_receive on comm"),
+    "events before their copies": (events_before_copies, "core/nonfinite.py", "on the host"),
+    "reads before the event": (reads_before_events, "core/nonfinite.py", "on the host"),
+}
+"""What makes accesses race, and what the message about one of them says."""
+
+
+def mutated(rank: int) -> dict[str, Found]:
+    found = {}
+    for name, (change, *_) in {**WAITS, **RACES}.items():
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            found[name] = steps_of(log_every=1, strict=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def mutations(sham: Any) -> list[dict[str, Found]]:
+    return sham.run(mutated, 2)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_found_where_it_is(mutations, name):
+    _, place = WAITS[name]
+    for found in mutations:
+        assert all(place in waits for waits in found[name].waits), found[name].waits
+        assert not found[name].races
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_is_found_where_it_is(mutations, name):
+    _, *words = RACES[name]
+    for found in mutations:
+        assert any(all(word in race for word in words) for race in found[name].races), found[name].races
+        assert found[name].waits == [{}] * 2
