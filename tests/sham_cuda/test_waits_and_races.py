@@ -32,7 +32,7 @@ from tests.sham_cuda.recorder import Counted, Recorder
 
 pytestmark = pytest.mark.multiprocess
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda")
 ASKED = "core/nonfinite.py allows_step"
 """Where the host looks whether an optimizer may step that cannot skip on the device."""
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
