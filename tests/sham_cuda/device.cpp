@@ -36,7 +36,7 @@ using namespace at;
 
 constexpr auto kDevice = c10::DeviceType::CUDA;
 constexpr DeviceIndex kDevices = 2;
-constexpr int kGarbage = 0xA5;
+constexpr int kGarbage = 0xFF;  // NaN, or -1: it shows where it is added, as 0xA5 (-3e-16) would not
 thread_local DeviceIndex current = 0;
 
 Device device_of(std::optional<Device> device) {
