@@ -25,7 +25,7 @@ class GPUStandIn:
         stand_in = self
 
         class Event:
-            def __init__(self, blocking: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 self.blocking, self.recorded, self.waits = blocking, 0, 0
                 stand_in.events.append(self)
 
