@@ -65,6 +65,8 @@ class WorkerGroup:
             another accelerator, see `devices`.
         timeout: seconds (> 0) after which a silent worker counts as lost.
         line: which processes of the run belong to the group; by default all of them.
+        exchanges: whether the members exchange parameters. Others connect their GPUs at their first reduction, if there
+            is one: a communicator takes memory of the GPU.
 
     Raises:
         ValueError: several processes were launched without a process group, gossip is impossible on `device`, two
@@ -72,7 +74,9 @@ class WorkerGroup:
         WorkerLostError: a worker did not connect.
     """
 
-    def __init__(self, device: torch.device, timeout: float = 600.0, line: Line | None = None) -> None:
+    def __init__(
+        self, device: torch.device, timeout: float = 600.0, line: Line | None = None, exchanges: bool = True
+    ) -> None:
         launched = dist.is_available() and dist.is_initialized()
         if not launched:
             _refuse_several_processes()
@@ -96,24 +100,29 @@ class WorkerGroup:
             this_kernel(), socket.gethostname(), str(device), identity_of(device), mistake_on(device, self.size)
         )
         if self.size > 1:
-            self._connect(placement)
+            self._connect(placement, exchanges)
         else:
             refuse_misplaced([placement])
 
     __reduce__ = refuse_copy
 
-    def _connect(self, placement: Placement) -> None:
+    def _connect(self, placement: Placement, exchanges: bool) -> None:
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
         self.guarded(self.process_groups.connect_control, "connecting the workers")
         everyone = self.all_gather_object((this_machine(), os.getpid(), placement), "connecting the workers")
         reports.processes = [(machine, process) for machine, process, _ in everyone]
         refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
+        if exchanges:
+            self._connect_tensors()
         transport = self.process_groups.transport
-        self.guarded(lambda: transport.within(self.timeout, self.process_groups.connect), "connecting the workers")
         name_loss = weakref.WeakMethod(self._name_loss)
         transport.watchdog.start(lambda pending: (name_loss() or str)(pending), self.timeout)
         weakref.finalize(self, transport.watchdog.stop)
+
+    def _connect_tensors(self) -> None:
+        transport, connect = self.process_groups.transport, self.process_groups.connect
+        self.guarded(lambda: transport.within(self.timeout, connect), "connecting the workers")
 
     # ---- workers of several processes
 
@@ -137,7 +146,7 @@ class WorkerGroup:
     @classmethod
     def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
         """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
-        everyone = cls(device, timeout, line=mesh.everyone)
+        everyone = cls(device, timeout, line=mesh.everyone, exchanges=False)
         column = cls(device, timeout, line=mesh.column)
         column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
         mesh.limit(timeout)
@@ -262,6 +271,8 @@ class WorkerGroup:
     def _run(self, collective: Callable[..., Any], tensor: Tensor, what: str) -> None:
         """Run a collective of torch on a tensor that is where `_device_for` says."""
         if is_on(tensor.device, self.device):
+            if self.process_groups.reduction is None:
+                self._connect_tensors()
             self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.reduction), what)
         else:
             collective(tensor, group=self.process_groups.control)  # on gloo, where the host waits

@@ -52,13 +52,16 @@ class ProcessGroups:
         self.world = dist.group.WORLD
         self.checked = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.control = self.new("gloo")
+        if self.backend == "gloo":
+            self.reduction = self.control
 
     def connect(self) -> None:
         """Create the groups. Collective: `new_group` is, so every worker creates every group in the same order."""
         if self.control is None:
             self.connect_control()
         self.exchange = self.new(self.backend)
-        self.reduction = self.control if self.backend == "gloo" else self.exchange
+        if self.backend != "gloo":
+            self.reduction = self.exchange
 
     def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
         """A process group of `ranks`, by default of all members. Collective over ALL processes.

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, WorkerGroup
 from dsgdac_accel.distributed.process_groups import ProcessGroups
+from dsgdac_accel.distributed.transport import Nccl
 from dsgdac_accel.distributed.watchdog import HostFlags
 from tests.kernel_launches import KernelLaunches
 
@@ -36,6 +39,33 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, watch: Any = None) 
     with watch or contextlib.nullcontext():
         optimizer.step()
     optimizer.zero_grad()
+
+
+# ---- communicators
+
+
+def connect_shards(rank: int) -> tuple[int, int]:
+    """Train workers of two processes; return how many communicators this process has then, and after a broadcast."""
+    torch.cuda.set_device(0)
+    os.environ["LOCAL_RANK"] = "0"  # each process sees one GPU
+    made, new_group = [], Nccl.new_group
+    Nccl.new_group = lambda nccl, ranks, limit: (made.append(rank in ranks), new_group(nccl, ranks, limit))[1]
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    accelerator = GossipAccelerator(device_mesh=mesh, gossip=GossipConfig(overlap=False, **FAST))
+    model = deep_model(2).to("cuda")
+    fully_shard(model, mesh=mesh["dp_shard"])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(model, optimizer)
+    accelerator.measure_consensus()
+    in_training = sum(made)
+    values = torch.full((3,), float(rank), device="cuda")
+    accelerator.group.everyone.broadcast_(values, "a test")
+    assert values.tolist() == [0.0] * 3
+    return in_training, sum(made)
+
+
+def test_a_process_of_a_sharded_worker_has_a_communicator_for_its_worker_and_one_for_its_neighbors(sham):
+    assert sham.run(connect_shards, 4) == [(2, 3)] * 4
 
 
 # ---- mistakes

@@ -50,7 +50,7 @@ def test_a_loss_ends_the_run(peer):
 
 def test_what_communicates_in_the_background_is_drained_before_every_reduction_and_broadcast(monkeypatch):
     group, done = WorkerGroup(torch.device("cpu")), []
-    group.members = Members(0, 2)
+    group.members, group.process_groups.reduction = Members(0, 2), "connected"
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: done.append("all_reduce"))
     monkeypatch.setattr(dist, "broadcast", lambda tensor, group_src, group=None: done.append("broadcast"))
 
