@@ -82,6 +82,7 @@ class WorkerGroup:
             _refuse_several_processes()
         refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
+        processes = members.size
         self.device = device = indexed(device)
         self.timeout = timeout
         self.members = members if line is None else line.members
@@ -97,7 +98,7 @@ class WorkerGroup:
         self._in_flight: set[Any] = set()
         _LIVE.add(self)
         placement = Placement(
-            this_kernel(), socket.gethostname(), str(device), identity_of(device), mistake_on(device, self.size)
+            this_kernel(), socket.gethostname(), str(device), identity_of(device), mistake_on(device, processes)
         )
         if self.size > 1:
             self._connect(placement, exchanges)

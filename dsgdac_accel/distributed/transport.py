@@ -135,6 +135,7 @@ class Nccl:
                     f"sends and receives must form one NCCL group, which torch {torch.__version__} cannot do with "
                     f"TORCH_DISTRIBUTED_DEBUG=DETAIL. Use INFO or OFF, or a newer torch."
                 )
+            self.mark()  # the first one takes memory, for which CUDA may wait for communication in flight
             # Point-to-point as a communicator's very first call is undefined where some rank has nothing to send.
             dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
         return handle

@@ -88,7 +88,7 @@ def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(topolo
         options = found["groups"][0]["pg_options"]
         assert options.is_high_priority_stream
         assert 4 <= options.config.max_ctas <= 8
-        assert found["groups"][0]["timeout"].total_seconds() > 30, "NCCL aborts before the library names anybody"
+        assert found["groups"][0]["timeout"].total_seconds() == 2 * 30 + 60, "NCCL may abort before anybody is named"
         if topology != "one_peer_ring" and rank in (0, 2):
             assert found["waits"][late] > 0.3, "waiting for a late worker is not measured, or not a step later"
 

@@ -22,7 +22,8 @@ _LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 def device_module() -> ModuleType:
     """Return the compiled device, which was preloaded into this process."""
     if "sham_device" not in sys.modules:
-        specification = importlib.util.spec_from_file_location("sham_device", os.environ["LD_PRELOAD"])
+        preloaded = os.environ.pop("LD_PRELOAD")  # programs that are no Python could not load it
+        specification = importlib.util.spec_from_file_location("sham_device", preloaded)
         assert specification is not None
         assert specification.loader is not None
         sys.modules["sham_device"] = importlib.util.module_from_spec(specification)

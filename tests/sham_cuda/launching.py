@@ -13,12 +13,13 @@ from tests.workers import Outcome, raise_failures, try_workers
 
 
 class ShamCuda:
-    """A process that forks workers with a sham device. Raises FileNotFoundError without a compiler."""
+    """A process that forks workers with a sham device. Raises Unavailable as `library` does."""
 
     def __init__(self) -> None:
+        device = library()
         self._host = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         before = os.environ.get("LD_PRELOAD")
-        os.environ["LD_PRELOAD"] = str(library())
+        os.environ["LD_PRELOAD"] = str(device)
         try:
             self._host.submit(os.getpid).result()  # starts it
         finally:
@@ -26,12 +27,12 @@ class ShamCuda:
             if before is not None:
                 os.environ["LD_PRELOAD"] = before
 
-    def run(self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 240.0) -> list[Any]:
         """As `tests.workers.run_workers`."""
         return raise_failures(self.attempt(function, num_workers, *args, timeout=timeout))
 
     def attempt(
-        self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 90.0
+        self, function: Callable[..., Any], num_workers: int, *args: Any, timeout: float = 240.0
     ) -> list[Outcome]:
         """As `tests.workers.try_workers`."""
         return self._host.submit(try_workers, function, num_workers, *args, timeout=timeout, device="sham").result()

@@ -95,6 +95,7 @@ def test_without_its_event_a_copy_is_garbage(mutant, sham, tmp_path):
     wrong = sham.attempt(train, WORKERS, tmp_path / "wrong", torch.float32, "int8", False, mutant)
     for rank, expected in enumerate(right):
         if mutant == "host copy":
+            assert wrong[rank].exit_code is not None, "it hangs"
             assert wrong[rank].error or differences(wrong[rank].value, expected)
             continue
         assert not differences(wrong[rank].value, expected)  # training never reads what was staged
