@@ -141,6 +141,7 @@ def test_a_group_that_cannot_send_and_receive_at_once_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(Nccl, "options", lambda *_: None)
+    monkeypatch.setattr(Nccl, "mark", lambda nccl: None)  # which takes pinned memory
     with pytest.raises(ValueError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
         Nccl(torch.device("cpu")).new_group([0, 1], limit=dist.distributed_c10d.default_pg_timeout)
     Backend.supports_coalescing = True
