@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ def launch_workers(config: BenchmarkConfig, main: Callable[[Sequence[str]], None
 
     The others are ended when a process fails. Returns its exit status, 128 + n for signal n, or 0.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore it
     os.environ[LAUNCHED] = "true"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     with contextlib.ExitStack() as ended:

@@ -753,7 +753,7 @@ def refuse_all(rank: int, folder: str) -> dict[str, str]:
         "offload": attach(build("arguments", fsdp_config={"version": 2, "cpu_offload": True})),
         "context": attach(build("arguments", parallelism_config=ParallelismConfig(cp_size=2))),
         "tensor": attach(build("arguments", parallelism_config=ParallelismConfig(tp_size=2), fsdp=None)),
-        "plan": attach(changed(build(), lambda trainer: trainer.model, tp_size=2)),
+        "plan": attach(changed(build(), lambda trainer: trainer.model, _tp_size=2)),
         "fp16": attach(changed(build("arguments"), lambda trainer: trainer.accelerator.state, _mixed_precision="fp16")),
     }
     trainer = build("arguments")
