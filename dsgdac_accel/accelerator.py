@@ -41,7 +41,7 @@ from dsgdac_accel.compatibility import (
 )
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
-from dsgdac_accel.core.parameter_guard import as_parameter_list
+from dsgdac_accel.core.parameters import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import (
     DataPosition,
@@ -533,6 +533,14 @@ class GossipAccelerator(Accelerator):
             self.deployment.deployed(model, self._dataloaders, calibrate, calibration_forward) as deployed,
         ):
             yield deployed
+
+    def restart_exchange(self) -> None:
+        """Drop what was sent: the next step sends the weights as they are then. Call it on all workers.
+
+        Write it after a script has given the workers other weights, such as by `load_state_dict`. Otherwise the next
+        step adds to the new weights what the old ones would have been mixed by.
+        """
+        self.training.restart_exchange()
 
     def not_training(self) -> AbstractContextManager[None]:
         """Inside, passes over prepared loaders do not count as training: they are neither cut short nor counted."""

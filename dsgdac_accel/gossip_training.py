@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.master_parameters import AverageInModel
-from dsgdac_accel.core.parameter_guard import ModelWatch, as_parameter_list
+from dsgdac_accel.core.model_watch import ModelWatch
+from dsgdac_accel.core.parameters import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.fsdp_collectives import name_losses
@@ -77,8 +78,7 @@ class GossipTraining:
         """
         if not (models or optimizers):
             return
-        for step in self.steps:
-            step.mixer.discard_exchange()
+        self.restart_exchange()
         reshard(gathering_modules(models))
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
         named += [
@@ -155,8 +155,8 @@ class GossipTraining:
     @property
     def mixed(self) -> set[int]:
         """`id` of every parameter of a model that an optimizer mixes, itself or by its master."""
-        flats = (flat for step in self.steps for flat in step.mixer.buckets.flats)
-        return {id(self.parameter_of(parameter)) for flat in flats for parameter in flat.parameters}
+        slots = (slot for step in self.steps for mine in step.mixer.slots.of_workers for slot in mine)
+        return {id(self.parameter_of(parameter)) for slot in slots for parameter in slot.parameters}
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
@@ -209,6 +209,11 @@ class GossipTraining:
         return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in by_worker]
 
     # ---- ending
+
+    def restart_exchange(self) -> None:
+        """Drop the exchanges in flight, see `Mixer.restart_exchange`. Call it on all workers."""
+        for step in self.steps:
+            step.restart_exchange()
 
     def drain(self) -> None:
         """Wait for the exchanges in flight."""

@@ -132,6 +132,10 @@ class Gossip:
         step.after_local_step()
         return result
 
+    def restart_exchange(self) -> None:
+        """Drop what was sent, see `GossipAccelerator.restart_exchange`. Call it on all workers."""
+        self.training.restart_exchange()
+
     # ---- the deployed model
 
     def deployed_model(

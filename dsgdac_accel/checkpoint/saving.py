@@ -39,7 +39,7 @@ from dsgdac_accel.checkpoint.worker_state import (
 )
 from dsgdac_accel.checkpoint.writer import CheckpointWriter, save_checkpoint
 from dsgdac_accel.config import GossipConfig, config_to_dict
-from dsgdac_accel.core.parameter_guard import as_parameter_list
+from dsgdac_accel.core.parameters import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -176,8 +176,6 @@ class AcceleratorCheckpoints:
         accelerator = self.accelerator
         # The gossip steps first: this waits for the exchange in flight, whose result is kept for the next step.
         gossip = [step.state_dict() for step in self.gossip_steps]
-        for step in self.gossip_steps:
-            step.mixer.edits.compare_meetings(f"saving a checkpoint at step {step.mixer.step}")
         recorders = [recorder_of(loader) for loader in accelerator._dataloaders]
         at_step_boundary = accelerator.gradient_state.sync_gradients
         return {

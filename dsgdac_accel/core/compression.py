@@ -1,7 +1,7 @@
 """Sending fewer bytes: rounded differences to a reference that both workers of a pair hold, bit for bit the same.
 
-Two neighbors are close together and move little between two exchanges, so worker i sends q_i = Q(x_i - r), worker j
-sends q_j = Q(x_j - r), and both step along the same two rounded numbers,
+Two neighbors are close together and move little between two exchanges, so worker i sends q_i = Q(s_i - r), worker j
+sends q_j = Q(s_j - r), and both step along the same two rounded numbers,
 
     x_i += gamma W_ij (q_j - q_i),        x_j += gamma W_ij (q_i - q_j).
 
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.core.buckets import Buckets
+from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
-from dsgdac_accel.core.kernels import add_scaled
 from dsgdac_accel.core.messages import Outgoing
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.topology import RoundPlan, Topology
@@ -34,12 +33,12 @@ _PIECE_ELSEWHERE = 2**22  # on other devices, to bound the working space
 
 @dataclass
 class Edge:
-    """The values that a worker and one neighbor have exchanged for one bucket (D,)."""
+    """The values that a worker and one neighbor have exchanged for one buffer (D,)."""
 
     weight: float
     """The neighbor's share of the weight of the round."""
     reference: Tensor
-    """(D,) in bf16, or like the bucket if the format is coarse; bit for bit the same on both sides."""
+    """(D,) in bf16, or like the buffer if the format is coarse; bit for bit the same on both sides."""
     mine: Tensor
     """The message sent: q_i."""
     theirs: Tensor
@@ -47,20 +46,20 @@ class Edge:
 
 
 class Rounding:
-    """Writes and reads the messages about one bucket, a piece at a time, in working space that is kept.
+    """Writes and reads the messages about one buffer, a piece at a time, in working space that is kept.
 
     New memory for each temporary would cost more than the arithmetic: the kernel fills fresh pages with zeros.
 
     Args:
         number_format: how values are rounded.
-        like: the bucket (D,).
+        like: the buffer (D,).
     """
 
     def __init__(self, number_format: Format, like: Tensor) -> None:
         self.format = number_format
         self.size = len(like)
         piece = min(self.size, _PIECE if like.device.type == "cpu" else _PIECE_ELSEWHERE)
-        self.space = torch.empty((4, piece), dtype=like.dtype, device=like.device)
+        self.space = torch.empty((3, piece), dtype=like.dtype, device=like.device)
 
     def _pieces(self) -> Iterator[tuple[int, slice, list[Tensor]]]:
         """Yield where each piece begins, its elements, and working space of its length."""
@@ -71,30 +70,33 @@ class Rounding:
 
     def encode(self, x: Tensor, reference: Tensor, message: Tensor) -> None:
         """message <- Q(x - reference)."""
-        for begin, part, (values, spare, _, _) in self._pieces():
+        for begin, part, (values, spare, _) in self._pieces():
             near = reference[part] if _goes_with(reference, x) else values.copy_(reference[part])
             torch.sub(x[part], near, out=values)
             self.format.write(message, begin, values, spare)
 
-    def advance(self, edges: Sequence[Edge], near: Tensor | None = None) -> Tensor:
-        """Advance the references, r <- r + (q_i + q_j) / 2, and measure the difference; both in one pass.
+    def advance(self, edges: Sequence[Edge], out: Tensor, adds: bool = False) -> Tensor:
+        """Form a difference and advance the references, r <- r + (q_i + q_j) / 2; both in one pass.
 
         Sums commute and halves are exact, so both sides get the same bits, even where operations are fused.
 
         Args:
             edges: to the neighbors of the round in other processes.
-            near: (D,) difference to the neighbors in this process, added to the others.
+            out: (D,), gets sum_j w_j (q_j - q_i).
+            adds: whether `out` holds the difference to the neighbors in this process, to which that is added.
 
         Returns:
-            |sum_j w_j (q_j - q_i) + near|^2, shape (), in float64; not finite where a message is not.
+            The squared norm of `out`, shape (), in float64; not finite where a message is not.
         """
         squares = []
-        for begin, part, (own, other, total, spare) in self._pieces():
+        for begin, part, (own, other, spare) in self._pieces():
+            total = out[part]
             for number, edge in enumerate(edges):
                 self.format.read(edge.mine, begin, own)
                 self.format.read(edge.theirs, begin, other)
-                difference = torch.sub(other, own, out=spare if number else total)
-                if number:
+                first = number == 0 and not adds
+                difference = torch.sub(other, own, out=total if first else spare)
+                if not first:
                     total.add_(difference, alpha=edge.weight)
                 elif edge.weight != 1.0:
                     total.mul_(edge.weight)
@@ -104,17 +106,8 @@ class Rounding:
                     reference.add_(other, alpha=0.5)
                 else:
                     reference.copy_(spare.copy_(reference).add_(other, alpha=0.5))
-            if near is not None:
-                total.add_(near[part])
             squares.append(torch.dot(total, total))
         return torch.stack(squares).double().sum() if squares else self.space.new_zeros((), dtype=torch.float64)
-
-    def add_difference(self, x: Tensor, edge: Edge, alpha: float, skip: Tensor | None = None) -> None:
-        """x += alpha (q_j - q_i); see `add_scaled`."""
-        for begin, part, (own, other, _, _) in self._pieces():
-            self.format.read(edge.mine, begin, own)
-            self.format.read(edge.theirs, begin, other)
-            add_scaled(x[part], other.sub_(own), alpha, skip)
 
 
 def _goes_with(reference: Tensor, values: Tensor) -> bool:
@@ -130,24 +123,25 @@ class Compressor:
 
     Whole groups are averaged by messages between all pairs, too. Memory, in copies of float32 parameters: half a copy
     for each neighbor that a worker ever has in another process, or a whole one where the format is coarse, and for each
-    neighbor of a single round twice the size of a message. With a one-peer ring that is 2 copies for bf16, 1.5 for
-    int8, 2.3 for int4 and 2.1 for int2, and at most 2 MiB of working space for each bucket (4 in float64).
+    neighbor of a single round twice the size of a message. With a one-peer ring and the send buffer that is 3 copies
+    for bf16, 2.5 for int8, 3.3 for int4 and 3.1 for int2, and at most 1.5 MiB of working space for each buffer (3 in
+    float64).
 
     Args:
         name: of a format in `formats`.
         exchange: sends the messages; must not use all-reduces.
-        buckets: the parameters, and the receive buffers that messages arrive in.
+        copies: what is encoded, and the receive buffers that messages arrive in.
     """
 
-    def __init__(self, name: str, exchange: Exchange, buckets: Buckets) -> None:
+    def __init__(self, name: str, exchange: Exchange, copies: Copies) -> None:
         self.format = FORMATS[name]
         self.exchange = exchange
         self.rounds = exchange.rounds
-        self.buckets = buckets
+        self.copies = copies
         self.outgoing: list[list[list[Tensor]]] = []
         """[local worker][k] the messages to its k-th neighbor of a round in another process."""
         self.references: list[dict[int, list[Tensor]]] = []
-        """[local worker][neighbor in another process], one for each bucket; the same on both sides."""
+        """[local worker][neighbor in another process], one for each buffer; the same on both sides."""
         self.rounding: list[Rounding] = []
         self._started = False
         """Whether the references have begun; the same on all workers."""
@@ -156,38 +150,37 @@ class Compressor:
 
     @torch.inference_mode(False)
     def reserve(self) -> None:
-        """Make messages and references for the present buckets and topology.
+        """Make messages and references for the present layout of the copies.
 
         References are started anew by the next `start`.
         """
-        rounds, buckets = self.rounds, self.buckets
-        buckets.reserve(rounds.slots, self.format.message)
-        self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in buckets.received]
+        rounds, copies = self.rounds, self.copies
+        self.outgoing = [[list(map(torch.zeros_like, slot)) for slot in slots] for slots in copies.received]
         self.references = [
             {
-                neighbor: list(map(self._empty_reference, buckets.values(local)))
+                neighbor: list(map(self._empty_reference, copies.sent[local].buffers))
                 for neighbor in sorted({p for plans in rounds.plans for p in rounds.elsewhere(plans[local].weights)})
             }
             for local in range(rounds.local_workers)
         ]
-        self.rounding = [Rounding(self.format, x) for x in buckets.values(0)]
+        self.rounding = [Rounding(self.format, s) for s in copies.sent[0].buffers]
         self._started = False
         if self._saved is not None:
             self._take_over(self._saved)
 
-    def _empty_reference(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x, dtype=torch.bfloat16 if self.format.is_fine else None)
+    def _empty_reference(self, s: Tensor) -> Tensor:
+        return torch.zeros_like(s, dtype=torch.bfloat16 if self.format.is_fine else None)
 
     @torch.no_grad()
     def start(self) -> None:
-        """Let all references begin at the parameters of worker 0, unless they have begun. Collective.
+        """Let all references begin at the copy s of worker 0, unless they have begun. Collective.
 
-        From 0, the first messages would be about x, not about a difference: their rounding would part the workers.
+        From 0, the first messages would be about s, not about a difference: their rounding would part the workers.
         """
         if self._started:
             return
         references, group = self.references, self.exchange.group
-        firsts = [self._empty_reference(x).copy_(x) for x in self.buckets.values(0)]
+        firsts = [self._empty_reference(s).copy_(s) for s in self.copies.sent[0].buffers]
         for first in firsts:
             group.broadcast_(first, "starting compressed exchanges")
         for neighbors in references:
@@ -199,30 +192,39 @@ class Compressor:
     # ---- one round
 
     def messages(self, round_: int) -> tuple[Outgoing, Callable[[], None]]:
-        """Return the messages of a round, and a function that rounds the parameters into them; see `Exchange.post`."""
-        self._saved = None  # from now on the references move
+        """Return the messages of a round, and a function that rounds s into them; see `Exchange.post`."""
 
         def outgoing(local: int, receiver: int | None) -> list[Tensor]:
             assert receiver is not None, "rounded differences are not summed"
             return self.outgoing[local][self._neighbors(round_, local).index(receiver)]
 
         def encode() -> None:
-            for local, x in enumerate(map(self.buckets.values, range(self.rounds.local_workers))):
+            for local, sent in enumerate(self.copies.sent):
                 for neighbor, messages in zip(self._neighbors(round_, local), self.outgoing[local], strict=False):
                     for number, reference in enumerate(self.references[local][neighbor]):
-                        self.rounding[number].encode(x[number], reference, messages[number])
+                        self.rounding[number].encode(sent.buffers[number], reference, messages[number])
 
         return outgoing, encode
 
     def form_updates(self, gamma: float, round_: int) -> list[Update]:
-        """Form the updates of the local workers that take part, and advance the references of the round's pairs."""
+        """Form the updates of the local workers that take part, and advance the references of the round's pairs.
+
+        The difference takes the place of s, which was encoded.
+        """
+        self._saved = None  # from now on the references move
+        plans = {local: self.rounds.plan(round_, local) for local in range(self.rounds.local_workers)}
+        plans = {local: plan for local, plan in plans.items() if plan.weights}
+        near = {local: self._near(local, plan) for local, plan in plans.items()}
         updates: list[Update] = []
-        for local in range(self.rounds.local_workers):
-            plan = self.rounds.plan(round_, local)
-            if plan.weights:
-                edges = [self._edges(round_, local, number) for number in range(len(self.rounding))]
-                scale = gamma * sum(plan.weights.values())
-                updates.append(CompressedUpdate(local, scale, self._near(local, plan), edges, self.rounding))
+        for local, plan in plans.items():
+            out = self.copies.sent[local].buffers
+            for total, mine in zip(out, near[local], strict=False):
+                total.copy_(mine)
+            squares = [
+                rounding.advance(self._edges(round_, local, number), out[number], bool(near[local]))
+                for number, rounding in enumerate(self.rounding)
+            ]
+            updates.append(Update(gamma * sum(plan.weights.values()), out, squares, local=local, formed_by=local))
         return updates
 
     def _neighbors(self, round_: int, local: int) -> list[int]:
@@ -235,13 +237,13 @@ class Compressor:
                 weights[neighbor] / sum(weights.values()),
                 self.references[local][neighbor][number],
                 self.outgoing[local][k][number],
-                self.buckets.received[local][k][number],
+                self.copies.received[local][k][number],
             )
             for k, neighbor in enumerate(self._neighbors(round_, local))
         ]
 
     def _near(self, local: int, plan: RoundPlan) -> list[Tensor]:
-        """Return sum_j W_ij (x_j - x_i) / sum_j W_ij over the neighbors in this process, which are not rounded.
+        """Return sum_j W_ij (s_j - s_i) / sum_j W_ij over the neighbors in this process, which are not rounded.
 
         An empty list if there are none.
         """
@@ -249,18 +251,18 @@ class Compressor:
         if not here:
             return []
         sums = []
-        for number, own in enumerate(self.buckets.values(local)):
+        for number, own in enumerate(self.copies.sent[local].buffers):
             total = torch.zeros_like(own)
             for neighbor, weight in here.items():
-                x_j = self.buckets.values(neighbor - self.rounds.workers.start)[number]
-                total.add_(x_j - own, alpha=weight / sum(plan.weights.values()))
+                theirs = self.copies.sent[neighbor - self.rounds.workers.start].buffers[number]
+                total.add_(theirs - own, alpha=weight / sum(plan.weights.values()))
             sums.append(total)
         return sums
 
     # ---- state and memory
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the references, if they have begun, with the topology and bucket sizes that they fit."""
+        """Return the references, if they have begun, with the topology and buffer sizes that they fit."""
         if not self._started:
             return {}
         return {"references": [dict(neighbors) for neighbors in self.references], "references_of": self._layout()}
@@ -282,8 +284,8 @@ class Compressor:
         self._saved, self._started = None, True
 
     def _layout(self) -> list[Any]:
-        """Return topology and bucket sizes, which saved references must fit. They are equal on all workers."""
-        return [self.rounds.topology.fingerprint, [len(x) for x in self.buckets.values(0)]]
+        """Return topology and buffer sizes, which saved references must fit. They are equal on all workers."""
+        return [self.rounds.topology.fingerprint, [len(s) for s in self.copies.sent[0].buffers]]
 
     def release(self) -> None:
         """Free messages and references."""
@@ -298,42 +300,3 @@ def require_symmetric_rounds(topology: Topology, comm_dtype: str) -> None:
                 f"comm_dtype={comm_dtype!r} needs symmetric rounds, in which neighbors take opposite steps; round "
                 f"{round_} of topology {topology.name!r} is directed. Use comm_dtype='full'."
             )
-
-
-class CompressedUpdate(Update):
-    """An update whose difference is in the messages; `difference` is only the one to neighbors in this process.
-
-    Constructing it advances the references of its pairs.
-    """
-
-    def __init__(
-        self, local: int, scale: float, near: list[Tensor], edges: list[list[Edge]], rounding: list[Rounding]
-    ) -> None:
-        self.edges = edges
-        """[bucket] the edges to the neighbors in other processes."""
-        self.rounding = rounding
-        super().__init__(scale, near, [[self._square_of(number, near)] for number in range(len(rounding))], local=local)
-
-    def _square_of(self, number: int, near: Sequence[Tensor]) -> Tensor:
-        """Return the square of the difference for a bucket, shape (); not finite if a message is not."""
-        if self.edges[number]:
-            return self.rounding[number].advance(self.edges[number], near[number] if near else None)
-        assert near, "a worker that takes part in a round has a neighbor"
-        return torch.linalg.vector_norm(near[number]).double().square()
-
-    def add_to(self, number: int, x: Tensor) -> None:
-        """x += scale * difference, for the bucket with this number."""
-        if self.difference:
-            super().add_to(number, x)
-        for edge in self.edges[number]:
-            self.rounding[number].add_difference(x, edge, self.scale * edge.weight, self.skip)
-
-    def dense(self, number: int) -> Tensor:
-        """Return the difference for the bucket with this number, (D,)."""
-        rounding = self.rounding[number]
-        total = rounding.space.new_zeros(rounding.size)
-        if self.difference:
-            total.add_(self.difference[number])
-        for edge in self.edges[number]:
-            rounding.add_difference(total, edge, edge.weight)
-        return total

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import Use
+from dsgdac_accel.core.copies import Copy, Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
-from dsgdac_accel.core.spare_buffers import SpareBuffers
+from dsgdac_accel.shards import is_sharded
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,12 @@ class Average:
     def __init__(self, mixer: Mixer) -> None:
         self.mixer = mixer
         self.group = mixer.group
-        self.buckets = mixer.buckets
-        self.spare = SpareBuffers(mixer.buckets)
+        self.copies = mixer.copies
+        self._own: list[Copy] = []
+        """[local worker] its own parameters while they are the average: the backup."""
+        self._mean: Copy | None = None
+        self._places: list[list[tuple[Parameter, Tensor]]] = []
+        """[local worker] the parameter of each slot when the average was swapped in, and its memory then."""
         self._latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
         self._arriving: tuple[HostCopy, int, int] | None = None
         """Means over the workers of ||x_i - x_bar|| and its square, number of workers, and step of a measurement that
@@ -76,23 +81,31 @@ class Average:
     def start_measurement(self) -> None:
         """Measure the exact consensus error, for `latest`, without waiting for a GPU. Collective.
 
-        The mean is formed in the receive buffers if they are free, or else in new memory of the size of a bucket.
+        Drops the exchange in flight, in whose buffers the mean is formed.
         """
         if self.mixer.topology.num_workers == 1:
             self._latest, self._arriving = Consensus(0.0, 0.0, self.mixer.step), None
             return
-        self.buckets.refuse(Use.BACKUP, Use.RELEASED)
-        self.mixer.drain()
-        self.buckets.read_in()
-        what = f"measuring the consensus radius at step {self.mixer.step}"
-        squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
-        for number, (first, *others) in enumerate(zip(*self._values(), strict=True)):
-            with self.spare.scratch(number) as mean:
-                mean.copy_(first)
-                self.group.all_reduce_mean_(mean, what, others=others)
-                for mine, x in zip(squares, (first, *others), strict=True):
-                    mine.append(_squared_distance(mean, x))
+        self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
+        self.mixer.restart_exchange()
+        self._form_mean(f"measuring the consensus radius at step {self.mixer.step}")
+
+    def _form_mean(self, what: str) -> tuple[list[Copy], Copy]:
+        """Return the workers' own parameters and their mean, in copies; also measures the consensus. Collective."""
+        own = self.copies.sent
+        for copy, values in zip(own, self.mixer.slots.values(), strict=True):
+            copy.read(values)
+        received = self.copies.received[0]
+        mean = Copy(own[0].layout, received[0] if received and self.mixer.compressor is None else None)
+        squares: list[list[Tensor]] = [[] for _ in own]
+        for number, total in enumerate(mean.buffers):
+            first, *others = (copy.buffers[number] for copy in own)
+            total.copy_(first)
+            self.group.all_reduce_mean_(total, what, others=others)
+            for mine, x in zip(squares, (first, *others), strict=True):
+                mine.append(_squared_distance(total, x))
         self._measured(squares)
+        return own, mean
 
     @torch.no_grad()
     def swap_in(self) -> None:
@@ -103,28 +116,38 @@ class Average:
         if self.swapped_in:
             return
         self.mixer.prepare_average()
-        self.spare.back_up()
+        slots = self.mixer.slots
+        self._places = [[(slot.parameters[0], slot.value().detach()) for slot in mine] for mine in slots.of_workers]
         if self.mixer.topology.num_workers == 1:
-            return
-        squares: list[list[Tensor]] = [[] for _ in self.buckets.flats]
-        for number, mean in enumerate(self.buckets.values(0)):
-            own = [kept[number] for kept in self.spare.backup]
-            self.group.all_reduce_mean_(mean, f"averaging the workers at step {self.mixer.step}", others=own[1:])
-            for worker, x in enumerate(own):
-                squares[worker].append(_squared_distance(mean, x))
-                if worker > 0:
-                    self.buckets.values(worker)[number].copy_(mean)
-        self.buckets.write_back()
-        self._measured(squares)
+            self._own = [Copy(self.copies.layout)]
+            self._own[0].read([value for _, value in self._places[0]])
+            self._mean = self._own[0]
+        else:
+            self._own, self._mean = self._form_mean(f"averaging the workers at step {self.mixer.step}")
+            for places in self._places:
+                self._mean.write([value for _, value in places])
+        self.copies.use = Use.BACKUP
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Give the workers of this process their own parameters back, every byte."""
-        self.spare.restore()
+        """Give the workers of this process their own parameters back, every byte; does nothing without an average.
+
+        They get them in the memory that they had, also where a script has re-pointed them since.
+        """
+        if not self.swapped_in:
+            return
+        for copy, places in zip(self._own, self._places, strict=True):
+            for parameter, value in places:
+                if not is_sharded(parameter) and parameter.data_ptr() != value.data_ptr():
+                    parameter.data = value
+            copy.write([value for _, value in places])
+        self._own, self._mean, self._places = [], None, []
+        self.copies.use = Use.FREE
 
     @property
     def swapped_in(self) -> bool:
         """Whether the parameters are the average of the workers at the moment."""
-        return self.buckets.use is Use.BACKUP
+        return self.copies.use is Use.BACKUP
 
     @torch.no_grad()
     def errors(self) -> list[dict[int, Tensor]]:
@@ -140,12 +163,14 @@ class Average:
             raise RuntimeError(
                 "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
             )
+        assert self._mean is not None
         errors: list[dict[int, Tensor]] = []
-        for kept in self.spare.backup:
+        slots = self.copies.layout.grouped(self.mixer.slots.of_workers[0])
+        for copy in self._own:
             of_worker: dict[int, Tensor] = {}
-            for bucket, own in zip(self.buckets.flats[0].buckets, kept, strict=True):
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    of_worker[id(parameter)] = own.as_strided(view.shape, view.stride(), view.storage_offset()) - view
+            for group, own, mean in zip(slots, copy.views, self._mean.views, strict=True):
+                for slot, x, x_bar in zip(group, own, mean, strict=True):
+                    of_worker |= dict.fromkeys(map(id, slot.parameters), x - x_bar)
             errors.append(of_worker)
         return errors
 
@@ -160,9 +185,6 @@ class Average:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved measurement."""
         self._latest, self._arriving = None if state["latest"] is None else Consensus(**state["latest"]), None
-
-    def _values(self) -> list[list[Tensor]]:
-        return [self.buckets.values(worker) for worker in range(len(self.buckets.flats))]
 
     def _measured(self, squared_distances: list[list[Tensor]]) -> None:
         """Reduce the squared distances of the local workers, [worker][bucket], over all workers."""

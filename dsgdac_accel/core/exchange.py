@@ -1,6 +1,6 @@
 """One exchange between processes: post the sends and receives of a round, travel in the background, and wait.
 
-Workers of the same process read each other's parameters in place; only what other processes need is sent. Most rounds
+Workers of the same process read each other's copies in place; only what other processes need is sent. Most rounds
 are point-to-point. A round that averages whole groups of three or more workers is an all-reduce on each group. The
 round alone decides who communicates, and how, so all workers agree without asking.
 """
@@ -66,8 +66,6 @@ class Exchange:
         outgoing: Outgoing,
         incoming: Incoming,
         encode: Callable[[], None] | None = None,
-        copied: Callable[[int], None] | None = None,
-        confirm: Callable[[], None] | None = None,
     ) -> None:
         """Start sending and receiving; returns at once. No tensor may be written until `wait` returns.
 
@@ -77,8 +75,6 @@ class Exchange:
             outgoing: the tensors that a local worker sends to a receiver.
             incoming: the tensors to fill; those of an averaging group that spans processes by `GroupAllReduce`.
             encode: fills the outgoing tensors first, in the background.
-            copied: called in the background with a local worker, after its parameters were copied for an all-reduce.
-            confirm: called in the background after all parameters were copied or encoded; from then on they may change.
         """
         assert self._posted is None, "one exchange at a time"
         transport = self._transport
@@ -91,9 +87,7 @@ class Exchange:
         def post() -> Works:
             if encode is not None:
                 encode()
-            works = self._all_reduce.post(groups, outgoing, incoming, copied)
-            if confirm is not None and (groups or encode is not None):
-                confirm()
+            works = self._all_reduce.post(groups, outgoing, incoming)
             handle = self.group.process_groups.exchange
             return [*works, *transport.send_and_receive(receives, sends, handle, busiest)]
 

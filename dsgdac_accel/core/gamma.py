@@ -63,15 +63,6 @@ class GammaSchedule:
             self.rule = adaptive_consensus(self.config, lrs)
             self._planned = True
 
-    def require_equal_lr(self, when: str) -> None:
-        """Raise ValueError on every worker unless all have the same learning rate. Collective."""
-        self.group.everyone.require_equal(
-            current_lr(self.optimizer),
-            f"learning rate {when}",
-            "Step schedulers alike on all workers; one that follows a metric needs the same metric everywhere, such as "
-            "one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`.",
-        )
-
     def _say_if_it_waits(self, lr: Any) -> None:
         if not self._said_that_it_waits and isinstance(lr, Tensor) and lr.device.type != "cpu":
             self._said_that_it_waits = True

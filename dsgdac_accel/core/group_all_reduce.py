@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -13,7 +13,7 @@ from dsgdac_accel.distributed.transport import Works
 
 
 class GroupAllReduce:
-    """Sums the parameters of each averaging group, by an all-reduce of its processes.
+    """Sums the copies of each averaging group, by an all-reduce of its processes.
 
     Args:
         group: the processes.
@@ -42,20 +42,13 @@ class GroupAllReduce:
         size = sum(tensor.nbytes for tensor in outgoing(0, None)) if counts else 0
         return sum(round(2 * (count - 1) / count * size) for count in counts)
 
-    def post(
-        self,
-        groups: Sequence[tuple[int, ...]],
-        outgoing: Outgoing,
-        incoming: Incoming,
-        copied: Callable[[int], None] | None,
-    ) -> Works:
-        """Copy the parameters of the local workers into the receive buffers, and begin to sum them over the processes.
+    def post(self, groups: Sequence[tuple[int, ...]], outgoing: Outgoing, incoming: Incoming) -> Works:
+        """Sum the copies of the local workers into the receive buffers, and begin to sum these over the processes.
 
         Args:
             groups: the averaging groups of a round, see `Rounds.all_reduce_groups`.
-            outgoing: the parameters.
+            outgoing: the copies.
             incoming: `incoming[i][0]` gets the sum, where i is the group's first local worker.
-            copied: called with that worker when its parameters were copied.
         """
         works: Works = []
         for workers in groups:
@@ -64,8 +57,6 @@ class GroupAllReduce:
             totals = incoming[first][0]
             for total, own in zip(totals, outgoing(first, None), strict=True):
                 total.copy_(own)
-            if copied is not None:
-                copied(first)
             for other in others:
                 for total, own in zip(totals, outgoing(other, None), strict=True):
                     total.add_(own)

@@ -10,7 +10,6 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.parameter_guard import LOAD_IN_FLOAT32, as_parameter_list, name_of, refuse_unmixable
+from dsgdac_accel.core.parameters import LOAD_IN_FLOAT32, as_parameter_list, name_of, refuse_unmixable
 
 T = TypeVar("T")
 LOW_PRECISION = frozenset((torch.bfloat16, torch.float16))
@@ -81,8 +80,6 @@ class MasterParameters:
         self._parameter_of: dict[int, Parameter] = {}
         """The model's parameter of each master, by its `id`."""
         self._master_of: dict[int, Parameter] = {}
-        self._edits: list[Edit] = []
-        """Found, and to be applied once no exchange is in flight."""
         refuse_untrainable([p for p in as_parameter_list(optimizer.param_groups) if p.requires_grad], names)
         if hasattr(optimizer, "check_overrides"):  # bitsandbytes looks its settings up by the model's parameters, once
             optimizer.check_overrides()
@@ -113,23 +110,11 @@ class MasterParameters:
 
     # ---- the order of a step
 
-    def read_model(self, in_flight: bool) -> None:
-        """Take over new parameters, gradients, and values that a script wrote from the model.
-
-        Args:
-            in_flight: whether an exchange of the masters is in flight, so that values must wait for `apply_edits`.
-        """
+    def read_model(self) -> None:
+        """Take over new parameters, gradients, and values that a script wrote from the model."""
         self._follow()
         self.take_gradients()
-        self.find_edits()
-        if not in_flight:
-            self.apply_edits()
-
-    def apply_edits(self) -> None:
-        """Write the values that a script wrote into the model into the masters, once."""
-        for edit in self._edits:
-            edit.apply()
-        self._edits = []
+        self.adopt_edits()
 
     def write_model(self) -> None:
         """Round the masters into the model, and leave the gradients to it: it alone decides how long they stay."""
@@ -260,8 +245,8 @@ class MasterParameters:
         self._written = _fingerprints(memory)
 
     @torch.no_grad()
-    def find_edits(self) -> None:
-        """Find the values that a script wrote into the model since `write_back`, for `apply_edits`.
+    def adopt_edits(self) -> None:
+        """Write the values that a script wrote into the model since `write_back` into the masters.
 
         Raises:
             RuntimeError: a parameter has another shape; or, on an accelerator, was written through `.data` before the
@@ -277,7 +262,8 @@ class MasterParameters:
                 self._unread = HostCopy(changed), edited
         found = [pair for pair, touched in zip(self._pairs, edited, strict=True) if touched]
         distinct = {pair.master.data_ptr(): pair for pair in found}  # tied memory is edited once
-        self._edits = [pair.edit(self.names) for pair in distinct.values()]
+        for pair in distinct.values():
+            pair.adopt_edit(self.names)
 
     def _raise_for_unseen_edits(self) -> None:
         unread, self._unread = self._unread, None
@@ -329,24 +315,6 @@ class MasterParameters:
         self._remember(memory)
 
 
-@dataclass
-class Edit:
-    """Values that a script wrote into a parameter of the model."""
-
-    parameter: Parameter
-    master: Parameter
-    before: Tensor
-    """The master when the edit was found."""
-    where: Tensor
-    """True at the elements that were changed."""
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Write the values into the master, plus what was added to it meanwhile."""
-        edited = self.parameter.to(self.master) + (self.master - self.before)
-        self.master.copy_(torch.where(self.where, edited, self.master))
-
-
 class _Pair:
     """A parameter of the model and its master."""
 
@@ -377,16 +345,16 @@ class _Pair:
         """Return whether the parameter was written in place, or points elsewhere; writes to `.data` leave no trace."""
         return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
 
-    def edit(self, names: Mapping[int, str]) -> Edit:
-        """Return the edit of the parameter."""
+    def adopt_edit(self, names: Mapping[int, str]) -> None:
+        """Write the elements of the parameter that a script has changed into the master."""
         if self.parameter.shape != self.master.shape:
             raise RuntimeError(
                 f"{name_of(self.master, names)} became {tuple(self.parameter.shape)} after {tuple(self.master.shape)} "
                 f"between two steps; give the resized parameter to the optimizer as a new one, on all workers."
             )
         rounded = self.master.to(self._dtype).to(self.parameter.dtype)
-        changed = rounded != self.parameter.to(self.master.device)
-        return Edit(self.parameter, self.master, self.master.detach().clone(), changed)
+        own = self.parameter.to(self.master.device)
+        self.master.copy_(torch.where(rounded != own, own.to(self.master.dtype), self.master))
 
     def release(self) -> None:
         """Forget the master."""
@@ -449,10 +417,7 @@ class AverageInModel:
 
     def swap_in(self) -> None:
         """Overwrite masters and model by the average of the workers. Collective."""
-        if self.masters.values():
-            self.average.mixer.prepare_average()  # until then they are in flight and must not change
-            self.masters.find_edits()
-            self.masters.apply_edits()
+        self.masters.adopt_edits()
         self.average.swap_in()
         self._own = self.masters.memory()
         self.masters.write_back()

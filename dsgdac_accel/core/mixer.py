@@ -1,8 +1,9 @@
-"""The mixing core: x_i <- x_i + gamma * sum_j W_ij (x_j - x_i), hidden behind the computation of the step.
+"""The mixing core: x_i <- x_i + gamma * sum_j W_ij (s_j - s_i), hidden behind the computation of the step.
 
-The exchange of x is in flight while forward and backward run at the same x. `consensus_update` waits for it and forms
-the update, the optimizer takes its local step at x, `add` adds the update, and `start_exchange` posts the new x.
-Together this is Algorithm 1 to the letter, for every optimizer; `GossipStep` puts it in order.
+s_i is the copy of x_i that was sent. Its exchange is in flight while forward and backward run. `consensus_update`
+waits for it and forms the update, the optimizer takes its local step, `add` adds the update, and `start_exchange` sends
+the new x. Without edits between steps s_i = x_i, and this is Algorithm 1 to the letter, for every optimizer.
+`GossipStep` puts it in order.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import Buckets, Use
+from dsgdac_accel.core.agreement import Agreement
 from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
-from dsgdac_accel.core.edits import EditGuard
+from dsgdac_accel.core.copies import Copies, Use
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.flat_parameters import changing_alike
+from dsgdac_accel.core.headers import Headers
+from dsgdac_accel.core.list_changes import ListChanges
 from dsgdac_accel.core.nonfinite import ArrivalGuard
-from dsgdac_accel.core.parameter_guard import MixedParameters, signature_of
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.update import Update, form_updates
-from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
@@ -31,19 +32,19 @@ from dsgdac_accel.topology import Topology
 class Mixer:
     """Mixes the parameters of one optimizer with those of the neighbors.
 
-    A process with several workers has buckets for each of them; they read each other's parameters in place.
+    A process with several workers has copies of each of them; they read each other's copies in place.
 
     Args:
         parameters: a parameter, an iterable of them, or parameter groups; or a function that returns one of these. The
-            function is called before every exchange, so that parameters added, replaced or unfrozen later are noticed.
+            function is called in every step, so that parameters added, replaced or unfrozen later are noticed.
         topology: who mixes with whom; built for `group.size * local_workers` workers.
         group: the processes that hold the workers. Construction is collective.
-        order: "local_first" adds gamma (W x - x) to the result of the local step (Algorithm 1); "mix_first" adds it
-            before, so that weight decay sees the mixed point.
+        order: "local_first" adds the update to the result of the local step (Algorithm 1); "mix_first" adds it before,
+            so that weight decay sees the mixed point.
         names: what to call a parameter in error messages, by `id`.
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
-        comm_dtype: what is sent: "full" (the parameters), or their rounded differences in a format of `formats`; see
+        comm_dtype: what is sent: "full" (the copies), or their rounded differences in a format of `formats`; see
             `compression`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
 
@@ -74,143 +75,178 @@ class Mixer:
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         if compressed:
             require_symmetric_rounds(topology, comm_dtype)
-        self.parameters = MixedParameters(parameters, names, local_workers, worker_of)
-        self.changes = WorkerChanges(self.parameters, group)
-        self.buckets = Buckets()
+        self.slots = Slots(parameters, names, local_workers, worker_of)
+        self.copies = Copies()
         self.exchange = Exchange(group, self.rounds)
-        self.compressor = Compressor(comm_dtype, self.exchange, self.buckets) if compressed else None
-        self.edits = EditGuard(self.exchange, self.buckets, self.parameters, uncompressed=not compressed)
-        self.arrivals = ArrivalGuard(group, self.rounds, self.buckets, self.edits, self.changes)
-        self._lay_out()
+        self.compressor = Compressor(comm_dtype, self.exchange, self.copies) if compressed else None
+        self.agreement = Agreement(group)
+        self.headers = Headers(self.exchange, self.slots.story)
+        self.agreement.readers.append(self._raise_for_header)
+        self.changes = ListChanges(self.slots, group, self.agreement)
+        self.arrivals = ArrivalGuard(group, self.rounds, self.slots, self.copies, self.agreement)
+        self._layouts = 0
+        self._listed = 0
+        """A number for what is laid out, which neighbors compare."""
+        self._sent_before: list[list[Tensor]] | None = None
+        """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
+        self._lay_out(first=True)
         group.register(self)
 
     # ---- one step
 
-    def start_exchange(self, watched: bool = True) -> None:
-        """Post the exchange of the parameters as they are now, unless it is posted; `consensus_update` uses it.
+    def start_exchange(self, lr: float = 0.0) -> None:
+        """Copy the parameters as they are now and send them, unless that is done; `consensus_update` uses it.
 
         Args:
-            watched: whether a script may run before the exchange ends.
+            lr: learning rate of the latest step, which must be equal on all workers.
         """
-        if self.group.size == 1 or self.buckets.use in (Use.RECEIVING, Use.RECEIVED):
+        if self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED):
             return
-        if not self._mixes_now:
+        self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
+        self.slots.look()
+        if self.changes.due:
+            self._agree_with_neighbors(lr)
+            self._lay_out()
+        if not self._mixes_now or self.topology.num_workers == 1:
             self.exchange.bytes_sent = 0
             return
         self.group.require_open()
-        self.buckets.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
-        self._follow_changes()
+        self._copy()
+        if self.group.size == 1:
+            self.copies.use = Use.RECEIVED
+            return
         if self.compressor is not None:
             self.compressor.start()
-        self.edits.seal(self._round, self.step, watched)
-        self.buckets.claim(Use.RECEIVING)
-        self.group.hold(self)
-        messages, encode = self.compressor.messages(self._round) if self.compressor else (self._parameters_of, None)
-        self.exchange.post(
-            self._round,
-            f"the exchange of step {self.step}",
-            lambda local, receiver: [*messages(local, receiver), *self.edits.outgoing(local)],
-            self.edits.incoming(),
-            encode,
-            self.edits.copied,
-            self.edits.confirm,
-        )
-
-    def _parameters_of(self, local: int, receiver: int | None) -> Sequence[Tensor]:
-        """Return x, which is sent as it is to every receiver."""
-        return self.buckets.values(local)
-
-    def drain(self) -> None:
-        """Wait for the exchange in flight. The received parameters are kept for the next `consensus_update`."""
-        if self.buckets.use is not Use.RECEIVING:
-            return
-        arrived = False
-        try:
-            self.exchange.wait()
-            arrived = True
-        finally:
-            self.group.let_go(self)
-            self.buckets.claim(Use.RECEIVED if arrived else Use.FREE)
+        self._post(self._round, self._listed, lr)
 
     @torch.no_grad()
-    def consensus_update(self, gamma: float) -> list[Update]:
-        """Wait for the neighbors' parameters and form u = gamma * sum_j W_ij (x_j - x_i), for `add`.
+    def _copy(self) -> None:
+        """s <- x."""
+        for sent, values in zip(self.copies.sent, self.slots.values(), strict=True):
+            sent.read(values)
+        before, self._sent_before = self._sent_before, None
+        if before is not None and [[len(s) for s in each] for each in before] == self._sizes():
+            for sent, saved in zip(self.copies.sent, before, strict=True):
+                for s, value in zip(sent.buffers, saved, strict=True):
+                    s.copy_(value)
+
+    def _post(
+        self, round_: int, listed: int, lr: float, received: Sequence[Sequence[Sequence[Tensor]]] | None = None
+    ) -> None:
+        step = (round_ + 1) * self.mix_every - 1
+        self.headers.write(round_, step, lr, listed)
+        self.group.hold(self)
+        messages, encode = self.compressor.messages(round_) if self.compressor else (self._copies_of, None)
+        self.exchange.post(
+            round_,
+            f"the exchange of step {step}",
+            lambda local, receiver: [*messages(local, receiver), *self.headers.outgoing(local)],
+            self.headers.incoming(self.copies.received if received is None else received),
+            encode,
+        )
+        if received is None:
+            self.copies.use = Use.IN_FLIGHT
+
+    def _copies_of(self, local: int, receiver: int | None) -> Sequence[Tensor]:
+        """Return s, which is sent as it is to every receiver."""
+        return self.copies.sent[local].buffers
+
+    def drain(self) -> None:
+        """Wait for the exchange in flight. What was received is kept for the next `consensus_update`."""
+        if self.copies.use is not Use.IN_FLIGHT:
+            return
+        self.copies.use = Use.FREE
+        try:
+            self.exchange.wait()
+        finally:
+            self.group.let_go(self)
+        self.copies.use = Use.RECEIVED
+
+    def restart_exchange(self) -> None:
+        """Drop the exchange: the next step sends the parameters as they are then. Call it on all workers.
+
+        After a script has given the workers other weights, they mix these, and not what was sent before.
+        """
+        self.drain()
+        self.copies.drop()
+        self._sent_before = None
+
+    @torch.no_grad()
+    def consensus_update(self, gamma: float, lr: float = 0.0) -> list[Update]:
+        """Wait for the neighbors' copies and form u = gamma * sum_j W_ij (s_j - s_i), for `add`.
 
         With order "mix_first" the update is added at once, and `add` only completes the step.
 
         Args:
             gamma: the same on all workers, in [0, 1].
+            lr: as for `start_exchange`.
 
         Returns:
             The update of each local worker that takes part in the round.
 
         Raises:
             WorkerLostError: a neighbor died or did not answer within the timeout.
-            NonFiniteError: a neighbor's or this worker's parameters are not finite, or on a GPU were so in the step
-                before; nothing is mixed then.
-            RuntimeError: parameters were changed while their exchange was in flight, or are of another step or
-                optimizer than this worker's, see `EditGuard`.
+            NonFiniteError: what a neighbor or this worker sent is not finite, or on a GPU was so in the step before;
+                nothing is mixed then.
+            RuntimeError: a neighbor is at another step or optimizer, or trains other parameters.
+            ValueError: a neighbor has another learning rate.
         """
-        self.buckets.refuse(Use.BACKUP, Use.RELEASED)
-        if self.buckets.use is Use.UPDATE:
-            self.buckets.drop()  # the local step before failed
-        self.changes.settle()
-        if self.changes.may_join():
-            self.parameters.equalize_newcomers(self.group)
-        self.start_exchange(watched=False)
+        self.copies.refuse(Use.BACKUP, Use.RELEASED)
+        if self.copies.use is Use.UPDATE:
+            self.copies.drop()  # the local step before failed
+        self.agreement.settle()
+        self.start_exchange(lr)
         self.drain()
-        self.arrivals.settle()
+        updates: list[Update] = []
         if not self._mixes_now:
             self.exchange.waited_seconds = 0.0
-            return self._checked([])
-        if self.topology.num_workers == 1:
-            self.arrivals.disagreement = 0.0
-            return self._checked([])
-        if self.group.size == 1:
-            self._follow_changes()  # with several processes, `start_exchange` has done it
-        self.edits.check(self._round, late=self.arrivals.checks_late)
-        self.buckets.claim(Use.UPDATE)
-        # A parameter that a script re-pointed meanwhile is not in its bucket any more, but the bucket still holds what
-        # the neighbors received. The difference to that keeps the mean of the workers exact.
-        if self.compressor is None:
-            updates = form_updates(gamma, self._round, self.rounds, self.buckets, with_checksums=self.edits.watched)
-        else:
-            updates = self.compressor.form_updates(gamma, self._round)
-        self.edits.remember(updates, self._round)
-        self._checked(updates)
+        elif self.topology.num_workers > 1:
+            differs = self.headers.compare(self._round)
+            if differs is not None or self.agreement.together:
+                self.agreement.vote("header", 0.0 if differs is None else differs)
+            self.copies.use = Use.UPDATE
+            if self.compressor is None:
+                updates = form_updates(gamma, self._round, self.rounds, self.copies)
+            else:
+                updates = self.compressor.form_updates(gamma, self._round)
+        self.arrivals.vote(updates, self._round)
+        self.slots.look()
+        self.changes.vote()
+        self.arrivals.let_skip(updates, self.agreement.close(self.step))
+        if self.changes.due:
+            self._agree_with_neighbors(lr)
         if self.order == "mix_first":
             self._add(updates)
         return updates
 
-    def _checked(self, updates: list[Update]) -> list[Update]:
-        self.arrivals.check(updates, self.step, self._round)
-        if self.changes.due:  # the processes of a sharded worker have just agreed on it
-            self.parameters.equalize_newcomers(self.group)
-        return updates
+    def _raise_for_header(self, sums: Mapping[str, float], step: int) -> None:
+        """Raise an error if a neighbor of this worker, in any of its processes, is not in step with it."""
+        if not sums.get("header"):
+            return
+        error = self.group.row.first(self.headers.error(), f"comparing the neighbors at step {step}")
+        assert error is not None, "a header differs"
+        self.copies.drop()
+        self.group.report(str(error))
+        raise error
 
     @torch.no_grad()
     def add(self, updates: list[Update]) -> None:
         """Add the updates of `consensus_update` after the local step, and count the step."""
         if self.order == "local_first":
             self._add(updates)
-        if self.order == "mix_first" or not any(update.scale for update in updates):
-            self.buckets.read_in()  # what the local step made of the shards; `_add` reads them where it adds something
         self.step += 1
         self.group.steps_taken = self.step
 
     def _add(self, updates: list[Update]) -> None:
-        if updates and self.buckets.use is not Use.UPDATE:
+        if updates and self.copies.use is not Use.UPDATE:
             raise RuntimeError("this consensus update is no longer there; add the one formed last, and only once.")
-        for update in updates:
-            if update.scale == 0.0:
-                continue
-            flat = self.buckets.flats[update.local]
-            # Parameters that were converted since the last step are adopted by `start_exchange`.
-            with changing_alike(flat.bring_back(), self.parameters.name_of):
-                for number, bucket in enumerate(flat.buckets):
-                    update.add_to(number, bucket.data)
-            flat.write_back()
-        self.buckets.drop()
+        updates = [update for update in updates if update.scale != 0.0]
+        if updates:
+            values = self.slots.values()
+            for update in updates:
+                difference = self.copies.differences[update.formed_by]
+                difference.add_to(values[update.local], update.scale, update.skip, not self.slots.changed)
+        self.copies.drop()
 
     @property
     def _round(self) -> int:
@@ -222,77 +258,90 @@ class Mixer:
 
     # ---- layout
 
-    def _lay_out(self) -> None:
-        self.edits.settle()  # names parameters by their offsets in the present buckets
-        self.edits.compare_meetings(f"laying out the parameters at step {self.step}")
-        selected = self._select()
-        self.group.require_equal(signature_of(selected[0]), "trainable parameters (shape, strides, dtype)")
-        self.buckets.lay_out(selected)
-        self.edits.forget_meetings()
-        self.changes.laid_out()
-        self._reserve()
-
-    def _reserve(self) -> None:
-        if self.compressor is None:
-            self.buckets.reserve(self.rounds.slots)
-        else:
+    def _lay_out(self, first: bool = False) -> None:
+        """Make copies for the present list of what is mixed, which is equal on all workers."""
+        self._select()
+        if first:
+            self.group.require_equal(self.slots.signature(), "trainable parameters (shape, strides, dtype)")
+        self.copies.drop()
+        values: list[list[Any]] = self.slots.values()
+        message = None if self.compressor is None else self.compressor.format.message
+        self.copies.lay_out(values, self.rounds.slots if self.topology.num_workers > 1 else [], message)
+        if self.compressor is not None:
             self.compressor.reserve()
+        self._layouts += 1
+        self._listed = self._agreed = self.slots.code(self._layouts)
+        self.changes.taken_over()
 
-    def _select(self) -> list[list[Parameter]]:
-        """Return the parameters to mix. If workers are several processes, all of them raise what one has found."""
+    def _select(self) -> None:
+        """List the parameters to mix. If workers are several processes, all of them raise what one has found."""
         device, row, everyone = self.group.device, self.group.row, self.group.everyone
-        selected: list[list[Parameter]] = []
         problem: ValueError | None = None
         try:
-            selected = self.parameters.select(device if self.topology.num_workers > 1 else None, row)
+            self.slots.select(device if self.topology.num_workers > 1 else None, row)
         except ValueError as error:
             problem = error
         if row.size > 1:
-            what = "selecting the parameters to mix"
-            refusal = everyone.first(None if problem is None else f"{everyone.members.me}: {problem}", what)
+            told = None if problem is None else f"{everyone.members.me}: {problem}"
+            refusal = everyone.first(told, "selecting the parameters to mix")
             if refusal is not None:
                 raise ValueError(refusal)
-            # The shards that are compared next differ between the processes of a worker.
-            names = [(self.parameters.name_of(p), tuple(p.shape)) for p in selected[0]]
-            everyone.require_equal(names, "trainable parameters (name, shape)")
+            everyone.require_equal(self.slots.named_shapes(), "trainable parameters (name, shape)")
         elif problem is not None:
             raise problem
-        return selected
 
-    def _follow_changes(self) -> None:
-        """Lay out parameters anew if some were added, replaced, unfrozen or converted; costs little if none was."""
-        if self.changes.follows(self._any_misfit()):
-            self._lay_out()
+    def _agree_with_neighbors(self, lr: float) -> None:
+        """Tell the neighbors of a whole period that the list changed, and let newcomers start from equal values.
 
-    def _any_misfit(self) -> bool:
-        """Adopt what was re-pointed, and return whether something no longer fits into its bucket."""
-        misfits = [flat.bring_back() for flat in self.buckets.flats]
-        return any(misfits)
+        A worker that changed nothing goes on to send its next copy, and a collective would wait for it until the
+        timeout. So the others send copies of the old layout once more, for the rounds to come, with another number for
+        the list. A worker that changed and one that did not meet within a period, and both end by name. Where all have
+        changed alike, all are here.
+
+        Raises:
+            RuntimeError: a neighbor did not change its list, or in another way.
+        """
+        listed = self.slots.code(self._layouts + 1)
+        if listed == self._agreed:
+            return
+        if self.group.size > 1:
+            self.agreement.settle()
+            first = self._round + (self._mixes_now and self.copies.use is Use.UPDATE)
+            received = [[list(map(torch.empty_like, buffers)) for buffers in slots] for slots in self.copies.received]
+            for round_ in range(first, first + self.topology.period):
+                self._post(round_, listed, lr, received)
+                try:
+                    self.exchange.wait()
+                finally:
+                    self.group.let_go(self)
+                differs = self.headers.compare(round_)
+                wrong = differs is not None and bool(differs)
+                if self.group.row.any(wrong, "comparing the neighbors of a worker"):
+                    self._raise_for_header({"header": 1.0}, self.step)
+        self.slots.equalize_newcomers(self.group)
+        self._agreed = self.slots.code(self._layouts + 1)
 
     def prepare_average(self) -> None:
-        """Finish the exchange in flight, so that the receive buffers are free. Collective.
+        """Drop the exchange, so that the copies are free. Collective.
 
-        The exchange of this step is posted again by `start_exchange` or the next `consensus_update`.
+        The next `consensus_update` sends the parameters as they are then.
         """
-        self.buckets.refuse(Use.UPDATE, Use.RELEASED)
-        self.arrivals.settle()
+        self.copies.refuse(Use.UPDATE, Use.RELEASED)
+        self.agreement.settle()
+        what = f"averaging the workers at step {self.step}"
         if self.topology.num_workers > 1:
-            self.group.barrier(f"averaging the workers at step {self.step}")
-            self.group.require_equal(self.step, "number of optimizer steps")
-            self.edits.compare_meetings(f"averaging the workers at step {self.step}")
-            self.drain()
-            self.buckets.drop()
-        converted = self._any_misfit()
-        self.changes.compare(converted, f"averaging the workers at step {self.step}", self.step)
-        if self.changes.follows(converted):
+            self.group.barrier(what)
+            self.restart_exchange()
+        self.changes.compare(what, self.step)
+        if self.changes.due:
+            self.slots.equalize_newcomers(self.group)
             self._lay_out()
 
     def release(self) -> None:
-        """End the mixing: parameters get memory of their own, buffers are freed, and a further step is refused."""
+        """End the mixing: buffers are freed, and a further step is refused."""
         self.drain()
-        self.arrivals.settle()
-        self.buckets.drop()
-        self.buckets.release()
+        self.agreement.settle()
+        self.copies.release()
         if self.compressor is not None:
             self.compressor.release()
 
@@ -307,16 +356,31 @@ class Mixer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the topology and the references of compression. Waits for the exchange in flight."""
+        """Return the position in the topology, the references of compression, and s where it is no longer x.
+
+        Waits for the exchange in flight, which goes on afterwards.
+        """
         self.drain()
-        self.arrivals.settle()
+        self.agreement.settle()
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,
             "disagreement": self.arrivals.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
         }
+        if self.copies.use is Use.RECEIVED and self._is_edited():
+            state["sent"] = [[s.clone() for s in sent.buffers] for sent in self.copies.sent]
         return state if self.compressor is None else state | self.compressor.state_dict()
+
+    def _is_edited(self) -> bool:
+        """Return whether x is another one than s, because a script has changed it since it was sent."""
+        self.slots.look()
+        return self.slots.changed or any(
+            value is None or not torch.equal(view, value)
+            for sent, values in zip(self.copies.sent, self.slots.values(), strict=True)
+            for views, group in zip(sent.views, sent.layout.grouped(values), strict=True)
+            for view, value in zip(views, group, strict=True)
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, like `start_at`."""
@@ -324,19 +388,18 @@ class Mixer:
         self.start_at(state["step"])
         self.arrivals.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
+        self._sent_before = state.get("sent")
         if self.compressor is not None:
             self.compressor.load_state_dict(state)
 
     def start_at(self, step: int) -> None:
-        """Count steps from `step`; the next `consensus_update` posts the exchange of the parameters as they are."""
-        self.discard_exchange()
+        """Count steps from `step`; the next `consensus_update` sends the parameters as they are then."""
+        self.restart_exchange()
+        self.agreement.forget()
         self.step = self.group.steps_taken = step
 
-    def discard_exchange(self) -> None:
-        """Drop received parameters, because the parameters are about to change on all workers."""
-        self.drain()
-        self.buckets.drop()
-        self.arrivals.forget()
+    def _sizes(self) -> list[list[int]]:
+        return [[len(s) for s in sent.buffers] for sent in self.copies.sent]
 
     @property
     def topology(self) -> Topology:
@@ -346,4 +409,4 @@ class Mixer:
     @property
     def parameter_bytes(self) -> int:
         """Size of the parameters of one worker, as they are exchanged without compression."""
-        return sum(x.nbytes for x in self.buckets.values(0))
+        return self.copies.layout.nbytes

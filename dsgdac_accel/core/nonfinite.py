@@ -11,15 +11,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 
-from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.edits import EditGuard
+from dsgdac_accel.core.agreement import Agreement
+from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.gradients import (
     nonfinite,
     nonfinite_flag,
@@ -28,10 +28,9 @@ from dsgdac_accel.core.gradients import (
     skips_on_device,
 )
 from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.parameter_guard import MixedParameters
 from dsgdac_accel.core.rounds import Rounds
+from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.update import Update
-from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -47,128 +46,99 @@ class ArrivalGuard:
     May only set `Update.skip`, and drop the update before it ends the run.
     """
 
-    def __init__(
-        self, group: WorkerGroup, rounds: Rounds, buckets: Buckets, edits: EditGuard, changes: WorkerChanges
-    ) -> None:
+    def __init__(self, group: WorkerGroup, rounds: Rounds, slots: Slots, copies: Copies, agreement: Agreement) -> None:
         self.group = group
         self.rounds = rounds
-        self.buckets = buckets
-        self.edits = edits
-        self.changes = changes
-        self.checks_late = group.device.type == "cuda"
-        """Whether the host reads the result a step later. The device then skips the update by itself."""
-        self.skip_wanted: Tensor | bool = False
-        """Whether a process of the worker wants it to skip the local update: of this one before `check`, of any after
-        it, then a number, shape (), that is not 0."""
-        self._disagreement: HostCopy | float = 0.0
-        self._unread: tuple[int, int] | None = None
-        """Step and round of a disagreement that the host has not read yet."""
+        self.slots = slots
+        self.copies = copies
+        self.agreement = agreement
+        self.agreement.readers.append(self._read)
+        self._disagreement = 0.0
+        self._updates: Sequence[Update] = ()
+        """Those whose distance was voted on; only kept where the host reads the sums at once."""
+        self._round = 0
+        self._takes_part = False
 
     @property
     def disagreement(self) -> float:
-        """||sum_j W_ij x_j / (1 - W_ii) - x_i|| of the last round in which this worker took part.
+        """||sum_j W_ij s_j / (1 - W_ii) - s_i|| of the last round in which this worker took part.
 
         It is the distance of the worker to the mean of its neighbors, averaged over several local workers. On a GPU,
         reading it waits until the mix of that round is done.
         """
-        if isinstance(self._disagreement, HostCopy):
-            self._disagreement = float(self._disagreement.read())
-        return self._disagreement
+        distance = self._distance(self.agreement.peek())
+        return self._disagreement if distance is None else distance
 
     @disagreement.setter
     def disagreement(self, value: float) -> None:
         self._disagreement = value
 
-    def check(self, updates: Sequence[Update], step: int, round_: int) -> None:
-        """Raise NonFiniteError unless all updates are finite, or let the device skip them if they are not.
-
-        The processes of a sharded worker call it in every step, also without updates: it holds all that they decide
-        together in a step, in a single collective.
-        """
-        norms = [update.norm() for update in updates]
-        total = norms[0] if len(norms) == 1 else torch.stack(norms).mean() if norms else None
-        if self.group.row.size > 1:
-            total = self._of_worker(total, step)
-        if total is None:  # every local worker sits the round out: the last disagreement stays
+    def vote(self, updates: Sequence[Update], round_: int) -> None:
+        """Vote with the distance to the neighbors, unless every local worker sits the round out."""
+        self._updates, self._round = () if self.agreement.late else updates, round_
+        self._takes_part = bool(updates)
+        if not updates:
+            if self.agreement.together:
+                self.agreement.vote("square", 0.0)
             return
-        if self.checks_late:
-            skip = nonfinite(total)
+        norms = [update.norm() for update in updates]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).mean()
+        if self.agreement.together:
+            self.agreement.vote("square", norm.double().square())
+        else:
+            self.agreement.vote("distance", norm)
+
+    def let_skip(self, updates: Sequence[Update], sums: Mapping[str, Tensor]) -> None:
+        """Let the device skip the updates if the distance is not finite, where the host looks at it later."""
+        if self.agreement.late and updates:
+            skip = nonfinite(sums["square"] if self.agreement.together else sums["distance"])
             for update in updates:
                 update.skip = skip
-            self._disagreement, self._unread = HostCopy(total), (step, round_)
+
+    def _read(self, sums: Mapping[str, float], step: int) -> None:
+        """Keep the distance. Raises NonFiniteError if it is not finite; nothing was mixed then."""
+        updates, self._updates = self._updates, ()
+        distance = self._distance(sums)
+        if distance is None:
             return
-        self.disagreement = float(total)
-        if not math.isfinite(self.disagreement):
-            self._raise_too_far(step) if self._all_finite(updates) else self._raise_nonfinite(step, round_)
+        self._disagreement = distance
+        if math.isfinite(distance):
+            return
+        if self.agreement.late:
+            self._raise_nonfinite(step, perhaps=", or too far away for the square of the distance")
+        elif self._all_finite(updates):
+            me, dtype = self.rounds.workers[0], self.copies.sent[0].buffers[0].dtype
+            message = f"worker {me} and its neighbors are too far apart at step {step}"
+            self._raise(message, f": the square of their distance is beyond {dtype}")
+        else:
+            self._raise_nonfinite(step)
 
-    def _of_worker(self, norm: Tensor | None, step: int) -> Tensor | None:
-        """Return the norm over all shards of the worker.
-
-        In the same collective its processes agree on whether to skip the local update, and on what `EditGuard` and
-        `WorkerChanges` found.
-
-        Raises:
-            RuntimeError: parameters were changed while their exchange was in flight, or in different ways by the
-                processes of the worker; on a GPU a later call of `settle` raises it.
-        """
-        words = self.changes.words()
-        square = words.new_zeros(()) if norm is None else norm.to(words).square()
-        skip = words.new_zeros(())
-        skip += self.skip_wanted
-        mine = torch.stack([square, skip, self.edits.flag().to(words)])
-        sums = self.group.row.sum(torch.cat([mine, words]), f"comparing the shards of a worker at step {step}")
-        self.skip_wanted = sums[1]
-        self.edits.agree(sums[2])
-        self.changes.agree(sums[3:], step)
-        if not self.checks_late:
-            self.edits.settle()
-            self.changes.settle()
-        return None if norm is None else sums[0].sqrt()
+    def _distance(self, sums: Mapping[str, float]) -> float | None:
+        """Return the distance that was voted on; None where every local worker sits the round out."""
+        if "square" not in sums or not self._takes_part:
+            return sums.get("distance")
+        return math.sqrt(sums["square"]) if sums["square"] >= 0.0 else math.nan
 
     def _all_finite(self, updates: Sequence[Update]) -> bool:
-        numbers = range(len(self.buckets.values(0)))
-        finite = all(bool(torch.isfinite(update.dense(number)).all()) for update in updates for number in numbers)
+        finite = all(bool(torch.isfinite(part).all()) for update in updates for part in update.difference)
         return not self.group.row.any(not finite, "looking for a shard that is not finite")
 
-    def settle(self) -> None:
-        """Read the result of the step before, unless it was read.
-
-        Raises:
-            NonFiniteError: the parameters of a neighbor, or of this worker, were not finite; nothing was mixed.
-            RuntimeError: they were changed while their exchange was in flight.
-        """
-        unread, self._unread = self._unread, None
-        # Read first what was queued last: if the host has to wait, then only once.
-        far = unread is not None and not math.isfinite(self.disagreement)
-        self.edits.settle()
-        if unread is not None and far:
-            self._raise_nonfinite(*unread, perhaps=", or too far away for the square of the distance")
-
-    def forget(self) -> None:
-        """Drop a result that was not read: the run continues from a checkpoint."""
-        self.edits.forget()
-        self._unread = None
-
-    def _raise_nonfinite(self, step: int, round_: int, perhaps: str = "") -> None:
+    def _raise_nonfinite(self, step: int, perhaps: str = "") -> None:
         local_workers = range(self.rounds.local_workers)
         mine = [self.rounds.workers[local] for local in local_workers if self._has_nonfinite(local)]
-        neighbors = {neighbor for local in local_workers for neighbor in self.rounds.plan(round_, local).weights}
+        neighbors = {neighbor for local in local_workers for neighbor in self.rounds.plan(self._round, local).weights}
         suspects = sorted(mine or self.rounds.elsewhere(neighbors))
         who = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
         self._raise(f"the parameters of {who} are not finite at step {step}{'' if mine else perhaps}")
 
     def _has_nonfinite(self, local: int) -> bool:
-        """Return whether a local worker's parameters are not finite, in any of its shards."""
-        finite = all(bool(torch.isfinite(x).all()) for x in self.buckets.values(local))
+        """Return whether the parameters of a local worker are not finite, in any of its shards."""
+        values = [value for value in self.slots.values()[local] if value is not None]
+        finite = all(bool(torch.isfinite(value).all()) for value in values)
         return self.group.row.any(not finite, "looking for the shard that is not finite")
 
-    def _raise_too_far(self, step: int) -> None:
-        me, dtype = self.rounds.workers[0], self.buckets.values(0)[0].dtype
-        message = f"worker {me} and its neighbors are too far apart at step {step}"
-        self._raise(message, f": the square of their distance is beyond {dtype}")
-
     def _raise(self, message: str, detail: str = "") -> None:
-        self.buckets.drop()
+        self.copies.drop()
         self.group.report(message)
         advice = "The run diverged. Lower the learning rate, lengthen the warm-up, or clip the gradients."
         raise NonFiniteError(f"{message}{detail}. {advice}")
@@ -182,21 +152,31 @@ class GradientGuard:
 
     Args:
         optimizer: takes the local step.
-        parameters: those that it trains.
-        arrivals: the guard of the same mixer.
+        slots: the parameters that it trains.
+        rounds: the workers of this process.
+        group: the workers.
+        agreement: of the same mixer.
         limit: this many skipped updates of one worker in a row end the run.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: MixedParameters, arrivals: ArrivalGuard, limit: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Slots,
+        rounds: Rounds,
+        group: WorkerGroup,
+        agreement: Agreement,
+        limit: int,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = parameters
-        self.arrivals = arrivals
+        self.slots = slots
+        self.rounds = rounds
+        self.group = group
+        self.agreement = agreement
         self.limit = limit
         self.skipped = 0
         """Local updates that the workers of this process have skipped."""
-        self.in_a_row = [0] * parameters.local_workers
+        self.in_a_row = [0] * slots.local_workers
         """[local worker] the number of its last updates that were skipped in a row."""
         self._step = 0
         self._by_worker: list[list[Parameter]] = []
@@ -225,11 +205,11 @@ class GradientGuard:
         if scaler is not None and scaler.is_enabled():
             self._scaler, self._found = scaler, HostCopy(self._agree_on_overflow(step, scaler))
             return
-        parameters = self._by_worker = self.parameters.by_worker(self.parameters.find())
-        row, late = self.arrivals.group.row, self.arrivals.checks_late
-        if row.size > 1:  # the row decides in `ArrivalGuard.check`
+        parameters = self._by_worker = self.slots.by_worker(self.slots.find())
+        late = self.agreement.late
+        if self.agreement.together:  # the row decides in the agreement of the step
             flag = nonfinite_flag(parameters[0]) if late else bool(nonfinite_workers(parameters))
-            self.arrivals.skip_wanted = False if flag is None else flag
+            self.agreement.vote("skip", 0.0 if flag is None else flag)
         elif not late:
             self._found = nonfinite_workers(parameters)
         elif self._skips_on_device:
@@ -239,17 +219,19 @@ class GradientGuard:
 
     @property
     def _skips_on_device(self) -> bool:
-        return self.arrivals.checks_late and len(self._by_worker) == 1 and skips_on_device(self.optimizer)
+        return self.agreement.late and len(self._by_worker) == 1 and skips_on_device(self.optimizer)
 
-    def _take_from_row(self) -> None:
-        """Find what the processes of this worker have decided together."""
-        skip_wanted = cast(Tensor, self.arrivals.skip_wanted)
+    def _take_decision(self) -> None:
+        """Take what the processes of a sharded worker have decided together."""
+        skip = self.agreement.sums.get("skip")
+        if skip is None:
+            return
         if self._skips_on_device:
-            self._found_inf = skip_wanted.ne(0.0).float()
-        elif self.arrivals.checks_late:
-            self._found = HostCopy(skip_wanted.view(1))
+            self._found_inf = skip.ne(0.0).float()
+        elif self.agreement.late:
+            self._found = HostCopy(skip.view(1))
         else:
-            self._found = [0] * bool(skip_wanted)
+            self._found = [0] * bool(skip)
 
     def allows_step(self) -> bool:
         """Return whether to call the optimizer at all, and hide the gradients that it must skip until `put_back`.
@@ -257,8 +239,7 @@ class GradientGuard:
         Raises:
             NonFiniteError: too many skipped updates in a row.
         """
-        if self.arrivals.group.row.size > 1 and self._scaler is None:
-            self._take_from_row()
+        self._take_decision()
         if self._found_inf is not None:
             self._unread = HostCopy(self._found_inf), self._step
             optimizer: Any = self.optimizer
@@ -286,10 +267,10 @@ class GradientGuard:
         if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
         flags = list(scaler._found_inf_per_device(self.optimizer).values())  # one for each device with gradients
-        found = torch.zeros(1, device=self.arrivals.group.device)
+        found = torch.zeros(1, device=self.group.device)
         for flag in flags:
             found = torch.maximum(found, flag.to(found.device).view(1))
-        self.arrivals.group.all_reduce_max_(found, f"comparing fp16 overflows at step {step}")
+        self.group.all_reduce_max_(found, f"comparing fp16 overflows at step {step}")
         for flag in flags:
             flag.copy_(found.view(flag.shape))
         return found
@@ -329,19 +310,18 @@ class GradientGuard:
         self.skipped, self.in_a_row = state["nonfinite_steps"], list(state["consecutive_nonfinite"])
 
     def _count(self, nonfinite: Sequence[int], step: int) -> None:
-        rounds = self.arrivals.rounds
-        for local, worker in enumerate(rounds.workers):
+        for local, worker in enumerate(self.rounds.workers):
             if local not in nonfinite:
                 self.in_a_row[local] = 0
                 continue
             self.skipped += 1
             self.in_a_row[local] += 1
             where = f"worker {worker}, step {step}"
-            if self.arrivals.group.row.rank == 0:  # a sharded worker says it once
+            if self.group.row.rank == 0:  # a sharded worker says it once
                 logger.warning("%s: the gradient is not finite; the local update is skipped, mixing goes on", where)
             if self.in_a_row[local] >= self.limit:
                 message = f"{where}: {self.in_a_row[local]} steps in a row had a gradient that is not finite"
-                self.arrivals.group.report(message)
+                self.group.report(message)
                 raise NonFiniteError(
                     f"{message} (max_consecutive_nonfinite={self.limit}). "
                     f"Look at this worker's data, lower the learning rate, or clip the gradients."

@@ -1,6 +1,6 @@
 """One step of Algorithm 1 around any torch optimizer.
 
-    x_i <- x_i - lr g_i(x_i) + gamma(lr) * sum_j W_ij (x_j - x_i)
+    x_i <- x_i - lr g_i(x_i) + gamma(lr) * sum_j W_ij (s_j - s_i)        s_i: the copy of x_i that was sent
 
 `GossipStep.step` is the whole algorithm. Adapters whose framework calls the optimizer itself use its two halves,
 `before_local_step` and `after_local_step`.
@@ -15,13 +15,12 @@ import torch
 from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.master_parameters import MasterParameters
 from dsgdac_accel.core.mixer import Mixer
+from dsgdac_accel.core.model_watch import ModelWatch
 from dsgdac_accel.core.nonfinite import GradientGuard
-from dsgdac_accel.core.parameter_guard import ModelWatch
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -69,9 +68,8 @@ class GossipStep:
             self.masters.release()
             raise
         self.schedule = GammaSchedule(optimizer, group, config)
-        self.guard = GradientGuard(
-            optimizer, self.mixer.parameters, self.mixer.arrivals, config.max_consecutive_nonfinite
-        )
+        mixer, limit = self.mixer, config.max_consecutive_nonfinite
+        self.guard = GradientGuard(optimizer, mixer.slots, mixer.rounds, group, mixer.agreement, limit)
         self.average = Average(self.mixer)
         self._updates: list[Update] = []
         self._workers_compared = False
@@ -115,18 +113,16 @@ class GossipStep:
         refuse_capture(self.group.device)
         first, self._workers_compared = not self._workers_compared, True
         if first:
-            self.schedule.require_equal_lr("at the first step")
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         try:
             self.watch.check(self.optimizer, self.masters.parameter_of)
         except RuntimeError as error:
             self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
             raise
-        self.masters.read_model(in_flight=self.mixer.buckets.use in (Use.RECEIVING, Use.RECEIVED))
+        self.masters.read_model()
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
-        self._updates = self.mixer.consensus_update(gamma)  # at the x that the gradient was taken at
-        self.masters.apply_edits()
+        self._updates = self.mixer.consensus_update(gamma, self.schedule.lr)
         return self.guard.allows_step()
 
     def after_local_step(self) -> None:
@@ -136,11 +132,14 @@ class GossipStep:
         self._updates = []
         if self._is_logged():
             self.group.everyone.require_equal(self.mixer.step, "number of optimizer steps")
-            self.schedule.require_equal_lr(f"at step {self.mixer.step}")
-            self.average.start_measurement()  # between two exchanges, when the receive buffers are free
+            self.average.start_measurement()  # between two exchanges, whose buffers are free
         if self.config.overlap:
-            self.mixer.start_exchange()
+            self.mixer.start_exchange(self.schedule.lr)
         self.masters.write_model()
+
+    def restart_exchange(self) -> None:
+        """Drop the exchange, see `Mixer.restart_exchange`. Call it on all workers."""
+        self.mixer.restart_exchange()
 
     def _is_logged(self) -> bool:
         every = self.config.log_every

@@ -193,12 +193,12 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
         with watch.span("mix"):
             mixer.add(mixer.consensus_update(1.0))
         with watch.span("copy"):
-            for flat, slots in zip(mixer.buckets.flats, mixer.buckets.received, strict=True):
-                for bucket, slot in zip(flat.buckets, slots[0], strict=True):
-                    slot.copy_(bucket.data)
+            for sent, slots in zip(mixer.copies.sent, mixer.copies.received, strict=True):
+                for buffer, slot in zip(sent.buffers, slots[0], strict=True):
+                    slot.copy_(buffer)
         took = watch.take()
         if number:  # the first pass warms up
-            copied = 2 * len(mixer.buckets.flats) * mixer.parameter_bytes / took["copy"]
+            copied = 2 * len(mixer.copies.sent) * mixer.parameter_bytes / took["copy"]
             copies.append(copied)
             of_copy.append(bytes_of_a_mix(mixer) / took["mix"] / copied)
     return copies, of_copy
@@ -207,11 +207,12 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
 def bytes_of_a_mix(mixer: Mixer) -> int:
     """Bytes that mixing in pairs has to read and write, for all workers of the process.
 
-    A pair reads two models and writes their difference. On a GPU it reads the difference again for its norm; on a CPU
-    it is still in the cache. Then each worker reads its model and the difference, and writes its model.
+    Each worker reads its model and writes the copy that is sent. A pair reads two copies and writes their difference. On
+    a GPU it reads the difference again for its norm; on a CPU it is still in the cache. Then each worker reads its
+    model and the difference, and writes its model.
     """
     norm = 0 if mixer.group.device.type == "cpu" else 1
-    return len(mixer.buckets.flats) // 2 * (3 + norm + 2 * 3) * mixer.parameter_bytes
+    return len(mixer.copies.sent) // 2 * (2 * 2 + 3 + norm + 2 * 3) * mixer.parameter_bytes
 
 
 def lines(result: Result, config: MixingBenchmarkConfig) -> list[str]:

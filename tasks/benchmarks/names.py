@@ -23,7 +23,7 @@ _OPTIONS = {
     "decent_dp": (),
     "fsdp": ("bytes",),
     "hsdp": (),
-    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>", "unguarded"),
+    "gossip": ("no_overlap", "mix_first", *_COMM_DTYPES, "every_<k>"),
 }
 
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.core.edits import EditGuard
-from dsgdac_accel.core.mixer import Mixer
-from dsgdac_accel.core.parameter_guard import ModelWatch
+from dsgdac_accel.core.model_watch import ModelWatch
 from dsgdac_accel.core.step import GossipStep
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.models import Workload, build_workload
@@ -156,8 +154,6 @@ def _gossip(name: VariantName, workload: Workload, config: BenchmarkConfig, grou
     settings = name.settings(config.gossip)
     watch = ModelWatch([workload.model]) if config.shards > 1 else None  # drops the parameters that FSDP2 gathered
     gossip = GossipStep(optimizer, group, settings, watch)
-    if "unguarded" in name.options:
-        gossip.mixer.edits = gossip.mixer.arrivals.edits = NoEditGuard(gossip.mixer)
 
     def step() -> None:
         workload.loss(workload.model).backward()
@@ -173,19 +169,6 @@ def _gossip(name: VariantName, workload: Workload, config: BenchmarkConfig, grou
         waited=lambda: gossip.mixer.metrics()["wait_seconds"],
         bytes_sent=lambda: gossip.mixer.metrics()["bytes_sent"],
     )
-
-
-class NoEditGuard(EditGuard):
-    """Looks for no edits: what `EditGuard` costs is the difference to it."""
-
-    def __init__(self, mixer: Mixer) -> None:
-        super().__init__(mixer.exchange, mixer.buckets, mixer.parameters, uncompressed=True)
-
-    def seal(self, round_: int, step: int, watched: bool) -> None:
-        """Sum and send nothing."""
-
-    def check(self, round_: int, late: bool) -> None:
-        """Compare nothing."""
 
 
 def _decent_dp(name: VariantName, workload: Workload, config: BenchmarkConfig, group: WorkerGroup) -> Variant:

@@ -162,9 +162,7 @@ def watch_traffic(rank: int, comm_dtype: str) -> list[tuple[float, float]]:
 def test_steps_without_an_exchange_send_nothing_and_wait_for_nothing():
     for seen in run_workers(watch_traffic, 2, "full"):
         # The exchange that step 2 (of 0, 1, 2) mixes is sent at the end of step 1, and so on.
-        assert [sent for sent, _ in seen] == [0.0, 4096.0 + 38 * 8, 0.0] * 3, (
-            "parameters, a sum for each 128 bytes, and six words"
-        )
+        assert [sent for sent, _ in seen] == [0.0, 4096.0 + 4 * 8, 0.0] * 3, "parameters, and a header of four words"
         assert [waited > 0 for _, waited in seen] == [False, False, True] * 3
 
 

@@ -7,7 +7,6 @@ from torch import nn
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel import simulation as simulation_module
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.edits import OF_DIFFERENCES, block_checksums
 from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
 from tests.rounding import COARSE, Replay
@@ -49,8 +48,8 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
     results = run_workers(mix, processes, topology, comm_dtype, per_process, 40, 0.7)
     before = torch.stack([start_of(number) for number in range(processes * per_process)])
     after = torch.stack([x for parameters, *_ in results for x in parameters])
-    # Float32 sums differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
-    torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=3e-6)
+    # Float32 sums of several neighbors differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
+    torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=6e-6)
     frobenius = results[0][1]
     assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())
     full = run_workers(mix, processes, topology, "full", per_process, 5, 0.7)
@@ -61,10 +60,7 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
         _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
-        words = 4  # channel, step and two more; then checksums of few parameters, and of the last difference
-        if comm_dtype == "full":
-            words += len(block_checksums([torch.zeros(size // 4)])) + OF_DIFFERENCES.count(size)
-        assert (sent - 8 * words) / size == pytest.approx(share, rel=0.02)
+        assert (sent - 4 * 8) / size == pytest.approx(share, rel=0.02)
 
 
 RUNS = [

@@ -101,7 +101,7 @@ def mix_containers(rank: int) -> list[tuple[float, float]]:
         average = Average(mixer)
         for _ in range(5):
             with torch.no_grad():
-                mixer.buckets.flats[0].parameters[0].add_(rank + 1.0)
+                parameters[0].add_(rank + 1.0)
             before = average.measure().radius
             mix(mixer)
             seen.append((before, average.measure().radius))
@@ -364,16 +364,17 @@ def test_dropping_a_mixer_in_flight_leaves_the_connections_intact():
     assert run_workers(drop_in_flight, 2, timeout=40.0) == [2.0, 2.0]
 
 
-def receive_bytes(rank: int, topology: str) -> tuple[int, int]:
+def bytes_of_copies(rank: int, topology: str) -> tuple[int, int]:
     mixer = make_mixer([Parameter(torch.zeros(1000, 100)), Parameter(torch.zeros(50))], topology)
-    held = sum(t.nbytes for slots in mixer.buckets.received for slot in slots for t in slot)
-    return held, mixer.parameter_bytes
+    received = [buffer for slots in mixer.copies.received for slot in slots for buffer in slot]
+    sent = [buffer for copy in mixer.copies.sent for buffer in copy.buffers]
+    return sum(buffer.nbytes for buffer in [*sent, *received]), mixer.parameter_bytes
 
 
 @pytest.mark.parametrize(
-    ("topology", "copies"), [("one_peer_ring", 1), ("complete", 1), ("base_graph", 1), ("ring", 2)]
+    ("topology", "copies"), [("one_peer_ring", 2), ("complete", 2), ("base_graph", 2), ("ring", 3)]
 )
-def test_memory_is_one_parameter_copy(topology, copies):
-    for held, parameters in run_workers(receive_bytes, 4, topology):
+def test_memory_is_a_copy_to_send_and_one_for_each_neighbor(topology, copies):
+    for held, parameters in run_workers(bytes_of_copies, 4, topology):
         assert held == copies * parameters
         assert parameters < 1.01 * 4 * (1000 * 100 + 50)

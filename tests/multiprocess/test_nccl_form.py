@@ -31,7 +31,7 @@ def prepared(model: nn.Module, optimizer_name: str = "sgd", **options: object):
     optimizer = FUSED[optimizer_name](model.parameters())
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
     (gossip,) = accelerator.gossip_steps
-    gossip.mixer.arrivals.checks_late = True  # as on a GPU
+    gossip.mixer.agreement.late = True  # as on a GPU
     return accelerator, model, optimizer, scheduler, gossip
 
 
@@ -44,7 +44,7 @@ def train(rank: int, topology: str, options: dict) -> dict:
     accelerator, model, optimizer, scheduler, gossip = prepared(
         simulated_model(), topology=topology, power=2.0, start_step=6, timeout=30, **options
     )
-    buckets = len(gossip.mixer.buckets.flats[0].buckets)
+    buffers = len(gossip.mixer.copies.sent[0].buffers)
     connections, batches, waits = len(fake_nccl.connections), len(fake_nccl.batches), []
     for step in range(STEPS):
         if step == STEPS - 3 and rank == 1:
@@ -59,7 +59,7 @@ def train(rank: int, topology: str, options: dict) -> dict:
         "x": torch.cat([p.detach().flatten() for p in model.parameters()]),
         "connected late": len(fake_nccl.connections) - connections,
         "operations": set(fake_nccl.batches[batches:]),
-        "buckets": buckets,
+        "buffers": buffers,
         "groups": fake_nccl.groups,
         "waits": waits,
     }
@@ -80,9 +80,9 @@ def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(topolo
     for rank, (found, parameters) in enumerate(zip(results, expected, strict=True)):
         torch.testing.assert_close(found["x"], torch.cat([p.flatten() for p in parameters]), rtol=1e-9, atol=1e-11)
         assert found["connected late"] == 0, "the first exchange of a pair blocks without a timeout"
-        # Every bucket, and the sums that tell edits, is one message.
+        # Every buffer, and the header, is one message.
         neighbors = {"one_peer_ring": 1, "ring": 2, "complete": 0}[topology]
-        expected_operations = {2 * neighbors * (found["buckets"] + 1)} if neighbors else set()
+        expected_operations = {2 * neighbors * (found["buffers"] + 1)} if neighbors else set()
         assert found["operations"] == expected_operations, "a bucket is several messages"
         assert len(found["groups"]) == 1, "of all the library, besides that of `init_process_group`"
         options = found["groups"][0]["pg_options"]

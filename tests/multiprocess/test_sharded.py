@@ -174,7 +174,7 @@ def train(
         model.set_reshard_after_backward(False)
     optimizer = make_optimizer(optimizer_name, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
-    accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    accelerator.gossip_steps[0].mixer.agreement.late = late
     norms = []
     for step in range(STEPS):
         for part in range(parts):

@@ -71,7 +71,7 @@ def change(training: Training, how: str) -> None:
 
 def change_alone(rank: int, how: str, late: bool, average: bool) -> None:
     training = Training(rank, kind="frozen")
-    training.accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    training.accelerator.gossip_steps[0].mixer.agreement.late = late
     for step in range(5):
         if step == 2 and rank == ALONE:
             change(training, how)
@@ -111,12 +111,12 @@ def test_parameters_that_one_process_changes_alone_end_the_run_at_once_by_its_na
 def change_together(rank: int, late: bool) -> int:
     """Unfreeze a weight before step 3, and return how many parameters are mixed in the end."""
     training = Training(rank, kind="frozen")
-    training.accelerator.gossip_steps[0].mixer.arrivals.checks_late = late
+    training.accelerator.gossip_steps[0].mixer.agreement.late = late
     for step in range(6):
         training.model[0].weight.requires_grad_(step >= 3)
         training.step(step)
     training.accelerator.gossip_steps[0].mixer.drain()
-    return len(training.accelerator.gossip_steps[0].mixer.buckets.flats[0].parameters)
+    return len(training.accelerator.gossip_steps[0].mixer.slots.of_workers[0])
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -152,28 +152,6 @@ def test_what_one_process_replaces_in_its_model_is_told_to_all():
 
 
 # ---- faults that one process finds
-
-
-def edit_in_flight(rank: int, how: str, late: bool) -> None:
-    training = Training(rank)
-    mixer = training.accelerator.gossip_steps[0].mixer
-    mixer.arrivals.checks_late = late
-    for step in range(5):
-        if step == 2 and rank == ALONE and how == "in place":
-            with torch.no_grad():
-                training.parameters[0].add_(1.0)
-        elif step == 2 and rank == ALONE:
-            time.sleep(0.5)  # everything has arrived at the partner
-            mixer.buckets.values(0)[0].add_(1.0)
-        training.step(step)
-
-
-@pytest.mark.parametrize(("how", "late"), [("in place", False), ("in place", True), ("sent", False)])
-def test_what_one_process_finds_edited_is_raised_by_all_of_its_worker(how, late):
-    outcomes = try_workers(edit_in_flight, 4, how, late)
-    found = "worker 0: .* was changed while its exchange was in flight at step 2"
-    ended(outcomes[:2], f"RuntimeError: {found}")
-    ended(outcomes[2:], f"WorkerLostError: .*{found}")
 
 
 def not_finite(rank: int) -> list[str]:

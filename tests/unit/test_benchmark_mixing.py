@@ -26,16 +26,19 @@ class CountsTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket.__name__ in ("sub", "add_", "mul_"):
-            read = [value for value in args if isinstance(value, torch.Tensor)]
-            self.bytes += sum(tensor.nbytes for tensor in [*read, result])
+        name = func.overloadpacket.__name__
+        if name == "sub":
+            self.bytes += sum(tensor.nbytes for tensor in [*args[:2], result])
+        elif name in ("_foreach_copy_", "_foreach_add_"):  # an addition also reads what it writes
+            written = sum(tensor.nbytes for tensor in args[0])
+            self.bytes += written * (2 if name == "_foreach_copy_" else 3)
         return result
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_the_bytes_of_a_mix_are_those_that_its_operations_read_and_write(workers):
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(1000)) for _ in range(workers)]
+    parameters = [nn.Parameter(torch.randn(1024)) for _ in range(workers)]
     place = {id(parameter): number for number, parameter in enumerate(parameters)}
     mixer = Mixer(
         parameters,

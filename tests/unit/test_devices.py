@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 from dsgdac_accel import Gossip, GossipConfig, WorkerGroup, WorkerLostError, devices, randomness
 from dsgdac_accel.cli import join_workers
 from dsgdac_accel.compatibility import refuse_unsupported_launch
-from dsgdac_accel.core import kernels
 from dsgdac_accel.core.compression import Rounding
+from dsgdac_accel.core.copies import Layout
 from dsgdac_accel.core.formats import Bf16
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.host_copy import HostCopy
-from dsgdac_accel.core.parameter_guard import MixedParameters
+from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.loaders import share_sampler_seed
@@ -100,9 +100,9 @@ def test_a_parameter_on_another_gpu_is_refused():
     class OnTheSecond(nn.Parameter):
         device = torch.device("cuda:1")
 
-    parameters = MixedParameters([OnTheSecond(torch.ones(2))])
+    slots = Slots([OnTheSecond(torch.ones(2))])
     with pytest.raises(ValueError, match=r"is on cuda:1, but this run communicates on cuda:0\. Keep all"):
-        parameters.select(torch.device("cuda:0"))
+        slots.select(torch.device("cuda:0"))
 
 
 def launched(kind, name, processes=2):
@@ -294,26 +294,15 @@ def test_a_mistake_of_this_process_is_not_a_lost_worker_and_is_told_to_the_other
 # ---- large buffers, and what is where
 
 
-def test_fused_kernels_get_at_most_2_30_elements(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(kernels, "sgd", lambda x, values, *_, **__: sizes.append((x[0].numel(), values[0].numel())))
-    x = torch.empty(2**31 + 5, device="meta")
-    kernels.add_scaled(x, torch.empty_like(x), 0.5, torch.zeros((), device="meta"))
-    assert sizes == [(2**30, 2**30), (2**30, 2**30), (5, 5)]
-
-
-def test_pieces_cover_everything_and_skip_alike(monkeypatch):
-    monkeypatch.setattr(kernels, "_MOST_FUSED", 4)
-    x, values = torch.arange(10.0), torch.full((10,), 2.0)
-    kernels.add_scaled(x, values, 0.5, torch.zeros(()))
-    assert torch.equal(x, torch.arange(10.0) + 1)
-    kernels.add_scaled(x, values / 0, 0.5, torch.ones(()))
-    assert torch.equal(x, torch.arange(10.0) + 1)
+def test_fused_kernels_get_at_most_2_30_elements_of_a_parameter():
+    sizes = (3, 2**30), (3, 2**30 + 1)
+    values = [[torch.empty(size, device="meta") for size in each] for each in sizes]
+    assert [Layout(each).dense for each in values] == [[True], [False]]
 
 
 def test_an_empty_bucket_has_its_square_on_its_device():
     bucket = torch.empty(0, device="meta")
-    assert Rounding(Bf16(), bucket).advance([]).device.type == "meta"
+    assert Rounding(Bf16(), bucket).advance([], bucket).device.type == "meta"
 
 
 def test_the_host_gets_plain_tensors_from_any_accelerator():

@@ -13,16 +13,13 @@ from torch import nn
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig
-from dsgdac_accel.core.buckets import Buckets
-from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.edits import EditGuard
-from dsgdac_accel.core.flat_parameters import StagedParameters
+from dsgdac_accel.core.agreement import Agreement
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
+from dsgdac_accel.core.list_changes import ListChanges
 from dsgdac_accel.core.nonfinite import ArrivalGuard, GradientGuard
-from dsgdac_accel.core.parameter_guard import MixedParameters
+from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.update import Update
-from dsgdac_accel.core.worker_changes import WorkerChanges
 from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -105,15 +102,9 @@ def test_a_mesh_with_one_process_per_worker_clips_sparse_gradients():
 # ---- errors
 
 
-def compare_meetings(group):
-    exchange = SimpleNamespace(group=group, rounds=SimpleNamespace(workers=[0]))
-    EditGuard(exchange, Buckets(), SimpleNamespace(), uncompressed=True).compare_meetings("testing")
-
-
 COMPARISONS = {
     "values": lambda group: group.require_equal(3, "numbers"),
     "models": lambda group: make_equal_([("weight", torch.ones(2))], group),
-    "meetings": compare_meetings,
 }
 
 
@@ -124,9 +115,8 @@ def test_all_processes_of_a_worker_raise_what_one_shard_has_found(compare):
     group.all_gather_object = lambda value, what: [value, value]  # the same shard of the other worker is equal
     group.row = Row(TwoShards(None), MESH)
     COMPARISONS[compare](group)
-    found = ("the other shard differs", "") if compare == "meetings" else "the other shard differs"
-    group.row = Row(TwoShards(found), MESH)
-    with pytest.raises((ValueError, RuntimeError), match="the other shard differs"):
+    group.row = Row(TwoShards("the other shard differs"), MESH)
+    with pytest.raises(ValueError, match="the other shard differs"):
         COMPARISONS[compare](group)
 
 
@@ -169,50 +159,54 @@ def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(de
     assert limits == [timedelta(seconds=seconds)]
 
 
-def test_the_radius_is_that_of_the_shards_as_they_are_now():
-    workers = [Parameter(torch.zeros(4)) for _ in range(2)]
-    buckets = Buckets()
-    buckets.flats = [StagedParameters([worker]) for worker in workers]
-    buckets.reserve([1, 1])
-    topology = SimpleNamespace(num_workers=2)
-    mixer = SimpleNamespace(group=WorkerGroup(CPU), buckets=buckets, topology=topology, step=3, drain=lambda: None)
-    with torch.no_grad():
-        workers[1].fill_(2.0)
-    assert Average(mixer).measure().radius == pytest.approx(2.0)  # each is at a distance of 1 in 4 places
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mixes", [True, False])
 def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_step(mixes, late):
-    shares = {"square": 16.0, "skips": 0.0, "edits": 0.0, "changed": 0.0, "code": 0.0, "code squared": 0.0}
     ranks = TwoShards(torch.zeros(6))
-    rounds = SimpleNamespace(workers=range(1))
-    group = SimpleNamespace(row=Row(ranks, MESH), device=CPU)
-    found = []
-    edits = SimpleNamespace(
-        flag=lambda: torch.zeros((), device="cpu"), agree=lambda flags: found.append(float(flags)), settle=lambda: None
-    )
+    plan = SimpleNamespace(weights={1: 0.5})
+    rounds = SimpleNamespace(workers=range(1), local_workers=1, plan=lambda round_: plan)
+    group = SimpleNamespace(row=Row(ranks, MESH), device=CPU, rank=0)
     weight = parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight])
-    parameters = MixedParameters(lambda: optimizer.param_groups)
-    parameters.select(CPU)
-    changes = WorkerChanges(parameters, group)
-    arrivals = ArrivalGuard(group, rounds, SimpleNamespace(), edits, changes)
-    arrivals.checks_late = late
-    guard = GradientGuard(optimizer, parameters, arrivals, limit=9)
+    slots = Slots(lambda: optimizer.param_groups)
+    slots.select(CPU)
+    agreement, headers = Agreement(group), []
+    agreement.late = late
+    agreement.readers.append(lambda sums, step: headers.append(sums["header"]))
+    changes = ListChanges(slots, group, agreement)
+    arrivals = ArrivalGuard(group, rounds, slots, SimpleNamespace(), agreement)
+    guard = GradientGuard(optimizer, slots, rounds, group, agreement, limit=9)
     for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):
-        shares |= {"skips": other, "edits": float(step), "changed": float(step == 3)}
-        _, shares["code"], shares["code squared"] = changes.words().tolist()
-        ranks.other = torch.tensor(list(shares.values()), dtype=torch.float64)
         weight.grad.fill_(mine)
+        slots.look()
+        code = hash((False, True)) % 2**16
+        shares = {"skip": other, "header": float(step), "square": 16.0 * mixes, "changed": float(step == 3)}
+        ranks.other = torch.tensor([*shares.values(), code, code * code], dtype=torch.float64)
         guard.find_nonfinite(step)
-        arrivals.check([Update(1.0, [torch.tensor([3.0])], [[torch.tensor(9.0)]])] if mixes else [], step, step)
+        agreement.vote("header", 0.0)
+        arrivals.vote([Update(1.0, [torch.tensor([3.0])], [torch.tensor(9.0)])] if mixes else [], step)
+        changes.vote()
+        agreement.close(step)
         assert arrivals.disagreement == (5.0 if mixes else 0.0)
         assert guard.allows_step() == (mine == other == 0.0)
-        changes.settle()
-        assert (found[-1], changes.due) == (step, step == 3)
+        agreement.settle()
+        assert (headers[-1], changes.due) == (step, step == 3)
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
-    assert changes.may_join()
-    optimizer.add_param_group({"params": [parameter(torch.ones(1))]})
-    assert not changes.may_join()  # the others do not know of it, and would not start it from equal values
+
+
+def test_processes_of_a_worker_that_train_other_parameters_end_by_the_name_of_what_changed():
+    ranks = TwoShards((0, 1, "rank 1 froze weight"))
+    ranks.all_gather_object = lambda value, what: [value, "rank 1 froze weight"]
+    everyone = SimpleNamespace(members=SimpleNamespace(me="rank 0"))
+    group = SimpleNamespace(row=Row(ranks, MESH), device=CPU, everyone=everyone, report=lambda message: None)
+    slots = Slots([parameter(torch.zeros(2))])
+    slots.select(CPU)
+    slots.note()
+    agreement = Agreement(group)
+    changes = ListChanges(slots, group, agreement)
+    other = hash((False, False)) % 2**16
+    ranks.other = torch.tensor([0.0, other, other * other], dtype=torch.float64)
+    changes.vote()
+    with pytest.raises(RuntimeError, match=r"^rank 1 froze weight, before step 4 and not on all processes alike"):
+        agreement.close(4)

@@ -1,0 +1,223 @@
+"""The copies that the library owns: what is sent to other workers, and what arrives from them.
+
+Nothing of a script's is ever in flight. Once a step the parameters are read into the send buffer, and once a step the
+consensus update is added to them. Memory: one copy of the trained parameters to send, and one for each neighbor that a
+worker receives from at once: two copies for one-peer topologies and for those that average whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsgdac_accel.core.kernels import add_scaled
+from dsgdac_accel.core.parameters import extent
+
+ALIGNMENT = 128  # bytes: whole cache lines and the widest vector loads
+_MOST_FUSED = 2**30  # elements: torch's fused kernels count in 32 bits
+
+T = TypeVar("T")
+Values = Sequence[Tensor | None]
+"""The tensors that are mixed of one worker, in the order of its slots; None where there is nothing to read or add."""
+
+
+class Layout:
+    """The place of each slot of a worker in flat buffers, one for each dtype and device.
+
+    A slot keeps its shape and its strides (channels_last, transposed, sliced, 0-dim, empty).
+
+    Args:
+        values: the tensor of each slot.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for slot, value in enumerate(values):
+            alike.setdefault((value.dtype, value.device), []).append(slot)
+        self.slots = list(alike.values())
+        """[buffer] the slots in it."""
+        self._kinds = list(alike)
+        self._sizes: list[int] = []
+        self._places: list[list[tuple[torch.Size, tuple[int, ...], int]]] = []
+        self.dense: list[bool] = []
+        """[buffer] whether its slots have no gaps inside, and not too many elements for a fused kernel."""
+        for (dtype, _), slots in alike.items():
+            step, total, places = ALIGNMENT // dtype.itemsize, 0, []
+            for value in map(values.__getitem__, slots):
+                places.append((value.shape, value.stride(), total))
+                total += -(-extent(value) // step) * step
+            within = map(values.__getitem__, slots)
+            self.dense.append(all(extent(value) == value.numel() <= _MOST_FUSED for value in within))
+            self._sizes.append(total)
+            self._places.append(places)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffers."""
+        return sum(size * dtype.itemsize for size, (dtype, _) in zip(self._sizes, self._kinds, strict=True))
+
+    def empty(self) -> list[Tensor]:
+        """Return new buffers, (D,) each, with zeros in the gaps between slots."""
+        pairs = zip(self._kinds, self._sizes, strict=True)
+        return [torch.zeros(size, dtype=dtype, device=device) for (dtype, device), size in pairs]
+
+    def views(self, buffers: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the place of each slot in buffers like those of `empty`: [buffer][slot in it]."""
+        return [
+            [buffer.as_strided(shape, stride, start) for shape, stride, start in places]
+            for buffer, places in zip(buffers, self._places, strict=True)
+        ]
+
+    def grouped(self, values: Sequence[T]) -> list[Sequence[T]]:
+        """Return what belongs to each slot in the order of `views`."""
+        if len(self.slots) == 1:
+            return [values]
+        return [[values[slot] for slot in slots] for slots in self.slots]
+
+
+class Copy:
+    """A copy of the values of one worker, in flat buffers.
+
+    Args:
+        layout: the places of the slots.
+        buffers: as of `Layout.empty`, which makes them by default.
+    """
+
+    def __init__(self, layout: Layout, buffers: list[Tensor] | None = None) -> None:
+        self.layout = layout
+        self.buffers = layout.empty() if buffers is None else buffers
+
+    @cached_property
+    def views(self) -> list[list[Tensor]]:
+        """The place of each slot: [buffer][slot in it]."""
+        return self.layout.views(self.buffers)
+
+    @torch.no_grad()
+    def read(self, values: Values) -> None:
+        """Copy the values into the buffers."""
+        for views, group in zip(self.views, self.layout.grouped(values), strict=True):
+            places, tensors = _present(views, group)
+            if tensors:
+                torch._foreach_copy_(places, tensors)
+
+    @torch.no_grad()
+    def write(self, values: Values) -> None:
+        """Copy the buffers into the values."""
+        for views, group in zip(self.views, self.layout.grouped(values), strict=True):
+            places, tensors = _present(views, group)
+            if tensors:
+                torch._foreach_copy_(tensors, places)
+
+    @torch.no_grad()
+    def add_to(self, values: Values, scale: float, skip: Tensor | None = None, as_laid_out: bool = False) -> None:
+        """values += scale * copy, unless `skip`, shape (), is 1: decided on the device.
+
+        Args:
+            values: the tensors of the slots.
+            scale: a number.
+            skip: 0 or 1 on the device; None adds without asking.
+            as_laid_out: whether they have the dtypes and strides that they were laid out with.
+        """
+        groups = zip(self.views, self.layout.grouped(values), self.layout.dense, strict=True)
+        for views, group, dense in groups:
+            places, tensors = _present(views, group)
+            if tensors:
+                add_scaled(tensors, places, scale, skip, alike=as_laid_out and (skip is None or dense))
+
+
+def _present(views: list[Tensor], values: Values) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the views and the values of the slots that have one."""
+    if not any(value is None for value in values):
+        return views, values  # type: ignore[return-value]  # a list of tensors
+    pairs = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
+    return [view for view, _ in pairs], [value for _, value in pairs]
+
+
+class Use(Enum):
+    """What the copies hold at present, which decides who may write them."""
+
+    FREE = "nothing"
+    IN_FLIGHT = "an exchange that is in flight"
+    RECEIVED = "what the neighbors sent"
+    UPDATE = "a consensus update that was not added yet"
+    BACKUP = "the worker's own parameters, while these are the average of the workers"
+    RELEASED = "nothing any more: the buffers were freed"
+
+
+_REFUSALS = {
+    Use.UPDATE: "the consensus update of this step is not added yet. Evaluate and save after the optimizer step.",
+    Use.BACKUP: "the parameters are the deployed average now; train only after leaving `with deployed_model(...)`.",
+    Use.RELEASED: "gossip has ended (`deploy` or `free_memory`); prepare model and optimizer again to train on.",
+}
+
+
+class Copies:
+    """Owns the send and receive buffers of the workers of this process, in which updates are formed, too.
+
+    Outgoing messages and references of a compressed exchange belong to its `Compressor`.
+    """
+
+    def __init__(self) -> None:
+        self.layout = Layout(())
+        """The same for all local workers."""
+        self.sent: list[Copy] = []
+        """[local worker] s: its parameters when they were posted."""
+        self.received: list[list[list[Tensor]]] = []
+        """[local worker][k] what its k-th neighbor in another process sent, a tensor for each buffer."""
+        self.differences: list[Copy] = []
+        """[local worker] where its update is formed: in its first receive buffer."""
+        self.use = Use.FREE
+
+    @torch.inference_mode(False)  # what is made in an evaluation is used in training
+    def lay_out(
+        self,
+        values: Sequence[Sequence[Tensor]],
+        counts: Sequence[int],
+        empty_message: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Make new buffers.
+
+        Args:
+            values: the tensors that are mixed of each local worker.
+            counts: for each local worker, the number of neighbors that it receives from at once; empty where there is
+                a single worker, which needs no buffers.
+            empty_message: makes the buffer for a message about a buffer; by default it is as large as that.
+        """
+        assert self.use is Use.FREE, f"the copies hold {self.use.value}"
+        self.layout = layout = Layout(values[0])
+        self.sent = [Copy(layout) for _ in counts]
+        if empty_message is None:
+            self.received = [[layout.empty() for _ in range(count)] for count in counts]
+            self.differences = [Copy(layout, slots[0] if slots else []) for slots in self.received]
+        else:
+            self.received = [
+                [list(map(empty_message, sent.buffers)) for _ in range(count)]
+                for sent, count in zip(self.sent, counts, strict=True)
+            ]
+            self.differences = list(self.sent)  # messages are encoded from s, which nobody needs any more then
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameters of one worker, as they are exchanged without compression."""
+        return self.layout.nbytes
+
+    def refuse(self, *uses: Use) -> None:
+        """Raise RuntimeError, with the way out, in one of these uses."""
+        if self.use in uses and self.use in _REFUSALS:
+            raise RuntimeError(_REFUSALS[self.use])
+
+    def drop(self) -> None:
+        """Drop what was received, or an update that was never added because the local step failed."""
+        if self.use in (Use.RECEIVED, Use.UPDATE):
+            self.use = Use.FREE
+
+    def release(self) -> None:
+        """Free all buffers, for good."""
+        self.refuse(Use.BACKUP)
+        self.use = Use.RELEASED
+        self.layout, self.sent, self.received, self.differences = Layout(()), [], [], []
