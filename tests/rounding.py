@@ -85,8 +85,8 @@ class Replay:
         u_ND = torch.zeros_like(x_ND)
         for i, j in mixing_NN.triu(1).nonzero().tolist():
             q_i, q_j = x_ND[i], x_ND[j]
+            start = self.references.setdefault(bucket, self.keep(x_ND[0]))
             if i // self.local_workers != j // self.local_workers:
-                start = self.references.setdefault(bucket, self.keep(x_ND[0]))
                 r = self.references.get((i, j, *bucket), start)
                 q_i, q_j = self.rounded(x_ND[i] - r), self.rounded(x_ND[j] - r)
                 self.references[i, j, *bucket] = self.keep(r + (q_i + q_j) / 2)
