@@ -199,6 +199,110 @@ def test_gamma_is_logged_from_the_lr_of_the_group_with_the_largest_base_lr():
     assert workers.gammas == [1.0, 1.0, 0.25, 0.0625]
 
 
+# Edits between two steps
+
+
+def edited(edit, topology=None, order="local_first", mix_every=1, overlap=True, restart=False, num_steps=7):
+    """Train six workers whose script calls `edit(worker, step, x)` before each step; what it returns lasts."""
+    topology = topology or build_topology("one_peer_ring", 6)
+    x_N = workers_at_random(topology.num_workers)
+    mean_D = torch.stack(list(x_N)).detach().mean(0)
+    schedule = AdaptiveConsensus(constant=0.7)
+    workers = Simulation(
+        [[x] for x in x_N], [plain_sgd([x]) for x in x_N], topology, schedule, order, mix_every, overlap
+    )
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        for worker, x in enumerate(x_N):
+            x.grad = torch.randn(x.shape, dtype=x.dtype, generator=generator)
+            mean_D = mean_D + (edit(worker, step, x) - 0.1 * x.grad) / len(x_N)
+        if restart:
+            workers.restart_exchange()
+        workers.step()
+    return torch.stack([x.detach() for x in x_N]), mean_D
+
+
+def nothing(worker, step, x):
+    return 0.0
+
+
+def undone(worker, step, x):
+    kept, x.data = x.data, torch.full_like(x, math.nan)  # another tensor in and out, as for an average of weights
+    x.data = kept.clone()
+    return 0.0
+
+
+def lasting(worker, step, x):
+    change_D = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(10 * step + worker))
+    x.data = x.data + change_D
+    return change_D
+
+
+@pytest.mark.parametrize("name", ["one_peer_ring", "ring", "complete", "base_graph"])
+@pytest.mark.parametrize(
+    "options", [{}, {"order": "mix_first"}, {"mix_every": 2}, {"overlap": False}, {"restart": True}], ids=str
+)
+def test_the_mean_moves_by_local_updates_and_lasting_edits_alone(name, options):
+    x_ND, mean_D = edited(lasting, build_topology(name, 6), **options)
+    torch.testing.assert_close(x_ND.mean(0), mean_D, rtol=0, atol=1e-14)
+    at_once = edited(lasting, build_topology(name, 6), **options | {"overlap": False})[0]
+    assert torch.equal(x_ND, at_once) == ("overlap" in options or "restart" in options)
+
+
+def test_an_edit_that_is_undone_changes_nothing():
+    assert torch.equal(edited(undone)[0], edited(nothing)[0])
+
+
+def pair(*x_N, **options):
+    """Two workers with gamma 1 and without gradients."""
+    optimizers = [plain_sgd([x]) for x in x_N]
+    topology = build_topology("complete", 2)
+    return Simulation([[x] for x in x_N], optimizers, topology, AdaptiveConsensus(power=0), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "restart", "expected"),
+    [({}, False, [4.0, 0.0]), ({}, True, [2.0, 2.0]), ({"overlap": False}, False, [2.0, 2.0])],
+)
+def test_an_edit_in_flight_is_added_to_what_was_mixed_and_one_before_the_copy_is_mixed(options, restart, expected):
+    x_N = [nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([3.0]))]
+    workers = pair(*x_N, **options)
+    workers.step()
+    assert [x.item() for x in x_N] == [2.0, 2.0]
+    x_N[0].data.fill_(4.0)
+    x_N[1].data.fill_(0.0)
+    if restart:
+        workers.restart_exchange()
+    workers.step()
+    assert [x.item() for x in x_N] == expected
+
+
+def test_parameters_that_leave_are_left_alone_and_newcomers_start_as_those_of_worker_0():
+    models = [nn.ParameterList([torch.tensor([float(worker)])]) for worker in range(2)]
+    optimizers = [plain_sgd(model.parameters()) for model in models]
+    workers = Simulation(models, optimizers, build_topology("complete", 2), AdaptiveConsensus(constant=0.5))
+    workers.step()
+    assert [model[0].item() for model in models] == [0.25, 0.75]
+    for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        model.append(torch.tensor([10.0 + worker]))
+        optimizer.param_groups[0]["params"] = [model[1]]
+        model[1].grad = torch.tensor([10.0 * worker])
+    workers.step()
+    assert [[x.item() for x in model] for model in models] == [[0.25, 10.0], [0.75, 9.0]]
+    for model in models:
+        model[1].grad = None
+    workers.step()
+    assert [[x.item() for x in model] for model in models] == [[0.25, 9.75], [0.75, 9.25]]
+
+
+def test_parameters_on_the_same_memory_are_mixed_once():
+    x_N = [nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([3.0]))]
+    tied_N = [[x, nn.Parameter(x.data)] for x in x_N]
+    optimizers = [plain_sgd(xs) for xs in tied_N]
+    Simulation(tied_N, optimizers, build_topology("complete", 2), AdaptiveConsensus(constant=0.5)).step()
+    assert [x.item() for x in x_N] == [1.5, 2.5]
+
+
 # Statements of the paper on the radius
 
 
