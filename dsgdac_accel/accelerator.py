@@ -699,6 +699,8 @@ class GossipAccelerator(Accelerator):
         loaded = self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         for step in self.training.steps:
             step.masters.write_back()
+            if loaded is not None:
+                step.mixer.resume_exchange(step.schedule.lr)
         return loaded
 
     # ---- stopping on a signal

@@ -23,8 +23,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.core.model_watch import batch_norm_layers
+from dsgdac_accel.core.nonfinite import NonFiniteError
 from dsgdac_accel.data.equal_steps import EqualSteps
 from dsgdac_accel.data.loaders import batch_sampler_of, new_generator, preserved_loaders
 from dsgdac_accel.distributed.group import WorkerGroup

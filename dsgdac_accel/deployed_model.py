@@ -2,7 +2,7 @@
 
 On exit every byte is restored, also after an exception:
 
-- parameters: `SpareBuffers.restore` copies back what `SpareBuffers.back_up` kept when the average was swapped in;
+- parameters: `Average.restore` copies back what `Average.swap_in` has kept in the send buffers;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
 - the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
 
@@ -85,10 +85,11 @@ def deployed_model(
             "batches. Leave it out, so that the statistics are pooled, or use LayerNorm."
         )
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with preserved_state(holder), averaged(unmixed, group), first_replica_only:
-        try:
-            for average in averages:
-                average.swap_in()
+    with preserved_state(holder), first_replica_only, ExitStack() as swapped:
+        for average in averages:
+            swapped.callback(average.restore)
+            average.swap_in()
+        with averaged(unmixed, group):
             _deploy_buffers(model, layers, group.everyone)
             if calibrate is None:
                 pool_batch_norm(layers_by_worker, group.everyone)
@@ -99,9 +100,6 @@ def deployed_model(
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
             holder.eval()
             yield model
-        finally:
-            for average in averages:
-                average.restore()
 
 
 class Deployment:

@@ -177,8 +177,9 @@ class Gossip:
             RuntimeError: called inside `deployed_model`, where the model is not this worker's own.
         """
         self._refuse_while_deployed("state_dict")
+        steps = [step.state_dict() for step in self.steps]  # first: it completes the masters
         masters = [[master.detach().clone() for master in step.masters.values()] for step in self.steps]
-        return {"steps": [step.state_dict() for step in self.steps], "masters": masters}
+        return {"steps": steps, "masters": masters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Load it before the model and the optimizer, on all workers.

@@ -72,8 +72,9 @@ def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, s
         shards: number of processes of each of them.
     """
     for gossip in state["gossip"]:
-        for key in ("references", "references_of"):  # they belong to pairs of the saved processes
+        for key in ("references", "references_of", "sent"):  # they belong to the saved processes
             gossip["mixer"].pop(key, None)
+        gossip["mixer"]["was_sent"] = False
     for position in state["loaders"]:
         if position and position["running"]:
             _rescale_position(position, manifest.workers * manifest.shards, launched * shards)

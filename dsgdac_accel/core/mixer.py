@@ -89,6 +89,8 @@ class Mixer:
         """A number for what is laid out, which neighbors compare."""
         self._sent_before: list[list[Tensor]] | None = None
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
+        self._was_sent = False
+        """Whether s of a saved run was sent before the run was saved."""
         self._lay_out(first=True)
         group.register(self)
 
@@ -169,7 +171,16 @@ class Mixer:
         """
         self.drain()
         self.copies.drop()
-        self._sent_before = None
+        self._sent_before, self._was_sent = None, False
+
+    def resume_exchange(self, lr: float = 0.0) -> None:
+        """Send what the saved run had sent, once its parameters are loaded. Call it on all workers.
+
+        Otherwise the next step sends the parameters as they are then, with what a script has changed meanwhile.
+        """
+        was_sent, self._was_sent = self._was_sent, False
+        if was_sent:
+            self.start_exchange(lr)
 
     @torch.no_grad()
     def consensus_update(self, gamma: float, lr: float = 0.0) -> list[Update]:
@@ -367,6 +378,7 @@ class Mixer:
             "workers": self.topology.num_workers,
             "disagreement": self.arrivals.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
+            "was_sent": self.copies.use is Use.RECEIVED,
         }
         if self.copies.use is Use.RECEIVED and self._is_edited():
             state["sent"] = [[s.clone() for s in sent.buffers] for sent in self.copies.sent]
@@ -388,7 +400,7 @@ class Mixer:
         self.start_at(state["step"])
         self.arrivals.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
-        self._sent_before = state.get("sent")
+        self._sent_before, self._was_sent = state.get("sent"), state["was_sent"]
         if self.compressor is not None:
             self.compressor.load_state_dict(state)
 

@@ -186,7 +186,8 @@ class Slots:
     def values(self) -> list[list[Tensor | None]]:
         """Return the tensors that are mixed, of each local worker, in the order of its slots.
 
-        None stands for what is no longer mixed, or has another shape than was laid out; only if `changed`.
+        None stands for what is no longer mixed, has another shape than was laid out, or shares the memory of an earlier
+        slot; only if `changed`.
         """
         now: list[list[Any]] = self._now()
         if not self.changed:
@@ -194,8 +195,8 @@ class Slots:
         selected = {id(parameter) for mine in self._selected() for parameter in mine}
         return [
             [
-                value if id(slot.parameters[0]) in selected and value.shape == slot.shape else None
-                for slot, value in zip(slots, values, strict=True)
+                value if id(slot.parameters[0]) in selected and value.shape == slot.shape and tie == place else None
+                for place, (slot, value, tie) in enumerate(zip(slots, values, _ties(values), strict=True))
             ]
             for slots, values in zip(self.of_workers, now, strict=True)
         ]
@@ -279,7 +280,7 @@ def _slots(parameters: Sequence[Parameter]) -> list[Slot]:
     return [Slot(tuple(tied), local_of(tied[0]).shape) for tied in sharers.values()]
 
 
-def _ties(parameters: Sequence[Parameter]) -> list[int]:
+def _ties(parameters: Sequence[Tensor]) -> list[int]:
     """Return for each parameter the place of the first one with the same memory."""
     firsts: dict[tuple, int] = {}
     ties = []

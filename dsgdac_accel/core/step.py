@@ -171,7 +171,11 @@ class GossipStep:
         return {name: value for part in parts for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: position in the topology and in the gamma schedule, counters, and the latest figures."""
+        """Return the position in the topology and in the gamma schedule, counters, and the latest figures.
+
+        The masters then have the edits of the model, so that they can be saved, too.
+        """
+        self.masters.adopt_edits()
         return {
             "mixer": self.mixer.state_dict(),
             "schedule": self.schedule.state_dict(),

@@ -207,8 +207,8 @@ def _bandwidths(mixer: Mixer, watch: Stopwatch, passes: int) -> tuple[list[float
 def bytes_of_a_mix(mixer: Mixer) -> int:
     """Bytes that mixing in pairs has to read and write, for all workers of the process.
 
-    Each worker reads its model and writes the copy that is sent. A pair reads two copies and writes their difference. On
-    a GPU it reads the difference again for its norm; on a CPU it is still in the cache. Then each worker reads its
+    Each worker reads its model and writes the copy that is sent. A pair reads two copies and writes their difference.
+    On a GPU it reads the difference again for its norm; on a CPU it is still in the cache. Then each worker reads its
     model and the difference, and writes its model.
     """
     norm = 0 if mixer.group.device.type == "cpu" else 1

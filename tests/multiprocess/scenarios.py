@@ -250,7 +250,7 @@ def train(
     optimizer = make_optimizer(scenario, net, lambda p: p)
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, make_scheduler(optimizer))
     (gossip,), held = accelerator.gossip_steps, accelerator.training.master_of
-    gossip.mixer.arrivals.checks_late = scenario.checks == "late" or cuda
+    gossip.mixer.agreement.late = scenario.checks == "late" or cuda
     nets = model.replicas if world.local_workers > 1 else [model]
     numbers = [rank] if world.shards else workers
     history = []

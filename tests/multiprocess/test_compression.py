@@ -48,7 +48,7 @@ def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology,
     results = run_workers(mix, processes, topology, comm_dtype, per_process, 40, 0.7)
     before = torch.stack([start_of(number) for number in range(processes * per_process)])
     after = torch.stack([x for parameters, *_ in results for x in parameters])
-    # Float32 sums of several neighbors differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
+    # Sums of several neighbors differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
     torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=6e-6)
     frobenius = results[0][1]
     assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())

@@ -108,9 +108,6 @@ world topology             optimizer dtype   comm_dtype order       overlap mix_
 """
 NAMES, *ROWS = (tuple(line.split()) for line in TABLE.strip().splitlines())
 
-NEEDS_COPIES = ("undone", "lasting", "restarted", "removed", "tied")
-"""Edits that end the run, or come a step late, while parameters themselves are in flight."""
-
 REFUSED = {
     ("2x2", "bf16"): "a shard has no master",
     ("2x2", "repointed"): "FSDP2 gathers from memory of its own",
@@ -131,7 +128,7 @@ KINDS |= dict.fromkeys(("ring", "exponential", "grid"), "several")
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_workers_follow_algorithm_1(world):
-    rows = [Scenario(*row[1:]) for row in ROWS if row[0] == world and row[NAMES.index("edit")] not in NEEDS_COPIES]
+    rows = [Scenario(*row[1:]) for row in ROWS if row[0] == world]
     here, failures = WORLDS[world], []
     results = run_workers(train_all, here.processes, here, rows, timeout=400)
     for row, found in zip(rows, zip(*results, strict=True), strict=True):
