@@ -25,7 +25,9 @@ from dsgdac_accel.distributed.transport import Gloo, Nccl
 from tests.sham_cuda import cuda
 
 _CPU = torch.device("cpu")
-_DEVICE_SECONDS = 2.0  # a work holds what is computed after it for so long; then the device has hung
+
+device_seconds = 30.0
+"""A work holds what is computed after it for so long; then the device has hung."""
 
 queue: list[FakeWork | Computation] = []
 """The works that the device waits for, in order."""
@@ -117,7 +119,7 @@ class FakeWork:
         held.append(self)
 
     def hold(self) -> None:
-        self.hung = not self.over.wait(0.0 if any(work.hung for work in queue) else _DEVICE_SECONDS)
+        self.hung = not self.over.wait(0.0 if any(work.hung for work in queue) else device_seconds)
 
 
 class Computation:

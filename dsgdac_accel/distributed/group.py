@@ -150,6 +150,7 @@ class WorkerGroup:
         everyone = cls(device, timeout, line=mesh.everyone, exchanges=False)
         column = cls(device, timeout, line=mesh.column)
         column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
+        everyone._registered = column._registered  # it may connect beside an exchange of the column
         mesh.limit(timeout)
         return column
 
@@ -174,7 +175,8 @@ class WorkerGroup:
     def register(self, communicator: Any) -> None:
         """Register something that communicates in the background. The group holds it weakly.
 
-        `drain()` runs before every reduction and broadcast, since NCCL may hang beside point-to-point in flight.
+        `drain()` runs before every reduction and broadcast, also of `everyone`, since NCCL may hang beside
+        point-to-point in flight.
         """
         self._registered.append(weakref.ref(communicator))
 
