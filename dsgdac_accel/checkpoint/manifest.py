@@ -21,6 +21,7 @@ from dsgdac_accel.checkpoint.serialization import (
     PARTIAL,
     CheckpointError,
     SavedFile,
+    reader_of,
 )
 from dsgdac_accel.version import __version__
 
@@ -111,8 +112,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     if found != FORMAT:
         wrote = f", written by dsgdac_accel {content['library']}" if found and "library" in content else ""
         raise CheckpointError(
-            f"{path} has format {found}{wrote}; this is {__version__}, which reads format {FORMAT}. Load it with the "
-            f"version that wrote it."
+            f"{path} has format {found}{wrote}; this is {__version__}, which reads format {FORMAT}. Load it with "
+            f"{reader_of(found)}."
         )
     try:
         manifest = _parsed(content)

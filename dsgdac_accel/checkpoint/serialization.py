@@ -31,8 +31,17 @@ from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.shards import is_sharded
 from dsgdac_accel.tensor_bytes import as_bytes
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files and of the manifest, the only one that is read. Raise it when the layout of either changes."""
+_LAST_READERS = {"5": "c05c811"}
+"""The last commit that reads an older format."""
+
+
+def reader_of(found: object) -> str:
+    """Return which version of the library reads a format, for messages."""
+    commit = _LAST_READERS.get(str(found))
+    return f"commit {commit} of dsgdac_accel" if commit else "the version of dsgdac_accel that wrote it"
+
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
@@ -480,7 +489,6 @@ def read_state(folder: Path, file: SavedFile) -> Any:
         raise CheckpointError(f"{path} is not a state file of this library ({error}). {LOAD_ANOTHER}") from error
     if found != str(FORMAT):
         raise CheckpointError(
-            f"{path} has format {found}; this version reads format {FORMAT}. Load it with the version of dsgdac_accel "
-            f"that wrote it."
+            f"{path} has format {found}; this version reads format {FORMAT}. Load it with {reader_of(found)}."
         )
     return decode(encoded)

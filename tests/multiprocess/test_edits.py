@@ -6,6 +6,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_what_a_script_does_between_steps_is_right(script, tmp_path, monkeypatch
             torch.testing.assert_close(x, expected[step][worker], rtol=0, atol=1e-12, msg=f"{worker} {step}")
 
 
-def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool) -> list[bool]:
+def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool, when: str) -> bool:
     """Whether a run that edits its weights before every step ends as it does when it is resumed in the middle."""
 
     def run(first: int) -> torch.Tensor:
@@ -181,29 +182,31 @@ def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool) -> 
             accelerator.load_state(folder)
         for step in range(first, STEPS):
             generator = torch.Generator().manual_seed(1000 * step + rank)
-            for p in model.parameters():
+            for p in model.parameters() if when != "before saving" else ():
                 p.data.add_(0.1 * torch.randn(p.shape, generator=generator).to(p))
             x = torch.randn(4, 5, generator=generator).to(model[0].weight)
             accelerator.backward(model(x).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            for p in model.parameters():
-                p.data.mul_(0.99)  # after it was sent
+            for p in model.parameters() if when != "after saving" else ():
+                p.data.mul_(0.99)
             if not first and step == STEPS // 2:
                 accelerator.save_state(folder)
         accelerator.free_memory()
         return values(model)
 
-    return [torch.equal(run(0), run(STEPS // 2 + 1))]
+    return torch.equal(run(0), run(STEPS // 2 + 1))
 
 
 @pytest.mark.parametrize(
-    ("comm_dtype", "masters"),
-    slow_except([("full", False), ("int8", True)], [(name, m) for name in ("full", "bf16", "int8") for m in (False, True)]),
+    ("comm_dtype", "masters", "when"),
+    slow_except(
+        [("full", False, "both"), ("full", True, "after saving"), ("int8", True, "before saving")],
+        [*product(("full", "bf16", "int8"), (False, True), ("before saving", "after saving", "both"))],
+    ),
 )
-def test_a_run_that_edits_its_weights_in_every_step_resumes_bit_by_bit(tmp_path, comm_dtype, masters):
-    for equal in run_workers(edit_and_resume, WORKERS, tmp_path / "saved", comm_dtype, masters):
-        assert all(equal)
+def test_a_run_that_edits_its_weights_in_every_step_resumes_bit_by_bit(tmp_path, comm_dtype, masters, when):
+    assert all(run_workers(edit_and_resume, WORKERS, tmp_path / "saved", comm_dtype, masters, when))
 
 
 def mean_in_float32(rank: int, topology: str, steps: int) -> float:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from dsgdac_accel.core.buckets import Use
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, VirtualWorkers, WorkerGroup
 from dsgdac_accel.core import edits
-from dsgdac_accel.core.buckets import Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import ArrivalGuard

@@ -445,7 +445,7 @@ def damaged(folder, how):
     elif how == "a nested manifest":
         (folder / "gossip.json").write_text("[" * 100_000)
     elif how == "another format of the file":
-        content = file.read_bytes().replace(b'"dsgdac_accel.format":"5"', b'"dsgdac_accel.format":"4"')
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"6"', b'"dsgdac_accel.format":"5"')
         file.write_bytes(content)
         manifest = (folder / "gossip.json").read_text()
         digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
@@ -455,7 +455,7 @@ def damaged(folder, how):
     else:
         manifest = json.loads((folder / "gossip.json").read_text())
         changes = {
-            "a newer format": {"format": 99, "library": "9.9"}, "an older format": {"format": 4, "library": "0.1"},
+            "a newer format": {"format": 99, "library": "9.9"}, "an older format": {"format": 5, "library": "0.1"},
             "worker missing": {"workers": 2},
             "too many workers": {"workers": 10**12}, "no workers": {"workers": 0, "files": []},
             "no facts": {"facts": 1},
@@ -476,8 +476,8 @@ def damaged(folder, how):
         ("altered", "sha256 differs", True),
         ("no manifest", "no complete checkpoint", False),
         ("half a manifest", "is damaged", False),
-        ("a newer format", "has format 99, written by dsgdac_accel 9.9.* reads format 5", False),
-        ("an older format", "has format 4, written by dsgdac_accel 0.1.* reads format 5", False),
+        ("a newer format", "has format 99, written by dsgdac_accel 9.9.* reads format 6", False),
+        ("an older format", "has format 5, written by dsgdac_accel 0.1.* reads format 6.*commit c05c811", False),
         ("worker missing", "is damaged", False),
         ("too many workers", "is damaged", False),
         ("no workers", "is damaged", False),
@@ -485,7 +485,7 @@ def damaged(folder, how):
         ("lead out", "is damaged", False),
         ("lead out of the workers", "is damaged", False),
         ("a nested manifest", "is damaged", False),
-        ("another format of the file", "has format 4; this version reads format 5", True),
+        ("another format of the file", "has format 5; this version reads format 6.*commit c05c811", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
