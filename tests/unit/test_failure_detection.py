@@ -18,6 +18,7 @@ from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster, result_within
+from dsgdac_accel.distributed.transport import Gloo
 
 CLOSED = "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically due to a crash"
 
@@ -56,6 +57,7 @@ def receive_from_the_dead(groups):
 SOON = timedelta(milliseconds=50)
 LOSSES = {
     "dead": receive_from_the_dead,
+    "all-reduce": lambda groups: Gloo().wait(groups[0].allreduce([torch.ones(2)]), 0.05),
     "silent": lambda groups: groups[0].recv([torch.ones(2)], 1, 0).wait(SOON),
     "barrier": lambda groups: groups[0].monitored_barrier(SOON, wait_all_ranks=True),
     "store": lambda _: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(["never"], SOON),
