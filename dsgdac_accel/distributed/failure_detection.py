@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +12,12 @@ import torch.distributed as dist
 from dsgdac_accel.distributed.failure_reports import FailureReports
 from dsgdac_accel.distributed.members import Members
 
-_TRANSPORT_ERRORS = re.compile(
-    r"timed? ?out|connection|read error|write error|broken pipe|socket|monitoredBarrier|nccl|gloo/transport",
-    re.IGNORECASE,
-)
-_SURELY_TRANSPORT = re.compile(r"gloo/|monitoredBarrier|NCCL")
+_PLACES_IN_GLOO = re.compile(r"gloo/(transport|rendezvous)/\S+:\d+\]|monitoredBarrier")
 _OWN_MISTAKES = re.compile(
-    r"\bnccl(InvalidUsage|InvalidArgument|UnhandledCudaError)\b|NCCL built in|no GPUs found"
-    r"|Unable to (find (address|interface)|resolve hostname)"  # gloo, with a wrong GLOO_SOCKET_IFNAME
+    r"\bnccl(InvalidUsage|InvalidArgument|UnhandledCudaError)\b"
+    r"|Unable to find (address|interface)"  # gloo, with a wrong GLOO_SOCKET_IFNAME
 )
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _MOST_CHARACTERS = 500  # of a cause
 
 
@@ -58,21 +56,17 @@ class FailureDetector:
         self.timeout = timeout
         self.reports = FailureReports(members.rank, members.size, ranks)
 
-    def failure_in(
-        self, error: RuntimeError, what: str, step: int, peer: int | None = None, strict: bool = False
-    ) -> Failure | None:
-        """The failure that an error shows; None if it is a mistake of ours or of the caller, not a lost worker.
+    def failure_in(self, error: RuntimeError, what: str, step: int, peer: int | None = None) -> Failure | None:
+        """The failure that an error shows; None if it is not the transport's, or blames this very process.
 
         Arguments as in `WorkerGroup.guarded`. `step`, the optimizer steps taken so far, is added to `what` unless it
         names one.
         """
-        if type(error).__module__.startswith("dsgdac_accel"):  # raised closer to where it happened
+        if not _is_of_transport(error):
             return None
-        if is_own_mistake(error):
+        # Whose fault it is stands in the text alone: torch has one type for all errors of NCCL.
+        if _OWN_MISTAKES.search(str(error)):
             self.reports.write(f"{self.members.me} failed in {what}: {short_cause(error)}")
-            return None
-        pattern = _SURELY_TRANSPORT if strict else _TRANSPORT_ERRORS
-        if not (isinstance(error, dist.DistError) or pattern.search(str(error))):
             return None
         return Failure(what if re.search(r"step \d", what) else f"{what} at step {step}", short_cause(error), peer)
 
@@ -131,9 +125,14 @@ def _advice(failure: Failure, silent: bool) -> str:
     return f"{advice}."
 
 
-def is_own_mistake(error: BaseException) -> bool:
-    """Return whether the transport blames this very process (its settings, its GPU), and not another one."""
-    return _OWN_MISTAKES.search(str(error)) is not None
+def _is_of_transport(error: BaseException) -> bool:
+    """Return whether torch's type says so, or where it was raised: in the C++ of gloo, whose errors have no type."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    # C++ raises in a call. Python raises in a `raise`, also with gloo's words: a DataLoader does for its workers.
+    in_cpp = traceback is not None and traceback.tb_frame.f_code.co_code[traceback.tb_lasti] != _RAISE
+    return isinstance(error, dist.DistError) or (in_cpp and _PLACES_IN_GLOO.search(str(error)) is not None)
 
 
 def short_cause(error: BaseException) -> str:

@@ -221,14 +221,13 @@ class WorkerGroup:
 
     # ---- lost workers
 
-    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None, strict: bool = False) -> T:
+    def guarded(self, communicate: Callable[[], T], what: str, peer: int | None = None) -> T:
         """Run `communicate`, and if it shows that another worker is lost, raise an error that names it and `what`.
 
         Args:
-            communicate: posts or waits for something that needs other workers.
+            communicate: posts or waits for something that needs other workers. Its own errors stay themselves.
             what: names it in the error; the step is added.
             peer: rank of the only other worker in it, if there is only one.
-            strict: other libraries' code runs in it, whose own timeouts and connections do not count.
 
         Raises:
             WorkerLostError: a worker was lost, and the run ends.
@@ -237,12 +236,12 @@ class WorkerGroup:
         try:
             return communicate()
         except RuntimeError as error:
-            self._handle(error, what, peer, strict)
+            self._handle(error, what, peer)
             raise
 
-    def _handle(self, error: RuntimeError, what: str, peer: int | None, strict: bool = False) -> None:
+    def _handle(self, error: RuntimeError, what: str, peer: int | None) -> None:
         """Raise the error of a lost worker, if `error` shows one."""
-        failure = self.detector.failure_in(error, what, self.steps_taken, peer, strict)
+        failure = self.detector.failure_in(error, what, self.steps_taken, peer)
         if failure is not None:
             self.process_groups.transport.watchdog.stop()
             raise self.detector.worker_lost(failure) from error

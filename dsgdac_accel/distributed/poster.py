@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from dsgdac_accel.distributed.fork_lock import no_fork
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], thread: threading.
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, run in a thread of its own. Raises RuntimeError after `seconds`; the thread is left behind."""
+    """Return `call()`, run in a thread of its own. Raises DistBackendError after `seconds` and leaves the thread."""
     called: Future[T] = Future()
 
     def run() -> None:
@@ -99,10 +101,10 @@ def run_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def result_within(seconds: float, posted: Future[T]) -> T:
-    """Return the result of a post. Raises RuntimeError if it is not there after `seconds`."""
+    """Return the result of a post. Raises DistBackendError if it is not there after `seconds`."""
     try:
         return posted.result(seconds)
     except TimeoutError:
         if posted.done():
             return posted.result()
-        raise RuntimeError(f"timed out: the transport blocks for more than {seconds:.0f} s") from None
+        raise dist.DistBackendError(f"timed out: the transport blocks for more than {seconds:.0f} s") from None

@@ -60,7 +60,7 @@ class Gloo:
         return dist.new_group(list(ranks), backend="gloo", timeout=limit)
 
     def within(self, seconds: float, connect: Callable[[], T]) -> T:
-        """Return `connect()`, which connects workers. Raises RuntimeError if that takes too long."""
+        """Return `connect()`, which connects workers. Raises DistBackendError if that takes too long."""
         return connect()  # gloo keeps the timeout of the group by itself
 
     def pieces(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -91,8 +91,11 @@ class Gloo:
         return works + [(dist.isend(x, group=handle, tag=tag, group_dst=peer), peer) for x, peer, tag in sends]
 
     def wait(self, work: Any, seconds: float) -> None:
-        """Let later operations use the received tensors. Raises RuntimeError after `seconds`."""
-        work.wait(timedelta(seconds=max(0.001, seconds)))
+        """Let later operations use the received tensors. Raises DistBackendError after `seconds`."""
+        try:
+            work.wait(timedelta(seconds=max(0.001, seconds)))
+        except RuntimeError as error:  # an all-reduce says "Operation timed out!", without a type or a place
+            raise dist.DistBackendError(str(error)) from error
 
     def synchronize(self) -> None:
         """Wait on the host until everything has arrived that `wait` was called for."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from dsgdac_accel.devices import pinned
 
@@ -55,10 +56,10 @@ class Pending:
         since = self.since  # read once: the training thread may reset it meanwhile
         return since is not None and time.monotonic() > since + seconds and not (self.ended and self.ended())
 
-    def error(self) -> RuntimeError:
+    def error(self) -> dist.DistBackendError:
         """The error that a transport with a timeout would raise."""
         waited = 0.0 if self.since is None else time.monotonic() - self.since
-        return RuntimeError(f"timed out: the device has waited for {waited:.0f} s")
+        return dist.DistBackendError(f"timed out: the device has waited for {waited:.0f} s")
 
 
 def is_ready_within(seconds: float, is_ready: Callable[[], bool]) -> bool:

@@ -273,9 +273,7 @@ class GossipCallback(TrainerCallback):
             vars(self._model)["_is_accelerate_prepared"] = True  # so that its forward is not wrapped a second time
         try:
             with self.checkpoints.exact_skipping(), self._stop:
-                return self._group.everyone.guarded(
-                    lambda: original(resume_from_checkpoint, *args, **kw), "training", strict=True
-                )
+                return self._group.everyone.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training")
         finally:
             self._training = False
             # A later Trainer without gossip would take the model for one that is wrapped in DDP already.
@@ -418,7 +416,7 @@ class GossipCallback(TrainerCallback):
         if not self._has_trained and next(self._model.parameters()).device.type == self._group.device.type:
             self._accelerator.make_equal([self._model])  # later, `prepare` has made the workers equal
         with self.deployment.deployed():
-            return self._group.everyone.guarded(lambda: original(*args, **kwargs), "evaluation", strict=True)
+            return self._group.everyone.guarded(lambda: original(*args, **kwargs), "evaluation")
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Give all workers worker 0's metrics, so that they agree on the best model and on an early stop."""

@@ -68,19 +68,19 @@ def measure(
     for name in config.variants:
         before = all_storages()
         try:
-            variant = everyone.guarded(partial(build_variant, name, config, group), f"building {name}", strict=True)
+            variant = everyone.guarded(partial(build_variant, name, config, group), f"building {name}")
         except LeftOut as reason:
             left_out[name] = str(reason)
             continue
         variants[name], turns[name] = variant, Turns()
-        everyone.guarded(partial(_warm_up, variant), f"the first steps of {name}", strict=True)
+        everyone.guarded(partial(_warm_up, variant), f"the first steps of {name}")
         workload = variant.workload
         copies = extra_copies(before, workload.model, [*workload.batch, *variant.state()])
         workload.model.zero_grad()
         turns[name].extra_copies = max(everyone.all_gather_object(copies, "comparing memory"))
     for _, name in in_turns(list(variants), config.rounds):
         turn = partial(_take_turn, variants[name], turns[name], config, everyone, carried)
-        everyone.guarded(turn, f"a turn of {name}", strict=True)
+        everyone.guarded(turn, f"a turn of {name}")
     first = next(iter(variants.values()), None)
     parameters = 0 if first is None else sum(parameter.numel() for parameter in first.workload.model.parameters())
     return Measured(turns, left_out, parameters)

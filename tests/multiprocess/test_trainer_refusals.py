@@ -181,7 +181,7 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         trainer = build(folder, callbacks=[GossipCallback(GOSSIP)])
 
         def compute_metrics(prediction):
-            raise RuntimeError("the connection to the glossary server timed out")
+            raise RuntimeError("NCCL error: the connection to the glossary server timed out")
 
         trainer.compute_metrics = compute_metrics
         trainer.evaluate()
@@ -228,7 +228,7 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
 REFUSED = {
     "shared": "make one for each Trainer",
     "removed": "was removed from this Trainer",
-    "error of the user": "RuntimeError: the connection to the glossary server timed out",
+    "error of the user": "RuntimeError: NCCL error: the connection to the glossary server timed out",
     "calibrate": "TypeError: calibrate must be True, False or batches",
     "read once": "more than once",
     "forward": "TypeError: calibration_forward must be a function",

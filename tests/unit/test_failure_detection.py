@@ -3,17 +3,24 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._utils import ExceptionWrapper
 
+from dsgdac_accel import WorkerGroup
+from dsgdac_accel.deployed_model import gathered_state
 from dsgdac_accel.distributed import failure_detection, failure_reports
-from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector, WorkerLostError
+from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.poster import Poster, result_within
+from dsgdac_accel.distributed.transport import Gloo
 
-CLOSED = "[/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically due to a crash"
-TIMED_OUT = "[/gloo/buffer.cc:2] Timed out waiting 3000ms for recv operation to complete"
+CLOSED = "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1. This is typically due to a crash"
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +37,93 @@ def detector(me=0, launched=4, store=None, dead=()):
     return found
 
 
-@pytest.mark.parametrize("text", [CLOSED, TIMED_OUT, "Broken pipe", "NCCL error", "Socket closed"])
-def test_errors_of_the_transport_mean_a_lost_worker(text):
-    assert detector().failure_in(RuntimeError(text), "evaluating", 7) is not None
+# ---- whose error it is
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), WorkerLostError("connection lost")])
-def test_mistakes_and_errors_that_name_the_worker_already_are_left_alone(error):
-    assert detector().failure_in(error, "evaluating", 7) is None
+@pytest.fixture
+def groups():
+    """The process groups of two workers, in one process."""
+    store, limit = dist.HashStore(), timedelta(seconds=10)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))
 
 
-@pytest.mark.parametrize(("text", "found"), [("connection refused by a database", False), (CLOSED, True)])
-def test_with_other_libraries_code_only_sure_words_count(text, found):
-    assert (detector().failure_in(RuntimeError(text), "evaluating", 7, strict=True) is not None) == found
+def receive_from_the_dead(groups):
+    work = groups[0].recv([torch.ones(2)], 1, 0)
+    del groups[1]
+    work.wait()
+
+
+SOON = timedelta(milliseconds=50)
+LOSSES = {
+    "dead": receive_from_the_dead,
+    "all-reduce": lambda groups: Gloo().wait(groups[0].allreduce([torch.ones(2)]), 0.05),
+    "silent": lambda groups: groups[0].recv([torch.ones(2)], 1, 0).wait(SOON),
+    "barrier": lambda groups: groups[0].monitored_barrier(SOON, wait_all_ranks=True),
+    "store": lambda _: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).wait(["never"], SOON),
+    "blocked post": lambda _: result_within(0.05, Future()),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_errors_of_the_transport_mean_a_lost_worker(loss, groups):
+    with pytest.raises(RuntimeError) as caught:
+        LOSSES[loss](groups)
+    assert detector().failure_in(caught.value, "evaluating", 7) is not None
+
+
+def test_a_mistake_in_the_settings_of_gloo_is_told_to_the_others():
+    found = detector()
+    with pytest.raises(RuntimeError) as caught:
+        dist.ProcessGroupGloo.create_device(interface="eth99")
+    assert found.failure_in(caught.value, "connecting", 0) is None
+    assert found.reports.first() == f"worker 0 failed in connecting: {failure_detection.short_cause(caught.value)}"
+
+
+def fail(*_):
+    raise RuntimeError(f"{CLOSED}: NCCL error, timed out")
+
+
+def gather(group):
+    model = torch.nn.Linear(2, 1)
+    model.register_state_dict_post_hook(fail)
+    gathered_state(model, group)
+
+
+def load(_):
+    """Raise what a DataLoader raises where the data fails in one of its processes."""
+    try:
+        fail()
+    except RuntimeError:
+        found = ExceptionWrapper(where="in DataLoader worker process 0")
+    found.reraise()
+
+
+USERS = {
+    "hook": (gather, "fail"),
+    "thread": (lambda _: result_within(10.0, Poster(threaded=True).submit(fail)), "fail"),
+    "DataLoader": (load, "reraise"),
+    "C++": (lambda _: torch._assert_async(torch.tensor(False), "NCCL error: connection timed out"), "<lambda>"),
+}
+
+
+@pytest.mark.parametrize("place", USERS)
+def test_an_error_of_the_user_stays_itself_whatever_it_says(place):
+    group, (call, raised_in) = WorkerGroup(torch.device("cpu")), USERS[place]
+    with pytest.raises(RuntimeError, match="NCCL error") as caught:
+        group.guarded(lambda: call(group), "evaluating")
+    assert caught.type is RuntimeError
+    assert caught.traceback[-1].name == raised_in
 
 
 def test_a_failure_names_what_was_going_on_with_its_step_once():
-    members = detector(launched=3)
-    failure = members.failure_in(RuntimeError(CLOSED), "evaluating", 7, peer=2)
+    members, error = detector(launched=3), dist.DistBackendError(CLOSED)
+    failure = members.failure_in(error, "evaluating", 7, peer=2)
     assert failure == Failure("evaluating at step 7", "Connection closed by peer [127.0.0.1]:1", 2)
-    assert members.failure_in(RuntimeError(CLOSED), "the exchange of step 6", 7).what == "the exchange of step 6"
+    assert members.failure_in(error, "the exchange of step 6", 7).what == "the exchange of step 6"
+
+
+# ---- which worker is named, and what is advised
 
 
 def test_the_only_peer_is_named_with_the_step():

@@ -42,7 +42,7 @@ def test_a_group_serves_another_training_until_it_is_closed():
 @pytest.mark.parametrize("peer", [None, 0])
 def test_a_loss_ends_the_run(peer):
     def communicate():
-        raise RuntimeError("Connection closed by peer")
+        raise dist.DistBackendError("Connection closed by peer")
 
     with pytest.raises(WorkerLostError, match="in a test at step 0"):
         WorkerGroup(torch.device("cpu")).guarded(communicate, "a test", peer)
