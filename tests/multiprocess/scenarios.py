@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel import simulation as simulation_module
+from dsgdac_accel.core import exchange
 from dsgdac_accel.shards import gathering_modules, local_of, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.topology import Topology
@@ -222,6 +223,7 @@ def train(
     build: Callable[[Scenario], nn.Module] = Net,
     after: Callable[[GossipAccelerator, nn.Module], Any] | None = None,
     by_accelerate: Callable[[World], dict[str, Any]] | None = None,
+    each_step: Callable[[GossipAccelerator, int], Any] | None = None,
 ) -> dict[str, Any]:
     """Train in the process of this rank, and return what `require_equal` compares. Collective.
 
@@ -232,6 +234,7 @@ def train(
         build: makes the model.
         after: called at the end; what it returns is added as "after".
         by_accelerate: returns arguments of the accelerator by which it shards the model itself.
+        each_step: called before each step; what it returns is listed as "each_step".
     """
     fresh()
     cuda = torch.cuda.is_available()
@@ -261,7 +264,9 @@ def train(
     nets = model.replicas if world.local_workers > 1 else [model]
     numbers = [rank] if world.shards else workers
     history: list[Tensor] = []
+    seen = []
     for step in range(STEPS):
+        seen.append(each_step and each_step(accelerator, step))
         for worker, net in zip(workers, nets, strict=True):
             edit(scenario, step, worker, net, optimizer.param_groups, held)
         if scenario.edit == "restarted" and step == MOMENT:
@@ -301,6 +306,7 @@ def train(
         "kept": all(map(torch.equal, own, map(parameters_of, nets))),
         "rounded": all(torch.equal(p, held(p).to(p.dtype)) for p in net.parameters() if not isinstance(p, DTensor)),
         "skipped": gossip.guard.skipped,
+        "each_step": seen,
         "after": after and after(accelerator, model),
     }
     accelerator.free_memory()
@@ -405,8 +411,10 @@ def train_all(rank: int, world: World, scenarios: Sequence[Scenario]) -> list[di
     """What `train` returns for each scenario, or its error."""
     found: list[dict[str, Any] | str] = []
     for scenario in scenarios:
+        few = -1 if scenario.optimizer == "adamw" else exchange._FEW_BYTES  # then another thread sends the small model
         try:
-            found.append(train(rank, world, scenario))
+            with mock.patch.object(exchange, "_FEW_BYTES", few):
+                found.append(train(rank, world, scenario))
         except Exception as error:
             found.append(f"rank {rank}: {type(error).__name__}: {error}")
     return found
