@@ -19,7 +19,8 @@ from dsgdac_accel.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.fine_tuning import lora, rows
 from tests.llm.tiny import arguments, build_model, build_tokenizer
-from tests.multiprocess.test_sharded import fresh, mesh_of
+from tests.multiprocess.scenarios import fresh
+from tests.multiprocess.test_sharded import mesh_of
 from tests.multiprocess.test_trainer_sharded import TokenIds
 from tests.workers import run_workers
 

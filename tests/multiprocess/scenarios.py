@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel import simulation as simulation_module
-from dsgdac_accel.shards import local_of, whole_of
+from dsgdac_accel.core import exchange
+from dsgdac_accel.shards import gathering_modules, local_of, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.topology import Topology
 from tests.rounding import Replay
@@ -163,6 +164,11 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([whole_of(tensor).detach().double().cpu().flatten() for tensor in tensors])
 
 
+def parameters_of(net: nn.Module) -> Tensor:
+    reshard(gathering_modules([net]))
+    return flat(net.parameters())
+
+
 # ---- what a script does between two steps
 
 
@@ -216,6 +222,8 @@ def train(
     scenario: Scenario,
     build: Callable[[Scenario], nn.Module] = Net,
     after: Callable[[GossipAccelerator, nn.Module], Any] | None = None,
+    by_accelerate: Callable[[World], dict[str, Any]] | None = None,
+    each_step: Callable[[GossipAccelerator, int], Any] | None = None,
 ) -> dict[str, Any]:
     """Train in the process of this rank, and return what `require_equal` compares. Collective.
 
@@ -225,6 +233,8 @@ def train(
         scenario: how to train.
         build: makes the model.
         after: called at the end; what it returns is added as "after".
+        by_accelerate: returns arguments of the accelerator by which it shards the model itself.
+        each_step: called before each step; what it returns is listed as "each_step".
     """
     fresh()
     cuda = torch.cuda.is_available()
@@ -233,8 +243,8 @@ def train(
         workers_per_process=world.local_workers, comm_dtype=scenario.comm_dtype, order=scenario.order,
         overlap=scenario.overlap == "yes", mix_every=int(scenario.mix_every),
     )  # fmt: skip
-    options = {}
-    if world.shards:
+    options: dict[str, Any] = {} if by_accelerate is None else by_accelerate(world)
+    if world.shards and by_accelerate is None:
         mesh = DeviceMesh("cuda" if cuda else "cpu", world.ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
         options["device_mesh"] = mesh
     accelerator = GossipAccelerator(cpu=not cuda, gossip=config, gradient_accumulation_steps=PARTS, **options)
@@ -243,7 +253,7 @@ def train(
     with torch.no_grad():
         for p in net.parameters():
             p.add_(workers.start)  # worker 0's values count
-    if world.shards:
+    if "device_mesh" in options:
         fully_shard(next(m for m in net.modules() if isinstance(m, nn.Linear)), mesh=mesh["dp_shard"])
         fully_shard(net, mesh=mesh["dp_shard"])
         net.set_reshard_after_backward(scenario.edit != "evaluated")
@@ -253,8 +263,10 @@ def train(
     gossip.mixer.agreement.late = scenario.checks == "late" or cuda
     nets = model.replicas if world.local_workers > 1 else [model]
     numbers = [rank] if world.shards else workers
-    history = []
+    history: list[Tensor] = []
+    seen = []
     for step in range(STEPS):
+        seen.append(each_step and each_step(accelerator, step))
         for worker, net in zip(workers, nets, strict=True):
             edit(scenario, step, worker, net, optimizer.param_groups, held)
         if scenario.edit == "restarted" and step == MOMENT:
@@ -266,7 +278,7 @@ def train(
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model, numbers, PARTS * step + part, accelerator.device))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), *clipping(scenario))
+                    norm = accelerator.clip_grad_norm_(model.parameters(), *clipping(scenario))
                     if is_sick(scenario, step) and rank == world.last_process_of(SICK):
                         local_of(nets[SICK - workers.start].layers[1].weight.grad).fill_(torch.nan)
                     if scenario.edit == "evaluated":
@@ -277,18 +289,24 @@ def train(
         model.zero_grad()
         history.append(torch.stack([flat(map(held, net.parameters())) for net in nets]))
     radius = accelerator.measure_consensus()["gossip/radius"]
-    own = [flat(net.parameters()) for net in nets]
+    own = [parameters_of(net) for net in nets]
+    loss_of(model, numbers, 0, accelerator.device)  # gathers shards, as every pass below
     with accelerator.deployed_model(model) as deployed:
-        mean = flat(deployed.parameters())
+        losses = [loss_of(deployed, [0], 0, accelerator.device).item()]
+        mean = parameters_of(deployed)
         errors = [flat(mine.values()) for mine in accelerator.consensus_errors(model)]
+        loss_of(deployed, [0], 0, accelerator.device)
+    losses.append(loss_of(model, numbers, 0, accelerator.device).item())
     found = {
         "x": torch.stack(history, dim=1),
         "radius": radius,
         "mean": mean,
         "errors": torch.stack(errors),
-        "kept": all(torch.equal(before, flat(net.parameters())) for before, net in zip(own, nets, strict=True)),
+        "figures": [*losses, float(norm)],
+        "kept": all(map(torch.equal, own, map(parameters_of, nets))),
         "rounded": all(torch.equal(p, held(p).to(p.dtype)) for p in net.parameters() if not isinstance(p, DTensor)),
         "skipped": gossip.guard.skipped,
+        "each_step": seen,
         "after": after and after(accelerator, model),
     }
     accelerator.free_memory()
@@ -331,7 +349,7 @@ class Oracle:
             (losses.mean() / PARTS).backward()
         for p, x in self.masters.items():
             x.grad = p.grad
-        nn.utils.clip_grad_norm_(self.parameters, *clipping(self.scenario))
+        self.norm = float(nn.utils.clip_grad_norm_(self.parameters, *clipping(self.scenario)))
 
     @torch.no_grad()
     def read(self) -> None:
@@ -370,7 +388,20 @@ def simulate(world: World, scenario: Scenario, build: Callable[[Scenario], nn.Mo
                 worker.write()
             history.append(torch.stack([flat(worker.parameters) for worker in workers]))
     x = torch.stack(history, dim=1)
-    return {"x": x, "radius": simulation.radius(), "gammas": simulation.gammas}
+    own_losses = [[loss_of(workers[w].net, [n], 0).item() for n in world.batches_of(w)] for w in range(world.workers)]
+    radius, mean, net = simulation.radius(), x[:, -1].mean(0), workers[0].net
+    with torch.no_grad():
+        for p, values in zip(net.parameters(), mean.split([p.numel() for p in net.parameters()]), strict=True):
+            p.copy_(values.view(p.shape))
+    return {
+        "x": x,
+        "mean": mean,
+        "radius": radius,
+        "gammas": simulation.gammas,
+        "losses": own_losses,
+        "loss": loss_of(net, [0], 0).item(),
+        "norms": [worker.norm for worker in workers],
+    }
 
 
 # ---- comparing
@@ -380,8 +411,10 @@ def train_all(rank: int, world: World, scenarios: Sequence[Scenario]) -> list[di
     """What `train` returns for each scenario, or its error."""
     found: list[dict[str, Any] | str] = []
     for scenario in scenarios:
+        few = -1 if scenario.optimizer == "adamw" else exchange._FEW_BYTES  # then another thread sends the small model
         try:
-            found.append(train(rank, world, scenario))
+            with mock.patch.object(exchange, "_FEW_BYTES", few):
+                found.append(train(rank, world, scenario))
         except Exception as error:
             found.append(f"rank {rank}: {type(error).__name__}: {error}")
     return found
@@ -397,7 +430,7 @@ def require_equal(
     errors = [result for result in found if isinstance(result, str)]
     assert not errors, "\n".join(errors)
     expected = simulate(world, scenario, build)
-    x, mean = expected["x"], expected["x"][:, -1].mean(0)
+    x, mean = expected["x"], expected["mean"]
     assert min(expected["gammas"]) < 0.3 < max(expected["gammas"]) == 1.0, "gamma has to change in this test"
     assert world.workers == 1 or (x[:, -1] - mean).norm() > 1e-2, "the workers have to differ in this test"
     exact, rounded, low = scenario.dtype == "float64", scenario.comm_dtype != "full", scenario.dtype == "bf16"
@@ -418,6 +451,10 @@ def require_equal(
         if not world.shards and scenario.edit not in ("frozen", "removed", "tied"):  # it has what is mixed here
             torch.testing.assert_close(result["errors"], mine[:, -1] - mean, rtol=0, atol=later)
         assert abs(result["radius"] - expected["radius"]) < len(mean) * later
+        own = [expected["losses"][worker] for worker in workers]
+        own_loss = own[0][world.batches_of(workers[0]).index(rank)] if world.shards else np.mean(own)
+        figures = [expected["loss"], own_loss, np.mean(expected["norms"][workers.start : workers.stop])]
+        torch.testing.assert_close(result["figures"], figures, rtol=2e-2 if low else 100 * later, atol=0)
         assert result["kept"], "an average that was deployed has to leave no trace"
         assert result["rounded"]
         assert result["skipped"] == (scenario.nonfinite == "yes" and SICK in workers)

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
-from dsgdac_accel import simulation as simulation_module
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.formats import FORMATS
-from tests.multiprocess.test_against_simulation import loss_of, make_model, simulate, train
-from tests.rounding import COARSE, Replay
+from tests.multiprocess.small_model import flat, inputs, make_model
+from tests.rounding import COARSE
 from tests.selection import slow_except
 from tests.workers import run_workers
 
@@ -63,33 +62,6 @@ def test_bytes_sent_are_counted():
         assert (sent - 4 * 8) / size == pytest.approx(share, rel=0.02)
 
 
-RUNS = [
-    ("one_peer_ring", 4, "sgd", {}),
-    ("ring", 3, "adam", {"log_every": 3}),
-    ("complete", 4, "sgd", {"order": "mix_first"}),
-    ("one_peer_exponential", 4, "adam", {"overlap": False, "mix_every": 2}),
-]
-
-
-@pytest.mark.parametrize(
-    ("topology", "workers", "optimizer", "options", "comm_dtype"),
-    slow_except(
-        [(*run, comm_dtype) for run, comm_dtype in zip(RUNS, ("int2", "int8", "bf16", "int4"), strict=True)],
-        [(*run, comm_dtype) for run in RUNS for comm_dtype in FORMATS],
-    ),
-)
-def test_training_follows_a_replay_of_its_messages(comm_dtype, topology, workers, optimizer, options, monkeypatch):
-    monkeypatch.setattr(simulation_module, "consensus_update", Replay(comm_dtype))
-    shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
-    simulation, expected = simulate(workers, topology, optimizer, **shared)
-    results = run_workers(train, workers, topology, optimizer, options | {"comm_dtype": comm_dtype})
-    x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
-    torch.testing.assert_close(torch.stack([result["x"] for result in results]), x, rtol=0, atol=1e-9)
-    for result in results:
-        assert result["restored"]
-        assert result["radius"] == pytest.approx(simulation.radius(), rel=1e-7)
-
-
 def lose_a_parameter(rank, comm_dtype):
     group = WorkerGroup(torch.device("cpu"), 30)
     x = nn.Parameter(torch.randn(SIZE))
@@ -116,12 +88,12 @@ def run(rank, folder, comm_dtype, steps, save_at=None, load=None):
     if load:
         accelerator.load_state(load)
     for step in range(accelerator.gossip_steps[0].mixer.step, steps):
-        accelerator.backward(loss_of(model, rank, step))
+        accelerator.backward(model(inputs(rank, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == save_at:
             accelerator.save_state(folder)
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flat(model)
 
 
 @pytest.mark.parametrize("comm_dtype", ["int2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bf16", "int8"))])

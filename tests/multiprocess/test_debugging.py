@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dsgdac_accel import WorkerGroup
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.topology import Topology
-from tests.multiprocess.test_against_simulation import simulate, train
+from tests.multiprocess.scenarios import Scenario, World, require_equal, train
 from tests.workers import Launch, run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -27,14 +27,11 @@ def debug() -> None:
 
 def train_checked(rank: int) -> dict:
     debug()
-    return train(rank, "one_peer_ring", "sgd", {})
+    return train(rank, World(5), Scenario())
 
 
 def test_workers_that_send_unequally_many_messages_follow_algorithm_1():
-    simulation, expected = simulate(5, "one_peer_ring", "sgd")
-    for found, parameters in zip(run_workers(train_checked, 5), expected, strict=True):
-        torch.testing.assert_close(found["x"], torch.cat([p.flatten() for p in parameters]), rtol=0, atol=1e-6)
-        assert found["radius"] == pytest.approx(simulation.radius(), abs=1e-9)
+    require_equal(World(5), Scenario(), run_workers(train_checked, 5))
 
 
 PAIR = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])

@@ -13,8 +13,6 @@ from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError, Virtua
 from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, nonfinite_workers, skips_on_device
 from dsgdac_accel.pytorch import Gossip
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
-from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
-from tests.multiprocess.test_against_simulation import make_model as simulated_model
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
 
@@ -28,51 +26,6 @@ OPTIMIZERS = {
     **FUSED,
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=1e-2, foreach=True),  # the host is asked
 }
-
-# ---- steps
-
-
-def train(rank: int, topology: str, optimizer_name: str, options: dict) -> dict:
-    accelerator = GossipAccelerator(
-        gossip=GossipConfig(topology=topology, power=2.0, start_step=6, timeout=30, log_every=0, **options)
-    )
-    model = simulated_model()
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
-    (gossip,) = accelerator.gossip_steps
-    gossip.mixer.agreement.late = True
-    for step in range(STEPS):
-        accelerator.backward(loss_of(model, rank, step))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return {"x": torch.cat([p.detach().flatten() for p in model.parameters()]), "skipped": gossip.guard.skipped}
-
-
-@pytest.mark.parametrize(
-    ("topology", "workers", "optimizer", "options"),
-    [
-        ("one_peer_ring", 4, "sgd", {}),
-        ("one_peer_ring", 3, "adam", {}),
-        ("complete", 3, "adam", {"order": "mix_first"}),
-        ("ring", 3, "sgd", {"mix_every": 2, "overlap": False}),
-    ],
-)
-def test_a_normal_step_follows_algorithm_1(topology, workers, optimizer, options):
-    shared = {name: value for name, value in options.items() if name in ("order", "mix_every")}
-    _, expected = simulate(workers, topology, optimizer, **shared)
-    for result, parameters in zip(run_workers(train, workers, topology, optimizer, options), expected, strict=True):
-        assert result["skipped"] == 0
-        torch.testing.assert_close(result["x"], torch.cat([p.flatten() for p in parameters]), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("comm_dtype", ["bf16", "int8"])
-def test_a_normal_step_of_a_rounded_exchange_stays_near_to_it(comm_dtype):
-    _, expected = simulate(3, "one_peer_ring", "sgd")
-    x = torch.stack([torch.cat([p.flatten() for p in parameters]) for parameters in expected])
-    found = torch.stack([r["x"] for r in run_workers(train, 3, "one_peer_ring", "sgd", {"comm_dtype": comm_dtype})])
-    assert 0 < float((found - x).norm()) < 0.03 * float((x - x.mean(0)).norm())
-
 
 # ---- gradients
 

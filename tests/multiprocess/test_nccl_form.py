@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -14,11 +15,10 @@ from torch import nn
 from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerGroup
 from dsgdac_accel.distributed import transport, watchdog
 from tests import fake_nccl
+from tests.multiprocess.scenarios import STEPS, Scenario, World, require_equal
+from tests.multiprocess.scenarios import train as train_scenario
 from tests.multiprocess.small_model import inputs, make_model
-from tests.multiprocess.test_against_simulation import STEPS, loss_of, make_scheduler, simulate
-from tests.multiprocess.test_against_simulation import make_model as simulated_model
 from tests.multiprocess.test_late_checks import FUSED
-from tests.selection import slow_except
 from tests.workers import Outcome, run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -38,68 +38,62 @@ def prepared(model: nn.Module, optimizer_name: str = "sgd", shorten: bool = Fals
     if shorten:
         shorten_waits(accelerator.group)
     optimizer = FUSED[optimizer_name](model.parameters())
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    model, optimizer = accelerator.prepare(model, optimizer)
     (gossip,) = accelerator.gossip_steps
     gossip.mixer.agreement.late = True  # as on a GPU
-    return accelerator, model, optimizer, scheduler, gossip
+    return accelerator, model, optimizer, gossip
 
 
 # ---- a run
 
 
-def train(rank: int, topology: str, options: dict) -> dict:
+LATE = STEPS - 4
+"""The step in which worker 1 is late."""
+
+
+def train(rank: int, world: World, scenario: Scenario) -> dict:
     fake_nccl.install()
-    transport._GLOO_BYTES = 64  # a bucket would be cut into several messages
-    accelerator, model, optimizer, scheduler, gossip = prepared(
-        simulated_model(), topology=topology, power=2.0, start_step=6, **options
-    )
-    buffers = len(gossip.mixer.copies.sent[0].buffers)
-    connections, batches, waits = len(fake_nccl.connections), len(fake_nccl.batches), []
-    for step in range(STEPS):
-        if step == STEPS - 3 and rank == 1:
-            time.sleep(0.4)
-        accelerator.backward(loss_of(model, rank, step))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        waits.append(gossip.metrics()["wait_seconds"])
-    gossip.mixer.release()
+    transport._GLOO_BYTES = 64  # a buffer would be cut into several messages
+    found = train_scenario(rank, world, scenario, each_step=functools.partial(observe, rank))
+    return found | {"groups": fake_nccl.groups}
+
+
+def observe(rank: int, accelerator: GossipAccelerator, step: int) -> dict:
+    if step == LATE and rank == 1:
+        time.sleep(0.4)
+    (gossip,) = accelerator.gossip_steps
     return {
-        "x": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        "connected late": len(fake_nccl.connections) - connections,
-        "operations": set(fake_nccl.batches[batches:]),
-        "buffers": buffers,
-        "groups": fake_nccl.groups,
-        "waits": waits,
+        "connections": len(fake_nccl.connections),
+        "batches": list(fake_nccl.batches),
+        "buffers": len(gossip.mixer.copies.sent[0].buffers),
+        "waited": gossip.metrics()["wait_seconds"],
     }
 
 
-CASES = slow_except(
-    [("ring", 4, {"overlap": False})],
-    [("ring", 4, {"overlap": False}), ("one_peer_ring", 4, {}), ("complete", 3, {})],
-)
+CASES = [Scenario("ring", overlap="no", checks="late"), Scenario(checks="late"), Scenario("complete", checks="late")]
 
 
-@pytest.mark.parametrize(("topology", "workers", "options"), CASES, ids=lambda x: str(x))
-def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(topology, workers, options):
-    _, expected = simulate(workers, topology, "sgd")
-    results = run_workers(train, workers, topology, options)
+@pytest.mark.parametrize("scenario", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
+def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(scenario):
+    world = World(4)
+    results = run_workers(train, 4, world, scenario)
+    require_equal(world, scenario, results)
     # With overlap, what the late worker sends is waited for in the step after.
-    late = STEPS - 2 if options.get("overlap") is False else STEPS - 1
-    for rank, (found, parameters) in enumerate(zip(results, expected, strict=True)):
-        torch.testing.assert_close(found["x"], torch.cat([p.flatten() for p in parameters]), rtol=1e-9, atol=1e-11)
-        assert found["connected late"] == 0, "the first exchange of a pair blocks without a timeout"
+    late = LATE + (2 if scenario.overlap == "no" else 3)
+    for rank, found in enumerate(results):
+        first, *_, last = found["each_step"]
+        assert last["connections"] == first["connections"], "the first exchange of a pair blocks without a timeout"
         # Every buffer, and the header, is one message.
-        neighbors = {"one_peer_ring": 1, "ring": 2, "complete": 0}[topology]
-        expected_operations = {2 * neighbors * (found["buffers"] + 1)} if neighbors else set()
-        assert found["operations"] == expected_operations, "a bucket is several messages"
+        neighbors = {"one_peer_ring": 1, "ring": 2, "complete": 0}[scenario.topology]
+        expected_operations = {2 * neighbors * (first["buffers"] + 1)} if neighbors else set()
+        assert set(last["batches"][len(first["batches"]) :]) == expected_operations, "a buffer is several messages"
         assert len(found["groups"]) == 1, "of all the library, besides that of `init_process_group`"
         options = found["groups"][0]["pg_options"]
         assert options.is_high_priority_stream
         assert 4 <= options.config.max_ctas <= 8
         assert found["groups"][0]["timeout"].total_seconds() == 2 * 30 + 60, "NCCL may abort before anybody is named"
-        if topology != "one_peer_ring" and rank in (0, 2):
-            assert found["waits"][late] > 0.3, "waiting for a late worker is not measured, or not a step later"
+        if scenario.topology != "one_peer_ring" and rank in (0, 2):
+            assert found["each_step"][late]["waited"] > 0.3, "a late worker is not waited for, or not a step later"
 
 
 # ---- lost workers
@@ -112,9 +106,8 @@ def lose(rank: int, where: str, folder: str, options: dict) -> str:
     watchdog._GRACE = 0.5
     if where == "connecting" and rank == 1:
         torch.distributed.batch_isend_irecv = lambda operations: os._exit(0)
-    accelerator, model, optimizer, _, gossip = prepared(
-        make_model(), shorten=where == "connecting", topology="ring", **options
-    )
+    accelerator, model, optimizer, gossip = prepared(make_model(), topology="ring", **options)
+    began = time.monotonic()
     for step in range(8):
         if step == 4:
             shorten_waits(accelerator.group)
@@ -173,7 +166,7 @@ def test_a_host_that_hangs_elsewhere_is_ended_with_a_message_that_names_the_lost
 def compute_for_long(rank: int) -> str:
     fake_nccl.install()
     watchdog._GRACE = 0.5
-    accelerator, model, optimizer, _, gossip = prepared(make_model(), topology="one_peer_ring", overlap=False)
+    accelerator, model, optimizer, gossip = prepared(make_model(), topology="one_peer_ring", overlap=False)
     for step in range(6):
         if step == 2:
             shorten_waits(accelerator.group)
@@ -197,7 +190,7 @@ def test_a_step_that_the_device_computes_for_longer_than_the_timeout_is_no_lost_
 def debug(rank: int) -> str:
     fake_nccl.install()
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
-    accelerator, model, optimizer, _, _ = prepared(make_model(), topology="one_peer_ring")
+    accelerator, model, optimizer, _ = prepared(make_model(), topology="one_peer_ring")
     for step in range(2):
         accelerator.backward(model(inputs(rank, step)).square().mean())
         optimizer.step()
@@ -216,7 +209,7 @@ def test_torch_that_takes_groups_apart_to_debug_them_is_refused_on_all_workers()
 
 def block(rank: int) -> str:
     model = nn.Linear(512, 512)  # too large to be posted in the training thread
-    accelerator, model, optimizer, _, _ = prepared(model, topology="complete")
+    accelerator, model, optimizer, _ = prepared(model, topology="complete")
     send = torch.distributed.isend
     for step in range(6):
         if step == 3:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
@@ -26,52 +25,28 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
 from dsgdac_accel import (
-    AdaptiveConsensus,
     Gossip,
     GossipAccelerator,
     GossipConfig,
     NonFiniteError,
-    build_topology,
     sharded_workers,
 )
 from dsgdac_accel.compatibility import supported_with_shards
 from dsgdac_accel.shards import local_of, whole_of
-from dsgdac_accel.simulation import Simulation
+from tests.multiprocess.scenarios import Net, Scenario, World, fresh, require_equal, train
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 8
-MAX_NORM = 0.3
 GRID = ("dp_replicate", "dp_shard")
-
-
-class Tied(nn.Module):
-    """Token ids in, logits out, by one matrix; 7 rows, so that no number of shards divides it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.norm = nn.LayerNorm(5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.embedding(x.argmax(1)))).sum(1, keepdim=True) + x
 
 
 def make_model(kind: str = "layers") -> nn.Module:
     torch.manual_seed(0)
-    if kind == "tied":
-        return Tied().double()
-    if kind == "narrow":
-        return nn.Sequential(nn.Linear(5, 2), nn.Tanh(), nn.Linear(2, 1)).double()
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5)).double()
     if kind == "frozen":
         model[0].weight.requires_grad_(False)
-    if kind == "lora":
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["0", "2"])).double()
     return model
 
 
@@ -85,14 +60,8 @@ def loss_of(model: nn.Module, *where: int) -> torch.Tensor:
     return (model(x) - y).square().mean()
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-2)
-    return torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-2, fused=name == "fused adam")
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / (STEPS + 3))
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-2)
 
 
 def mesh_of(workers: int, shards: int) -> Any:
@@ -106,22 +75,10 @@ def sharded(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp_shard"], **options)
 
 
-def fresh() -> None:
-    """Forget what Accelerate keeps of an earlier case of this process, in its classes and in the environment."""
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-    for variable in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
-        del os.environ[variable]
-
-
 def launch_variables(sizes: dict[str, int]) -> dict[str, str]:
     """Return what `accelerate launch` sets for FSDP2 and a ParallelismConfig of these sizes."""
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     return variables | {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
-
-
-def worker_of(rank: int, shards: int, rows: list[list[int]] | None) -> int:
-    return rank // shards if rows is None else next(worker for worker, row in enumerate(rows) if rank in row)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -135,174 +92,17 @@ def whole(model: nn.Module) -> torch.Tensor:
     return torch.cat([whole_of(p).detach().flatten() for p in model.parameters()])
 
 
-def train(
-    rank: int,
-    workers: int,
-    shards: int,
-    kind: str = "layers",
-    optimizer_name: str = "adam",
-    parts: int = 1,
-    peek: bool = False,
-    keep_gathered: bool = False,
-    late: bool = False,
-    bad: tuple[int, int] | None = None,
-    norm_type: float = 2.0,
-    rows: list[list[int]] | None = None,
-    by: str = "mesh",
-    **gossip: Any,
-) -> dict[str, Any]:
-    """Train, and return what the tests compare.
-
-    `parts`: batches accumulated in a step. `peek`: run the model without a backward pass right before each step. `by`:
-    who shards, the test by a "mesh", or Accelerate by "arguments" or the "environment".
-    `late`: check as on a GPU. `bad`: this rank's gradient is not finite at this step. `rows`: the ranks of each worker.
-    """
-    fresh()
-    mesh = mesh_of(workers, shards) if by == "mesh" else None
-    if rows is not None:
-        mesh = DeviceMesh("cpu", rows, mesh_dim_names=GRID)
-    config = GossipConfig(**{"power": 2.0, "timeout": 60, "log_every": 3, **gossip})
-    options = {"device_mesh": mesh} if by == "mesh" else accelerate_options(by, workers, shards)
-    accelerator = GossipAccelerator(cpu=True, gossip=config, gradient_accumulation_steps=parts, **options)
-    model = make_model(kind)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.0 if worker_of(rank, shards, rows) == 0 else 0.5)  # worker 0's values count
-    if by == "mesh":
-        model = sharded(model, mesh)
-    if keep_gathered:
-        model.set_reshard_after_backward(False)
-    optimizer = make_optimizer(optimizer_name, model)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
-    accelerator.gossip_steps[0].mixer.agreement.late = late
-    norms = []
-    for step in range(STEPS):
-        for part in range(parts):
-            with accelerator.accumulate(model) if parts > 1 else nullcontext():
-                accelerator.backward(loss_of(model, rank, step, part))
-                if accelerator.sync_gradients:
-                    norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type))
-                    if bad == (rank, step):
-                        local_of(next(p.grad for p in model.parameters() if p.grad is not None)).fill_(torch.nan)
-                    if peek:
-                        with torch.no_grad():
-                            model(batch(rank, step)[0])
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    scheduler.step()
-                optimizer.zero_grad()
-    radius = accelerator.measure_consensus()["gossip/radius"]
-    own = whole(model)
-    loss_of(model, rank, 0)  # leaves the root gathered, as every pass below
-    with accelerator.deployed_model(model) as deployed:
-        loss = float(loss_of(deployed, 0, 0).detach())
-        mean = whole(model)
-        loss_of(deployed, 0, 0)
-    next_loss = float(loss_of(model, rank, 0).detach())
-    restored = torch.equal(own, whole(model))
-    saved = accelerator.get_state_dict(model)
-    return {
-        "accelerator": accelerator,
-        "model": model,
-        "x": own,
-        "mean": mean,
-        "loss": loss,
-        "restored": restored,
-        "next_loss": next_loss,
-        "saved": torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]) if saved else None,
-        "radius": radius,
-        "apart": accelerator.gossip_steps[0].mixer.arrivals.disagreement,
-        "norms": torch.stack(norms),
-        "skipped": accelerator.gossip_steps[0].guard.skipped,
-    }
-
-
-def accelerate_options(by: str, workers: int, shards: int) -> dict[str, Any]:
+def accelerate_options(by: str, world: World) -> dict[str, Any]:
     """Return the arguments for Accelerate's own sharding, or set its variables, on gloo in place of GPUs."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     sharded_workers.on_cpu = lambda arguments: False
-    sizes = {"dp_replicate_size": workers, "dp_shard_size": shards}
+    sizes = {"dp_replicate_size": world.workers, "dp_shard_size": world.shards}
     if by == "environment":
         os.environ.update(launch_variables(sizes))
         return {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     return {"parallelism_config": ParallelismConfig(**sizes), "fsdp_plugin": plugin}
-
-
-def simulate(
-    workers: int,
-    shards: int,
-    kind: str = "layers",
-    optimizer_name: str = "adam",
-    parts: int = 1,
-    bad: tuple[int, int] | None = None,
-    topology: str = "one_peer_ring",
-    power: float = 2.0,
-    order: str = "local_first",
-    mix_every: int = 1,
-    norm_type: float = 2.0,
-    rows: list[list[int]] | None = None,
-    **_: Any,
-) -> dict[str, Any]:
-    """The same with one dense model per worker, whose gradient is the mean over its processes."""
-    models = [make_model(kind) for _ in range(workers)]
-    optimizers = [make_optimizer(optimizer_name, model) for model in models]
-    schedulers = list(map(make_scheduler, optimizers))
-    schedule = AdaptiveConsensus(power=power)
-    simulation = Simulation(models, optimizers, build_topology(topology, workers), schedule, order, mix_every)
-    norms: list[list[torch.Tensor]] = [[] for _ in models]
-    apart = 0.0  # between worker 0 and the last one, before the last round
-    for step in range(STEPS):
-        for worker, model in enumerate(models):
-            model.zero_grad()
-            ranks = rows[worker] if rows else range(worker * shards, (worker + 1) * shards)
-            losses = [loss_of(model, rank, step, part) for rank in ranks for part in range(parts)]
-            torch.stack(losses).mean().backward()
-            norms[worker].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type))
-        skip = {worker_of(bad[0], shards, rows)} if bad is not None and bad[1] == step else ()
-        if (step + 1) % mix_every == 0:
-            apart = float((flat(models[0]) - flat(models[-1])).norm())
-        simulation.step(skip=skip)
-        for scheduler in schedulers:
-            scheduler.step()
-    x = list(map(flat, models))
-    mean = make_model(kind)
-    nn.utils.vector_to_parameters(torch.stack(x).mean(0), mean.parameters())
-    return {
-        "x": x,
-        "mean": torch.stack(x).mean(0),
-        "loss": float(loss_of(mean, 0, 0).detach()),
-        "next_losses": [
-            float(loss_of(models[worker_of(rank, shards, rows)], rank, 0).detach()) for rank in range(workers * shards)
-        ],
-        "rows": rows,
-        "radius": simulation.radius(),
-        "apart": apart if workers == 2 else None,
-        "norms": norms,
-    }
-
-
-def require_equal(results: list[dict[str, Any]], expected: dict[str, Any], shards: int) -> None:
-    assert len(expected["x"]) == 1 or expected["radius"] > 1e-3, "the workers have to differ in this test"
-    for rank, result in enumerate(results):
-        worker = worker_of(rank, shards, expected["rows"])
-        torch.testing.assert_close(result["x"], expected["x"][worker], rtol=0, atol=1e-9)
-        torch.testing.assert_close(result["mean"], expected["mean"], rtol=0, atol=1e-9)
-        torch.testing.assert_close(result["norms"], torch.stack(expected["norms"][worker]), rtol=1e-9, atol=0)
-        assert result["radius"] == pytest.approx(expected["radius"], abs=1e-9)
-        assert expected["apart"] is None or result["apart"] == pytest.approx(expected["apart"], abs=1e-9)
-        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-9)
-        assert result["restored"]
-        assert result["next_loss"] == pytest.approx(expected["next_losses"][rank], abs=1e-9)
-        if rank == 0:
-            torch.testing.assert_close(result["saved"], expected["mean"], rtol=0, atol=1e-9)
-        else:
-            assert result["saved"] is None
-
-
-def plain(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in result.items() if name not in ("accelerator", "model")}
 
 
 def refusal(act: Any) -> str:
@@ -316,9 +116,14 @@ def refusal(act: Any) -> str:
 # ---- one launch of 2 x 2
 
 
+WORLD = World(4, shards=2)
+
+
 def train_and_save(rank: int, folder: str) -> dict[str, Any]:
-    result = train(rank, 2, 2)
-    accelerator, model = result["accelerator"], result["model"]
+    return train(rank, WORLD, Scenario(), after=partial(save_and_refuse, rank, folder))
+
+
+def save_and_refuse(rank: int, folder: str, accelerator: GossipAccelerator, model: nn.Module) -> dict[str, Any]:
     writes: list[int] = []
     accelerator.save_model(model, folder)
     gather = torch.distributed.tensor.DTensor.full_tensor
@@ -354,7 +159,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
         "batch norm": refusal(lambda: deploy_batch_norm(accelerator, mesh)),
         "replicated": refusal(lambda: prepare(accelerator, replicated(nn.Linear(4, 4), mesh))),
     }
-    return plain(result) | {"refused": refused, "gathers": len(writes), "state": sorted(state), "metrics": metrics}
+    return {"refused": refused, "gathers": len(writes), "state": sorted(state), "metrics": metrics}
 
 
 def new_accelerator(mesh: Any, **gossip: Any) -> GossipAccelerator:
@@ -430,85 +235,40 @@ REFUSALS = {
 def test_two_workers_of_two_shards_follow_algorithm_1_and_save_their_average_once(tmp_path):
     folder = tmp_path / "saved"
     results = run_workers(train_and_save, 4, str(folder))
-    expected = simulate(2, 2)
-    require_equal(results, expected, shards=2)
+    require_equal(WORLD, Scenario(), results)
+    mean, found = results[0]["mean"], [result["after"] for result in results]
     saved = load_file(folder / "model.safetensors")
-    names = list(make_model().state_dict())
+    names = list(Net(Scenario()).state_dict())
     assert sorted(saved) == sorted(names)
-    torch.testing.assert_close(torch.cat([saved[n].flatten() for n in names]), expected["mean"], rtol=0, atol=1e-9)
-    assert [result["gathers"] for result in results] == [6, 6, 0, 0], "only worker 0 gathers"
-    assert [len(result["state"]) for result in results] == [6, 0, 0, 0]
-    assert results[0]["metrics"]["gossip/radius"] == pytest.approx(expected["radius"], abs=1e-9)
-    for result in results:
-        assert {case: text for case, text in result["refused"].items() if not re.search(REFUSALS[case], text)} == {}
+    torch.testing.assert_close(torch.cat([saved[n].flatten() for n in names]), mean, rtol=0, atol=1e-12)
+    assert [each["gathers"] for each in found] == [8, 8, 0, 0], "only worker 0 gathers"
+    assert [len(each["state"]) for each in found] == [8, 0, 0, 0]
+    assert found[0]["metrics"]["gossip/radius"] == pytest.approx(results[0]["radius"], abs=1e-9)
+    before = results[0]["x"][0, -2], results[2]["x"][0, -2]
+    apart = float(torch.sub(*before).norm())
+    for each in found:
+        assert each["metrics"]["gossip/neighbor_disagreement"] == pytest.approx(apart, abs=1e-9)
+        assert {case: text for case, text in each["refused"].items() if not re.search(REFUSALS[case], text)} == {}
 
 
-# ---- other worlds and settings
-
-WORLDS = {
-    (2, 2): [
-        {"optimizer_name": "sgd", "power": 0.0},
-        {"kind": "tied", "parts": 2},
-        {"kind": "frozen", "order": "mix_first", "overlap": False, "norm_type": math.inf},
-        {"peek": True, "parts": 2, "keep_gathered": True},
-        {"bad": (1, 3)},
-        {"bad": (1, 3), "late": True, "rows": [[0, 2], [1, 3]]},
-        {"bad": (2, 3), "late": True, "optimizer_name": "fused adam"},
-        {"topology": "complete"},
-        {"mix_every": 5},
-    ],
-    (3, 2): [{"optimizer_name": "sgd"}, {"kind": "tied"}, {"topology": "ring", "bad": (5, 2)}],
-    (2, 3): [  # the third process has no row of the first layer, or of any in "narrow"
-        {},
-        {"kind": "tied", "optimizer_name": "sgd"},
-        {"kind": "narrow", "norm_type": math.inf, "bad": (1, 3)},
-        {"kind": "narrow", "mix_every": 2},
-    ],
-    (1, 2): [{"parts": 2}],
-    (2, 1): [{"kind": "tied"}],
-}
-
-
-def train_cases(rank: int, *world: int) -> list[dict[str, Any]]:
-    return [plain(train(rank, *world, **case)) for case in WORLDS[world]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_sharded_workers_follow_algorithm_1(world):
-    workers, shards = world
-    results = run_workers(train_cases, workers * shards, *world, timeout=240)
-    for number, case in enumerate(WORLDS[world]):
-        expected = simulate(*world, **case)
-        of_case = [result[number] for result in results]
-        require_equal(of_case, expected, shards)
-        if "bad" in case:
-            mine = [worker_of(rank, shards, case.get("rows")) for rank in range(len(of_case))]
-            assert [result["skipped"] for result in of_case] == [int(w == mine[case["bad"][0]]) for w in mine]
-
-
-BY_ACCELERATE = [{"by": "arguments", "parts": 2}, {"by": "environment", "optimizer_name": "sgd"}]
-"""How two workers of two shards are trained."""
+# ---- other ways to shard
 
 
 def train_by_accelerate(rank: int) -> list[dict[str, Any]]:
-    results = []
-    for case in BY_ACCELERATE:
-        result = train(rank, 2, 2, **case)
-        accelerator = result["accelerator"]
-        mesh, parallelism = accelerator.torch_device_mesh, accelerator.parallelism_config
-        of_mesh = mesh.mesh_dim_names, tuple(mesh.shape), parallelism.fsdp_dim_names, accelerator.num_workers
-        results.append(plain(result) | {"mesh": of_mesh})
-    return results
+    ways = [partial(accelerate_options, by) for by in ("arguments", "environment")]
+    return [train(rank, WORLD, Scenario(), after=mesh_names, by_accelerate=way) for way in ways]
+
+
+def mesh_names(accelerator: GossipAccelerator, model: nn.Module) -> tuple:
+    mesh, parallelism = accelerator.torch_device_mesh, accelerator.parallelism_config
+    return mesh.mesh_dim_names, tuple(mesh.shape), parallelism.fsdp_dim_names, accelerator.num_workers
 
 
 @pytest.mark.slow
 def test_workers_that_accelerate_shards_follow_algorithm_1():
-    results = run_workers(train_by_accelerate, 4, timeout=240)
-    for number, case in enumerate(BY_ACCELERATE):
-        of_case = [result[number] for result in results]
-        require_equal(of_case, simulate(2, 2, **case), shards=2)
-        assert of_case[0]["mesh"] == (GRID, (2, 2), ["dp_shard_cp"], 2)
+    for found in zip(*run_workers(train_by_accelerate, 4, timeout=240), strict=True):
+        require_equal(WORLD, Scenario(), found)
+        assert found[0]["after"] == (GRID, (2, 2), ["dp_shard_cp"], 2)
 
 
 def train_in_bf16(rank: int, policy: bool, comm_dtype: str) -> dict[str, Any]:
@@ -668,7 +428,7 @@ def lose_a_shard(rank: int, where: str) -> None:
     mesh = mesh_of(2, 2)
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh, gossip=GossipConfig(timeout=15))
     model = sharded(make_model(), mesh)
-    model, optimizer = accelerator.prepare(model, make_optimizer("sgd", model))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
     for step in range(6):
         dies = rank == 3 and step == 3
         if dies and where == "forward":

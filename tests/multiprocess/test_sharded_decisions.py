@@ -31,7 +31,7 @@ class Training:
         config = GossipConfig(timeout=timeout, log_every=0, **gossip)
         self.accelerator = GossipAccelerator(cpu=True, device_mesh=self.mesh, gossip=config)
         model = sharded(make_model(kind), self.mesh)
-        optimizer = make_optimizer("sgd", model)
+        optimizer = make_optimizer(model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def step(self, step: int) -> None:
@@ -129,7 +129,7 @@ def train_unlike(rank: int) -> None:
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=60))
     model = sharded(make_model(), mesh_of(2, 2))
     model[3].bias.requires_grad_(rank % 2 == 0)
-    accelerator.prepare(model, make_optimizer("sgd", model))
+    accelerator.prepare(model, make_optimizer(model))
 
 
 def replace_alone(rank: int) -> None:
@@ -245,7 +245,7 @@ def lose_a_process(rank: int, stage: str, folder: Path) -> None:
 
     accelerator = GossipAccelerator(cpu=True, device_mesh=mesh_of(2, 2), gossip=GossipConfig(timeout=PATIENCE))
     model = sharded(make_model(), mesh_of(2, 2))
-    optimizer = make_optimizer("sgd", model)
+    optimizer = make_optimizer(model)
     enter("prepare")
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(2):

@@ -44,7 +44,8 @@ from dsgdac_accel import (
 from dsgdac_accel.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.tiny import build_model
-from tests.multiprocess.test_sharded import flat, fresh, launch_variables, mesh_of, whole
+from tests.multiprocess.scenarios import fresh
+from tests.multiprocess.test_sharded import flat, launch_variables, mesh_of, whole
 from tests.multiprocess.trainer_model import arguments
 from tests.workers import run_workers, try_workers
 

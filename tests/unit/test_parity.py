@@ -2,34 +2,31 @@
 
 import pytest
 
-from tests.multiprocess.test_against_simulation import ALLOWED
-from tests.multiprocess.test_virtual_workers import assert_follows, simulate, train
+from dsgdac_accel.topology import TOPOLOGIES
+from tests.multiprocess.scenarios import Scenario, World, require_equal, topology_of, train
 
-CASES = [
-    (t, n, o, {})
-    for t, counts in ALLOWED.items()
-    for n in sorted({min(counts), max(counts), 8})
-    for o in ("sgd", "adam")
-]
+
+def exists(topology, workers):
+    try:
+        return topology_of(topology, workers)
+    except ValueError:
+        return None
+
+
+CASES = [(n, Scenario(t, o)) for t in TOPOLOGIES for n in (2, 3, 4, 5, 8) for o in ("sgd", "adamw") if exists(t, n)]
 CASES += [
-    (topology, 5, optimizer, options)
+    (5, Scenario(topology, optimizer, **options))
     for topology in ("one_peer_ring", "complete", "ring")
     for optimizer, options in (
         ("sgd", {"order": "mix_first"}),
-        ("adam", {"order": "mix_first"}),
-        ("sgd", {"overlap": False}),
-        ("adam", {"mix_every": 2}),
-        ("sgd", {"log_every": 3}),
+        ("adamw", {"order": "mix_first"}),
+        ("sgd", {"overlap": "no"}),
+        ("adamw", {"mix_every": "2"}),
     )
 ]
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-
-@pytest.mark.parametrize(("topology", "num_workers", "optimizer", "options"), CASES)
-def test_virtual_workers_follow_algorithm_1(topology, num_workers, optimizer, options):
-    simulated = simulate(num_workers, topology, optimizer, options)
-    assert_follows(*simulated, [train(0, num_workers, topology, optimizer, options)])
+@pytest.mark.parametrize(("workers", "scenario"), CASES)
+def test_virtual_workers_follow_algorithm_1(workers, scenario):
+    world = World(1, local_workers=workers)
+    require_equal(world, scenario, [train(0, world, scenario)])
