@@ -7,6 +7,7 @@ worker receives from at once: two copies for one-peer topologies and for those t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
@@ -55,6 +56,12 @@ class Layout:
             self.dense.append(all(extent(value) == value.numel() <= _MOST_FUSED for value in within))
             self._sizes.append(total)
             self._places.append(places)
+
+    def in_dtype(self, dtype: torch.dtype) -> Layout:
+        """Return the same places in buffers of another dtype."""
+        other = copy.copy(self)
+        other._kinds = [(dtype, device) for _, device in self._kinds]
+        return other
 
     @property
     def nbytes(self) -> int:

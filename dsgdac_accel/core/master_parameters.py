@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.copies import Copy, Layout
 from dsgdac_accel.core.parameters import LOAD_IN_FLOAT32, as_parameter_list, name_of, refuse_unmixable
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class MasterParameters:
     exact, too; the masters refer to the same tensors. Frozen parameters stay as they are, until they are unfrozen.
 
     Owns the masters. May also set gradients and values of the parameters that they replace, and what the optimizer has
-    of these. Memory per parameter: 4 bytes for the master, and 4 instead of 2 for the gradient.
+    of these. Memory per parameter: 4 bytes for the master, 4 to notice edits, and 4 instead of 2 for the gradient.
 
     Args:
         optimizer: its `param_groups` and `state` then hold the masters.
@@ -66,17 +66,12 @@ class MasterParameters:
     def __init__(self, optimizer: torch.optim.Optimizer, names: MutableMapping[int, str]) -> None:
         self.optimizer = optimizer
         self.names = names
-        self.checks_late = False
-        """Whether edits through `.data` are reported a step later, as on an accelerator."""
-        self._written = _fingerprints([])
-        """Fingerprints of the model's parameters at the last `write_back`."""
-        self._unread: tuple[HostCopy, list[bool]] | None = None
-        """Flags: the parameters that were changed before the last step, and those of them that left a trace."""
         self._seen: list[Parameter] = []
         """The parameters of the optimizer at the last look."""
         self._frozen: list[Parameter] = []
         """Those in low precision without a master."""
         self._pairs: list[_Pair] = []
+        self._blocks: list[_Block] = []
         self._parameter_of: dict[int, Parameter] = {}
         """The model's parameter of each master, by its `id`."""
         self._master_of: dict[int, Parameter] = {}
@@ -154,40 +149,42 @@ class MasterParameters:
         """Put masters in place of parameters, given with their list and place in it."""
         if not self._pairs:
             self._clear_both()
-        shared = {_memory(pair.parameter): pair.master.data for pair in self._pairs if pair.parameter.numel()}
+        known = {_memory(p.parameter): (p.master.data, p.rounded) for p in self._pairs if p.parameter.numel()}
+        fresh = [p for _, _, p in new if id(p) not in self._master_of and _memory(p) not in known]
+        distinct = list({_memory(p) if p.numel() else (number,): p for number, p in enumerate(fresh)}.values())
+        data = {id(p): places for block in self._add_blocks(distinct) for p, *places in block.items()}
+        known |= {_memory(p): data[id(p)] for p in distinct if p.numel()}
         for parameters, place, parameter in new:
-            if id(parameter) in self._master_of:  # it was out of the optimizer for a while
-                parameters[place] = self._master_of[id(parameter)]
-                continue
-            data = shared.get(_memory(parameter))
-            if data is None:
-                data = parameter.detach().float()
-                if parameter.numel():
-                    shared[_memory(parameter)] = data  # tied memory stays tied
-            parameters[place] = self._replace(parameter, Parameter(data))
-        made = self.memory()[len(self._written) :]
-        if made:
-            self._written = torch.cat([self._written.to(made[0].device), _fingerprints(made)])
+            if id(parameter) not in self._master_of:  # else it was out of the optimizer for a while
+                # Tied memory stays tied.
+                master, rounded = known[_memory(parameter)] if parameter.numel() else data[id(parameter)]
+                self._replace(parameter, Parameter(master), rounded)
+            parameters[place] = self._master_of[id(parameter)]
 
-    def _add(self, parameter: Parameter, master: Parameter) -> _Pair:
-        pair = _Pair(parameter, master)
-        self._pairs.append(pair)
-        self._master_of[id(parameter)], self._parameter_of[id(master)] = master, parameter
-        self._name(pair)
-        return pair
+    @torch.inference_mode(False)
+    def _add_blocks(self, parameters: Sequence[Parameter]) -> list[_Block]:
+        """Return new blocks for parameters with memory of their own."""
+        alike: dict[tuple, list[Parameter]] = {}
+        for parameter in parameters:
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        added = list(map(_Block, alike.values()))
+        self._blocks += added
+        return added
 
     def _name(self, pair: _Pair) -> None:
         if id(pair.parameter) in self.names:
             self.names[id(pair.master)] = self.names[id(pair.parameter)]
 
-    def _replace(self, parameter: Parameter, master: Parameter) -> Parameter:
-        self._add(parameter, master)
+    def _replace(self, parameter: Parameter, master: Parameter, rounded: Tensor) -> None:
+        pair = _Pair(parameter, master, rounded)
+        self._pairs.append(pair)
+        self._master_of[id(parameter)], self._parameter_of[id(master)] = master, parameter
+        self._name(pair)
         state = self.optimizer.state
         if parameter in state:
             state[master] = {
                 name: _in_dtype(value, parameter, torch.float32) for name, value in state.pop(parameter).items()
             }
-        return master
 
     def release(self) -> None:
         """Give the optimizer the model's parameters back, and its state in their dtype."""
@@ -203,7 +200,7 @@ class MasterParameters:
         if self._pairs:
             vars(self.optimizer).pop("zero_grad", None)
         self._pairs, self._master_of, self._parameter_of = [], {}, {}
-        self._written, self._unread = _fingerprints([]), None
+        self._blocks = []
         self._seen, self._frozen = [], []
 
     # ---- gradients
@@ -231,52 +228,29 @@ class MasterParameters:
 
     # ---- values
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model."""
-        if not self._pairs:
-            return
-        torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
-        self._remember(self.memory())
+        self.write_into(self.memory())
 
-    def _remember(self, memory: Sequence[Tensor]) -> None:
-        for pair, data in zip(self._pairs, memory, strict=True):
-            pair.remember(data)
-        self._written = _fingerprints(memory)
+    @torch.no_grad()
+    def write_into(self, memory: Sequence[Tensor]) -> None:
+        """Round the masters into the tensors of `memory`; the parameters may point elsewhere meanwhile."""
+        for block in self._blocks:
+            block.round()
+        if self._pairs:
+            torch._foreach_copy_(list(memory), [pair.rounded for pair in self._pairs])
 
     @torch.no_grad()
     def adopt_edits(self) -> None:
         """Write the values that a script wrote into the model since `write_back` into the masters.
 
-        Raises:
-            RuntimeError: a parameter has another shape; or, on an accelerator, was written through `.data` before the
-                last step. There the host does not wait to learn of that.
-        """
-        self._raise_for_unseen_edits()
-        edited = [pair.was_touched() for pair in self._pairs]
-        if not all(edited):
-            changed = _fingerprints(self.memory()) != self._written
-            if changed.device.type == "cpu" and not self.checks_late:
-                edited = [touched or other for touched, other in zip(edited, changed.tolist(), strict=True)]
-            else:
-                self._unread = HostCopy(changed), edited
-        found = [pair for pair, touched in zip(self._pairs, edited, strict=True) if touched]
-        distinct = {pair.master.data_ptr(): pair for pair in found}  # tied memory is edited once
-        for pair in distinct.values():
-            pair.adopt_edit(self.names)
+        Compares the bits of all values with those that were written, without waiting for a GPU.
 
-    def _raise_for_unseen_edits(self) -> None:
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        copy, traced = unread
-        # Newer masters come last.
-        for pair, changed, touched in zip(self._pairs, copy.read().tolist(), traced, strict=False):
-            if changed and not touched:
-                raise RuntimeError(
-                    f"{name_of(pair.master, self.names)} was changed through `.data`, and the float32 master that is "
-                    f"trained did not follow. Change weights between steps under `torch.no_grad()` instead."
-                )
+        Raises:
+            RuntimeError: a parameter has another shape.
+        """
+        for block in self._blocks:
+            block.adopt_edits(self.names)
 
     # ---- checkpoints
 
@@ -296,7 +270,6 @@ class MasterParameters:
                 f"the state has {len(theirs)} masters of bf16 and fp16 parameters, and this model {len(mine)}, or of "
                 f"other shapes. Build the model, and freeze parameters, as when it was saved."
             )
-        self._unread = None  # an edit of values that are replaced now
         for master, value in zip(self.values(), values, strict=True):
             master.copy_(value)
         self.write_back()
@@ -307,54 +280,68 @@ class MasterParameters:
         """Return the memory of the model's parameters, for `write_into`."""
         return [pair.parameter.data for pair in self._pairs]
 
-    @torch.no_grad()
-    def write_into(self, memory: Sequence[Tensor]) -> None:
-        """Round the masters into the tensors of `memory`; the parameters may point elsewhere meanwhile."""
-        for pair, data in zip(self._pairs, memory, strict=True):
-            data.copy_(pair.master)
-        self._remember(memory)
+
+class _Block:
+    """Masters of parameters of one dtype and device, flat, so that a step takes few operations for all of them.
+
+    Args:
+        parameters: of the model, each with memory of its own.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = parameters
+        layout = Layout([parameter.data for parameter in parameters])
+        self.masters = Copy(layout.in_dtype(torch.float32))
+        self.masters.read(parameters)
+        self.written = Copy(layout)
+        """What `write_back` wrote into the model last."""
+        self.written.read(parameters)
+        self.now = Copy(layout)
+        """Room for what is in the model now."""
+        self._shapes = [parameter.shape for parameter in parameters]
+
+    def items(self) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
+        """Yield each parameter with the memory of its master, and of the rounded one."""
+        return zip(self.parameters, self.masters.views[0], self.written.views[0], strict=True)
+
+    def round(self) -> None:
+        """Note the rounded masters as what is written into the model."""
+        (rounded,), (masters,) = self.written.buffers, self.masters.buffers
+        rounded.copy_(masters)
+
+    def adopt_edits(self, names: Mapping[int, str]) -> None:
+        """Take over the elements of the parameters whose bits are not those that were written."""
+        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+            if parameter.shape != shape:
+                raise RuntimeError(
+                    f"{name_of(parameter, names)} became {tuple(parameter.shape)} after {tuple(shape)} between two "
+                    f"steps; give the resized parameter to the optimizer as a new one, on all workers."
+                )
+        self.now.read(self.parameters)
+        (now,), (written,), (masters,) = self.now.buffers, self.written.buffers, self.masters.buffers
+        edited = now.view(torch.int16) != written.view(torch.int16)  # other than values, -0.0 is not 0.0, NaN is NaN
+        torch.where(edited, now, masters, out=masters)
+        written.copy_(now)
 
 
 class _Pair:
     """A parameter of the model and its master."""
 
-    def __init__(self, parameter: Parameter, master: Parameter) -> None:
+    def __init__(self, parameter: Parameter, master: Parameter, rounded: Tensor) -> None:
         self.parameter = parameter
         self.master = master
+        self.rounded = rounded
+        """What was written into the parameter last."""
         self._set_grad_dtype(master.dtype)
         # Whoever reads the optimizer's parameters between backward and step finds the gradients there, too.
         self._hook = parameter.register_post_accumulate_grad_hook(
             functools.partial(_share_gradient, weakref.ref(master))
         )
-        self.remember(parameter.data)
 
     def _set_grad_dtype(self, dtype: torch.dtype) -> None:
         gradient, self.parameter.grad = self.parameter.grad, None
         self.parameter.grad_dtype = dtype
         self.parameter.grad = None if gradient is None else gradient.to(dtype)
-
-    def remember(self, data: Tensor) -> None:
-        """Note that `data`, the memory of the parameter, holds the rounded master."""
-        self._dtype, self._address, self._version = data.dtype, data.data_ptr(), self.parameter._version
-
-    def forget(self) -> None:
-        """Compare every value at the next look."""
-        self._version = -1
-
-    def was_touched(self) -> bool:
-        """Return whether the parameter was written in place, or points elsewhere; writes to `.data` leave no trace."""
-        return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
-
-    def adopt_edit(self, names: Mapping[int, str]) -> None:
-        """Write the elements of the parameter that a script has changed into the master."""
-        if self.parameter.shape != self.master.shape:
-            raise RuntimeError(
-                f"{name_of(self.master, names)} became {tuple(self.parameter.shape)} after {tuple(self.master.shape)} "
-                f"between two steps; give the resized parameter to the optimizer as a new one, on all workers."
-            )
-        rounded = self.master.to(self._dtype).to(self.parameter.dtype)
-        own = self.parameter.to(self.master.device)
-        self.master.copy_(torch.where(rounded != own, own.to(self.master.dtype), self.master))
 
     def release(self) -> None:
         """Forget the master."""
@@ -370,22 +357,6 @@ def _share_gradient(reference: weakref.ref[Parameter], parameter: Tensor) -> Non
 
 def _memory(parameter: Parameter) -> tuple:
     return parameter.data_ptr(), tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
-
-
-def _fingerprints(memory: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bits of each tensor, read as integers: (number of tensors,), on the device of the first."""
-    sums = [_bits(data).sum(dtype=torch.int64) for data in memory]
-    if not sums:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return torch.stack([each.to(sums[0].device) for each in sums])
-
-
-def _bits(data: Tensor) -> Tensor:
-    """Return the memory of a tensor as integers, as wide as possible: that is several times as fast."""
-    aligned = data.nbytes % 8 == data.data_ptr() % 8 == data.storage_offset() * data.element_size() % 8 == 0
-    if aligned and data.is_contiguous():
-        return data.view(-1).view(torch.int64)
-    return data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 
 
 def _in_dtype(value: Any, parameter: Parameter, dtype: torch.dtype) -> Any:
