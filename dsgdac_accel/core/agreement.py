@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -22,12 +20,10 @@ class Agreement:
     """
 
     def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
         self.row = group.row
-        self.device = group.device
         self.late = group.device.type == "cuda"
         """Whether the host reads the sums a step later."""
-        self.readers: list[Callable[[Mapping[str, float], int], None]] = []
-        """Called with the sums and their step, once they are read; may raise."""
         self.sums: dict[str, Tensor] = {}
         """What the last `close` returned."""
         self._votes: dict[str, Tensor | float] = {}
@@ -43,25 +39,23 @@ class Agreement:
         self._votes[name] = value
 
     def close(self, step: int) -> dict[str, Tensor]:
-        """Sum the votes, and return the sums by name, of shape () on the device. Then `settle` reads them.
+        """Sum the votes, and return the sums by name, of shape () on the device; `settle` reads them.
 
         Collective in the row, and none where it has nothing to vote on.
         """
         votes, self._votes, self.sums = self._votes, {}, {}
         if votes:
-            dtype = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
+            dtype = torch.float64 if self.group.device.type in ("cpu", "cuda") else torch.float32
             values = torch.stack([self._on_device(value, dtype) for value in votes.values()])
             sums = self.row.sum(values, f"comparing the shards of a worker at step {step}")
             self.sums = dict(zip(votes, sums, strict=True))
             self._unread = list(votes), HostCopy(sums), step
-            if not self.late:
-                self.settle()
         return self.sums
 
     def _on_device(self, value: Tensor | float, dtype: torch.dtype) -> Tensor:
         if isinstance(value, Tensor):
-            return value.detach().to(self.device, dtype)
-        return torch.full((), float(value), dtype=dtype, device=self.device)
+            return value.detach().to(self.group.device, dtype)
+        return torch.full((), float(value), dtype=dtype, device=self.group.device)
 
     def peek(self) -> dict[str, float]:
         """Return the sums that were not read yet, and leave them to `settle`; empty if there are none."""
@@ -70,13 +64,13 @@ class Agreement:
         names, sums, _ = self._unread
         return dict(zip(names, sums.read().tolist(), strict=True))
 
-    def settle(self) -> None:
-        """Read the sums of the last `close`, unless they were read, and tell the readers."""
-        if self._unread is not None:
-            read, step = self.peek(), self._unread[2]
-            self._unread = None
-            for reader in self.readers:
-                reader(read, step)
+    def settle(self) -> tuple[dict[str, float], int] | None:
+        """Return the sums of the last `close` and their step, unless they were returned before."""
+        if self._unread is None:
+            return None
+        read, step = self.peek(), self._unread[2]
+        self._unread = None
+        return read, step
 
     def forget(self) -> None:
         """Drop sums that were not read: the run continues from a checkpoint."""

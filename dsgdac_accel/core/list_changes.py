@@ -28,7 +28,6 @@ class ListChanges:
         self.slots = slots
         self.group = group
         self.agreement = agreement
-        self.agreement.readers.append(self._read)
         self._due = False
         """Whether all processes of a sharded worker know of the change."""
 
@@ -59,7 +58,12 @@ class ListChanges:
             for name, value in (("changed", seen), ("code", code), ("code squared", code * code)):
                 self.agreement.vote(name, float(value))
 
-    def _read(self, sums: Mapping[str, float], step: int) -> None:
+    def read(self, sums: Mapping[str, float], step: int) -> None:
+        """Take what the processes of this worker have voted.
+
+        Raises:
+            RuntimeError: in all of them, if they changed their parameters in different ways.
+        """
         if "code" not in sums:
             return
         changed, code, squares = (round(sums[name]) for name in ("changed", "code", "code squared"))

@@ -81,7 +81,6 @@ class Mixer:
         self.compressor = Compressor(comm_dtype, self.exchange, self.copies) if compressed else None
         self.agreement = Agreement(group)
         self.headers = Headers(self.exchange, self.slots.story)
-        self.agreement.readers.append(self._raise_for_header)
         self.changes = ListChanges(self.slots, group, self.agreement)
         self.arrivals = ArrivalGuard(group, self.rounds, self.slots, self.copies, self.agreement)
         self._layouts = 0
@@ -89,8 +88,8 @@ class Mixer:
         """A number for what is laid out, which neighbors compare."""
         self._sent_before: list[list[Tensor]] | None = None
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
-        self._was_sent = False
-        """Whether s of a saved run was sent before the run was saved."""
+        self._was_sent: list[list[int]] | None = None
+        """Sizes of the send buffers of a saved run that had sent its copy; None if it had not."""
         self._lay_out(first=True)
         group.register(self)
 
@@ -171,15 +170,15 @@ class Mixer:
         """
         self.drain()
         self.copies.drop()
-        self._sent_before, self._was_sent = None, False
+        self._sent_before = self._was_sent = None
 
     def resume_exchange(self, lr: float = 0.0) -> None:
         """Send what the saved run had sent, once its parameters are loaded. Call it on all workers.
 
         Otherwise the next step sends the parameters as they are then, with what a script has changed meanwhile.
         """
-        was_sent, self._was_sent = self._was_sent, False
-        if was_sent:
+        was_sent, self._was_sent = self._was_sent, None
+        if was_sent == self._sizes():  # else the saved run had thawed other parameters
             self.start_exchange(lr)
 
     @torch.no_grad()
@@ -205,7 +204,7 @@ class Mixer:
         self.copies.refuse(Use.BACKUP, Use.RELEASED)
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
-        self.agreement.settle()
+        self._settle()
         self.start_exchange(lr)
         self.drain()
         updates: list[Update] = []
@@ -224,11 +223,21 @@ class Mixer:
         self.slots.look()
         self.changes.vote()
         self.arrivals.let_skip(updates, self.agreement.close(self.step))
+        if not self.agreement.late:
+            self._settle()
         if self.changes.due:
             self._agree_with_neighbors(lr)
         if self.order == "mix_first":
             self._add(updates)
         return updates
+
+    def _settle(self) -> None:
+        """Read what the worker has agreed on in the last step, unless that was read; raises its errors."""
+        found = self.agreement.settle()
+        if found is not None:
+            self._raise_for_header(*found)
+            self.changes.read(*found)
+            self.arrivals.read(*found)
 
     def _raise_for_header(self, sums: Mapping[str, float], step: int) -> None:
         """Raise an error if a neighbor of this worker, in any of its processes, is not in step with it."""
@@ -316,7 +325,7 @@ class Mixer:
         if listed == self._agreed:
             return
         if self.group.size > 1:
-            self.agreement.settle()
+            self._settle()
             first = self._round + (self._mixes_now and self.copies.use is Use.UPDATE)
             received = [[list(map(torch.empty_like, buffers)) for buffers in slots] for slots in self.copies.received]
             for round_ in range(first, first + self.topology.period):
@@ -338,7 +347,7 @@ class Mixer:
         The next `consensus_update` sends the parameters as they are then.
         """
         self.copies.refuse(Use.UPDATE, Use.RELEASED)
-        self.agreement.settle()
+        self._settle()
         what = f"averaging the workers at step {self.step}"
         if self.topology.num_workers > 1:
             self.group.barrier(what)
@@ -351,7 +360,7 @@ class Mixer:
     def release(self) -> None:
         """End the mixing: buffers are freed, and a further step is refused."""
         self.drain()
-        self.agreement.settle()
+        self._settle()
         self.copies.release()
         if self.compressor is not None:
             self.compressor.release()
@@ -372,13 +381,13 @@ class Mixer:
         Waits for the exchange in flight, which goes on afterwards.
         """
         self.drain()
-        self.agreement.settle()
+        self._settle()
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,
             "disagreement": self.arrivals.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
-            "was_sent": self.copies.use is Use.RECEIVED,
+            "was_sent": self._sizes() if self.copies.use is Use.RECEIVED else None,
         }
         if self.copies.use is Use.RECEIVED and self._is_edited():
             state["sent"] = [[s.clone() for s in sent.buffers] for sent in self.copies.sent]

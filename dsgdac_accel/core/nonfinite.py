@@ -52,7 +52,6 @@ class ArrivalGuard:
         self.slots = slots
         self.copies = copies
         self.agreement = agreement
-        self.agreement.readers.append(self._read)
         self._disagreement = 0.0
         self._updates: Sequence[Update] = ()
         """Those whose distance was voted on; only kept where the host reads the sums at once."""
@@ -95,8 +94,8 @@ class ArrivalGuard:
             for update in updates:
                 update.skip = skip
 
-    def _read(self, sums: Mapping[str, float], step: int) -> None:
-        """Keep the distance. Raises NonFiniteError if it is not finite; nothing was mixed then."""
+    def read(self, sums: Mapping[str, float], step: int) -> None:
+        """Keep the distance that was voted on. Raises NonFiniteError if it is not finite; nothing was mixed then."""
         updates, self._updates = self._updates, ()
         distance = self._distance(sums)
         if distance is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerGroup
-from dsgdac_accel.core import parameter_guard
+from dsgdac_accel.core import slots
 from dsgdac_accel.distributed import group as group_module
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 from tests.multiprocess.small_model import FAST, flat, inputs
@@ -78,7 +78,7 @@ def train_as_on_gpus(rank: int) -> dict:
     gloo, nccl = group.process_groups.reduction, "NCCL, which knows no tensors of the host"
     group.process_groups.reduction = nccl
     model = WithHostTensors(rank)
-    parameter_guard.is_on = lambda device, expected: True  # the trained ones
+    slots.is_on = lambda device, expected: True  # the trained ones
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # What follows on the device itself is not what this test is about.
     group.device, group.process_groups.reduction = CPU, gloo

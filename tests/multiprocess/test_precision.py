@@ -93,10 +93,10 @@ def diverge(rank: int, topology: str) -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(5):
         accelerator.backward(model(inputs(rank, step)).square().mean())
-        if rank == 1 and step == 2:
-            for p in model.parameters():
-                p.grad.fill_(1e308)  # finite, but the parameters overflow
+        if step == 2:
             optimizer.param_groups[0]["lr"] = 100.0
+            for p in model.parameters():
+                p.grad.fill_(1e308 if rank == 1 else 0.0)  # finite, but the parameters overflow
         optimizer.step()
         optimizer.zero_grad()
         assert rank == 1 or torch.isfinite(flat(model)).all()

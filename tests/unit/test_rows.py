@@ -170,9 +170,8 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
     optimizer = torch.optim.SGD([weight])
     slots = Slots(lambda: optimizer.param_groups)
     slots.select(CPU)
-    agreement, headers = Agreement(group), []
+    agreement = Agreement(group)
     agreement.late = late
-    agreement.readers.append(lambda sums, step: headers.append(sums["header"]))
     changes = ListChanges(slots, group, agreement)
     arrivals = ArrivalGuard(group, rounds, slots, SimpleNamespace(), agreement)
     guard = GradientGuard(optimizer, slots, rounds, group, agreement, limit=9)
@@ -187,10 +186,14 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
         arrivals.vote([Update(1.0, [torch.tensor([3.0])], [torch.tensor(9.0)])] if mixes else [], step)
         changes.vote()
         agreement.close(step)
-        assert arrivals.disagreement == (5.0 if mixes else 0.0)
+        peeked = arrivals.disagreement
+        sums, of_step = agreement.settle()
+        changes.read(sums, of_step)
+        arrivals.read(sums, of_step)
+        assert peeked == arrivals.disagreement == (5.0 if mixes else 0.0)
         assert guard.allows_step() == (mine == other == 0.0)
-        agreement.settle()
-        assert (headers[-1], changes.due) == (step, step == 3)
+        assert (sums["header"], of_step, changes.due) == (step, step, step == 3)
+        assert agreement.settle() is None
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
 
@@ -208,5 +211,6 @@ def test_processes_of_a_worker_that_train_other_parameters_end_by_the_name_of_wh
     other = hash((False, False)) % 2**16
     ranks.other = torch.tensor([0.0, other, other * other], dtype=torch.float64)
     changes.vote()
+    agreement.close(4)
     with pytest.raises(RuntimeError, match=r"^rank 1 froze weight, before step 4 and not on all processes alike"):
-        agreement.close(4)
+        changes.read(*agreement.settle())
