@@ -136,7 +136,7 @@ class GossipAccelerator(Accelerator):
     Intended differences from `Accelerator`: models are not wrapped in DDP; all workers start from worker 0's state;
     random streams then differ per worker while the data order is shared; training passes over data of uneven length
     stop at the shortest worker's; between the last step of a pass and the next step, evaluation passes and
-    `save_pretrained` read the average of the workers.
+    `save_pretrained` read the average of the workers; the exchange takes memory for copies of the trained parameters.
 
     Args:
         gossip: topology, gamma schedule and policies. Default: DSGD-AC on the one-peer ring with p = 3.
@@ -535,9 +535,9 @@ class GossipAccelerator(Accelerator):
             yield deployed
 
     def restart_exchange(self) -> None:
-        """Drop what was sent: the next step sends the weights as they are then. Call it on all workers.
+        """Drop what was sent: the next step mixes the weights as they are at its beginning. Collective.
 
-        Write it after a script has given the workers other weights, such as by `load_state_dict`. Otherwise the next
+        Call it after a script has given the workers other weights, such as by `load_state_dict`. Otherwise the next
         step adds to the new weights what the old ones would have been mixed by.
         """
         self.training.restart_exchange()
@@ -549,7 +549,7 @@ class GossipAccelerator(Accelerator):
     def deploy(
         self, model: nn.Module, calibrate: Iterable[Any] | None = None, calibration_forward: Forward | None = None
     ) -> None:
-        """End the gossip and leave the average of the workers in all prepared models, in ordinary memory. Collective.
+        """End the gossip and leave the average of the workers in all prepared models. Collective.
 
         Arguments as for `deployed_model`; they concern `model`. To train again, prepare models and optimizers again.
         """
@@ -674,7 +674,8 @@ class GossipAccelerator(Accelerator):
     ) -> Path | None:
         """Load each worker's own state from `save_state` into the same prepared objects. Collective.
 
-        Training then continues bit by bit as if it had not stopped. Take the rest of the interrupted pass from
+        Training then continues bit by bit as if it had not stopped, also where the script has changed weights since
+        they were sent. Take the rest of the interrupted pass from
         `resumed_batches`. If the workers have another number of shards than the saved ones, each gets its own values,
         and random streams are seeded anew.
 

@@ -81,26 +81,27 @@ class GossipConfig:
 
     topology: str | Topology = "one_peer_ring"
     """Workers that mix in each round: one_peer_ring, one_peer_exponential (2^k workers), complete, ring, exponential,
-    grid or base_graph (any number of workers). Python code may also pass a Topology."""
+    grid or base_graph (any number of workers). A worker has a copy of its trained parameters to send, and one for each
+    neighbor that it receives from at once. Python code may also pass a Topology."""
 
     workers_per_process: int = 1
     """Workers in each process (>= 1). Each has its own copy of the model, part of the process's batch, optimizer state,
     dropout and BatchNorm statistics. Use it to run 8 workers on one GPU, or 32 on four."""
 
     comm_dtype: Literal["full", "bf16", "int8", "int4", "int2"] = "full"
-    """Format of the messages between processes. full sends the parameters; the others send the change since the last
-    exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter."""
+    """Format of the messages between processes. full sends the copies as they are; the others send the change since the
+    last exchange of the two workers, rounded to 16, 8, 4 or 2 bits a parameter."""
 
     mix_every: int = 1
     """Mix in every k-th step (>= 1) and not in between, which sends one k-th of the messages."""
 
     order: Literal["local_first", "mix_first"] = "local_first"
     """local_first takes the local step at x and adds the consensus update of the same x (Algorithm 1 to the letter).
-    mix_first mixes before the local step: fewer passes over memory, but weight decay sees the mixed parameters."""
+    mix_first adds it before the local step, as the authors' code does: weight decay sees the mixed parameters."""
 
     overlap: bool = True
-    """Post the next exchange right after the step, so that it travels during the next forward and backward. false posts
-    it inside the step and waits for it there."""
+    """Send right after the step, so that the exchange travels during the next forward and backward. false sends inside
+    the step and waits there, so that weights which a script has changed between two steps are mixed at once."""
 
     log_every: int = 50
     """Steps between measurements of the exact consensus radius, each a reduction of the size of the model. 0 measures

@@ -211,7 +211,7 @@ class GossipTraining:
     # ---- ending
 
     def restart_exchange(self) -> None:
-        """Drop the exchanges in flight, see `Mixer.restart_exchange`. Call it on all workers."""
+        """Drop what was sent for every optimizer, see `Mixer.restart_exchange`. Collective."""
         for step in self.steps:
             step.restart_exchange()
 
@@ -221,7 +221,7 @@ class GossipTraining:
             step.mixer.drain()
 
     def end(self) -> None:
-        """End all gossip: wait for the exchanges in flight and give the parameters memory of their own."""
+        """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""
         for step in self.steps:
             step.mixer.release()
             step.masters.release()

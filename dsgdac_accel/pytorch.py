@@ -133,7 +133,11 @@ class Gossip:
         return result
 
     def restart_exchange(self) -> None:
-        """Drop what was sent, see `GossipAccelerator.restart_exchange`. Call it on all workers."""
+        """Drop what was sent, see `GossipAccelerator.restart_exchange`. Collective.
+
+        A loop that changes weights before each step also calls it just before it saves, so that a resumed run mixes the
+        same as the unbroken one.
+        """
         self.training.restart_exchange()
 
     # ---- the deployed model
@@ -171,7 +175,8 @@ class Gossip:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in topology and gamma schedule, and the float32 masters of bf16 and fp16 parameters.
 
-        Every worker saves its own, with its own model, optimizer and scheduler.
+        Every worker saves its own, with its own model, optimizer and scheduler. If the loop changes weights before each
+        step, call `restart_exchange` first.
 
         Raises:
             RuntimeError: called inside `deployed_model`, where the model is not this worker's own.

@@ -1,4 +1,4 @@
-"""The mixing core: buckets, the exchange with the neighbors, and one gossip step around an optimizer."""
+"""The mixing core: copies of the parameters, their exchange with the neighbors, and a step around an optimizer."""
 
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.nonfinite import NonFiniteError

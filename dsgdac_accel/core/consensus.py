@@ -187,7 +187,7 @@ class Average:
         self._latest, self._arriving = None if state["latest"] is None else Consensus(**state["latest"]), None
 
     def _measured(self, squared_distances: list[list[Tensor]]) -> None:
-        """Reduce the squared distances of the local workers, [worker][bucket], over all workers."""
+        """Reduce the squared distances of the local workers, [worker][buffer], over all workers."""
         step = self.mixer.step
         nothing = torch.zeros((), dtype=torch.float64, device="cpu")  # everything may be frozen
         squares = torch.stack([torch.stack(mine or [nothing]).sum() for mine in squared_distances])

@@ -17,18 +17,18 @@ _LARGEST = 127
 
 
 class Format(ABC):
-    """A way to round a bucket (D,) into a message, Q, and to read it again."""
+    """A way to round a buffer (D,) into a message, Q, and to read it again."""
 
     name: str
     bits: float
-    """Size of a message, per parameter of a large bucket."""
+    """Size of a message, per parameter of a large buffer."""
     is_fine = True
     """Whether Q rounds so finely that a reference may be rounded to bf16. The error of that is part of the difference
     that Q rounds, so it must be small beside the difference, or Q must be fine."""
 
     @abstractmethod
     def message(self, like: Tensor) -> Tensor:
-        """Return an empty message about a bucket: (bytes,), or (D,) in a dtype."""
+        """Return an empty message about a buffer: (bytes,), or (D,) in a dtype."""
 
     @abstractmethod
     def write(self, message: Tensor, begin: int, values: Tensor, spare: Tensor) -> None:

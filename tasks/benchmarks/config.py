@@ -64,9 +64,9 @@ class BenchmarkConfig:
     local (no communication), local+bytes (gossip's messages without mixing, so what a transport costs that shares the
     processors with the workers), ddp, ddp+bf16 (gradients sent in bf16), decent_dp[:ring|:one-peer-exp|:complete] (the
     package decent-dp, in one bucket; left out if it is not installed), and
-    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2][+every_K][+unguarded] (without looking for
-    edits). With `shards`, whose workers shard the model as one FSDP2 module: gossip, fsdp (workers without
-    communication), fsdp+bytes, hsdp (FSDP2 averages the gradients of all workers)."""
+    gossip[:TOPOLOGY][+no_overlap][+mix_first][+bf16|+int8|+int4|+int2][+every_K].
+    With `shards`, whose workers shard the model as one FSDP2 module: gossip, fsdp (workers without communication),
+    fsdp+bytes, hsdp (FSDP2 averages the gradients of all workers)."""
 
     kernel: Literal["foreach", "fused"] = "foreach"
     """Implementation of torch's SGD, the same for all variants."""
@@ -88,7 +88,7 @@ class BenchmarkConfig:
 
     targets: tuple[str, ...] = ()
     """Expected medians, judged in the report: 'gossip <= 0.53 of ddp', 'cpu gossip <= 1.0 of decent_dp', 'memory gossip
-    <= 1.0' (parameter copies beyond model, gradients and optimizer)."""
+    <= 2.01' (parameter copies beyond model, gradients and optimizer)."""
 
     gossip: GossipConfig = field(default_factory=lambda: GossipConfig(log_every=0))
     """Settings of the gossip variants that their names do not give, such as topology and timeout."""
