@@ -394,14 +394,15 @@ class Mixer:
         return state if self.compressor is None else state | self.compressor.state_dict()
 
     def _is_edited(self) -> bool:
-        """Return whether x is another one than s, because a script has changed it since it was sent."""
+        """Return whether x is another one than s, because a script has changed it since it was sent. Waits once."""
         self.slots.look()
-        return self.slots.changed or any(
-            value is None or not torch.equal(view, value)
+        differ = [
+            (view != value).any() if value is not None else torch.ones((), dtype=torch.bool, device=view.device)
             for sent, values in zip(self.copies.sent, self.slots.values(), strict=True)
             for views, group in zip(sent.views, sent.layout.grouped(values), strict=True)
             for view, value in zip(views, group, strict=True)
-        )
+        ]
+        return bool(differ) and bool(torch.stack(differ).any())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, like `start_at`."""

@@ -177,7 +177,7 @@ class Slots:
         """
         listed = self._listed = self.find()
         trained = list(map(_REQUIRES_GRAD, listed))
-        addresses = [value.data_ptr() for values in self._now() for value in values]
+        addresses = list(map(Tensor.data_ptr, chain.from_iterable(self._now())))
         if self._seen is None or self._seen[0] is not listed or self._seen[1:] != (trained, addresses):
             selected = self._selected()
             self.changed = not all(map(_same, selected, self._mixed)) or list(map(_kinds, selected)) != self._kinds
