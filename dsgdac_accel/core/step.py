@@ -94,6 +94,7 @@ class GossipStep:
             self.optimizer.step()  # x - lr g(x), or Adam's
         self.after_local_step()
 
+    @torch.compiler.disable  # communication and the host's decisions stay outside of a compiled `optimizer.step`
     def before_local_step(self, epoch: int | None = None, scaler: Any = None) -> bool:
         """Choose gamma, wait for the neighbors' parameters, and form the consensus update.
 
@@ -125,6 +126,7 @@ class GossipStep:
         self._updates = self.mixer.consensus_update(gamma, self.schedule.lr)
         return self.guard.allows_step()
 
+    @torch.compiler.disable
     def after_local_step(self) -> None:
         """Add the consensus update and send the new parameters behind the next forward and backward."""
         self.guard.put_back()

@@ -400,3 +400,28 @@ def test_workers_of_different_steps_or_optimizers_are_not_mixed_silently(topolog
     }
     for words in expected[what]:
         assert all(words in error for error in errors)
+
+
+# ---- compiled
+
+
+def train_compiled(rank: int, what: str) -> torch.Tensor:
+    accelerator = GossipAccelerator(gossip=GossipConfig(topology="one_peer_ring", power=1.0, log_every=0, timeout=60))
+    model = make_model()
+    optimizer = optimizer_of(model)
+    if what == "model":
+        model = torch.compile(model, backend="eager")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    take_step = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
+    for step in range(STEPS):
+        accelerator.backward(loss_of(model, rank, step))
+        take_step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["step", "model"])
+def test_a_compiled_step_and_a_compiled_model_mix_as_they_do_otherwise(what):
+    for compiled, plain in zip(run_workers(train_compiled, 2, what), run_workers(train_compiled, 2, ""), strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-12)
