@@ -111,7 +111,7 @@ class Net(nn.Module):
         self.to(others)
         self.layers[0].to(first)
         self.late.requires_grad_(scenario.edit != "added")
-        self.layers[0].bias.requires_grad_(scenario.edit != "frozen")
+        self.layers[0].bias.requires_grad_(scenario.edit not in ("added", "frozen"))
         if scenario.edit == "shared":
             self.layers[2].weight = self.layers[1].weight
 
@@ -137,7 +137,8 @@ def loss_of(model: nn.Module, numbers: Sequence[int], micro: int, device: Any = 
 
 
 def make_optimizer(scenario: Scenario, net: Net, held: Callable[[Tensor], Tensor]) -> torch.optim.Optimizer:
-    parameters = [held(p) for p in net.parameters() if p.requires_grad]
+    joins = scenario.edit == "added"
+    parameters = [held(p) for p in net.parameters() if p.requires_grad or (joins and p is not net.late)]
     groups = [{"params": parameters[:3], "weight_decay": 0.05}, {"params": parameters[3:]}]
     if scenario.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -199,6 +200,7 @@ def edit(scenario: Scenario, step: int, worker: int, net: Net, groups: Any, held
     elif kind == "tied" and step == MOMENT:
         net.layers[2].bias.data = net.layers[1].bias.data
     elif kind == "added" and step == MOMENT:
+        net.layers[0].bias.requires_grad_()  # the optimizer holds it, but has not trained it
         net.late.fill_(float(worker)).requires_grad_()
         groups[1]["params"].append(held(net.late))
     elif kind == "removed" and step == MOMENT:
