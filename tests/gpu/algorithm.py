@@ -1,4 +1,4 @@
-"""The small training that the tests of this folder compare with the simulation of Algorithm 1, in float64."""
+"""A small training in float64, whose steps the tests of this folder take one by one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, build_topology
-from dsgdac_accel.simulation import Simulation
+from dsgdac_accel import GossipAccelerator
 from tests.gpu.machine import Here
 
 STEPS = 12
 SCHEDULE: Mapping[str, Any] = {"power": 2.0, "start_step": 3}
-LIMITS = {"cpu": 1e-12, "cuda": 1e-9}
-"""Largest allowed difference to the simulation on the CPU. Rounding grows over the steps, and on a GPU more so."""
-
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **kind: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.05, **kind),
     "adam": lambda parameters, **kind: torch.optim.Adam(parameters, lr=0.02, **kind),
@@ -47,37 +43,6 @@ def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Mean square error, shape ()."""
     return (model(x) - y).square().mean()
-
-
-def simulated(
-    workers: int,
-    topology: str,
-    optimizer: str,
-    skip: Mapping[int, Collection[int]] | None = None,
-    shards: int = 1,
-) -> Tensor:
-    """Parameters of all workers after `STEPS` steps of the simulation, (workers, D).
-
-    Args:
-        workers: how many.
-        topology: name of the topology.
-        optimizer: a key of `OPTIMIZERS`.
-        skip: by step, the workers whose gradient is not finite.
-        shards: processes of a worker, each with a batch of its own; the gradient is the mean over them.
-    """
-    models = [make_model() for _ in range(workers)]
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
-    schedulers = [make_scheduler(each) for each in optimizers]
-    simulation = Simulation(models, optimizers, build_topology(topology, workers), AdaptiveConsensus(**SCHEDULE))
-    for step in range(STEPS):
-        for worker, model in enumerate(models):
-            model.zero_grad()
-            for shard in range(shards):
-                (loss_of(model, *batch(worker * shards + shard, step)) / shards).backward()
-        simulation.step(skip=(skip or {}).get(step, ()))
-        for scheduler in schedulers:
-            scheduler.step()
-    return torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.multiprocess.scenarios import Scenario, World, train
 from tests.workers import Outcome, run_workers, try_workers
 
 TIMEOUT = 20.0
@@ -55,6 +57,16 @@ def require_memory(device: str, gigabytes: float, gpus: int = 1) -> None:
         free = min(torch.cuda.mem_get_info(index)[0] for index in range(gpus)) / 1e9
         if free < gigabytes:
             pytest.skip(f"needs {gigabytes:g} GB of free GPU memory, found {free:.1f}")
+
+
+def follow(here: Here, world: World, scenario: Scenario, after: Any = None) -> dict[str, Any]:
+    """Return what `require_equal` compares with the simulation. Workers are late at random."""
+    late = functools.partial(_come_late, here)
+    return train(here.rank, world, scenario, after=after, each_step=late)
+
+
+def _come_late(here: Here, accelerator: GossipAccelerator, step: int) -> None:
+    here.delay(31 * here.rank + step, 0.02)
 
 
 class Here:

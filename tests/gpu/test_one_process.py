@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from dsgdac_accel import NonFiniteError
+from dsgdac_accel import GossipAccelerator, NonFiniteError
 from dsgdac_accel.core.host_copy import HostCopy
-from tests.gpu.algorithm import LIMITS, OPTIMIZERS, Training, simulated
-from tests.gpu.machine import Here, launch, on_devices
-from tests.gpu.sharding import prepared_with_shards, whole_parameters
+from tests.gpu.algorithm import OPTIMIZERS, Training
+from tests.gpu.machine import Here, follow, launch, on_devices
+from tests.multiprocess.scenarios import Scenario, World, require_equal
 from tests.workers import try_workers
 
 pytestmark = pytest.mark.multiprocess
 
 WORKERS = 4
-CASES = [(topology, optimizer, {}) for topology in ("one_peer_ring", "complete", "ring") for optimizer in OPTIMIZERS]
-CASES += [("one_peer_exponential", "sgd", {}), ("one_peer_ring", "sgd", {2: [1]})]
+CASES = [Scenario(topology, o) for topology in ("one_peer_ring", "complete", "ring") for o in ("fused_sgd", "fused")]
+CASES += [Scenario("one_peer_exponential"), Scenario(optimizer="fused_sgd", nonfinite="yes")]
 
 
-def train_virtual_workers(here: Here) -> list[tuple[torch.Tensor, int]]:
-    found = []
-    for topology, optimizer, nonfinite in CASES:
-        training = Training.prepared(here, optimizer, topology=topology, workers_per_process=WORKERS)
-        training.run(nonfinite=nonfinite)
-        found.append((training.parameters(), training.skipped))
-        training.accelerator.free_memory()
-    return found
-
-
+@pytest.mark.parametrize("scenario", CASES, ids=str)
 @on_devices(1)
-def test_virtual_workers_follow_algorithm_1(device):
+def test_virtual_workers_follow_algorithm_1(device, scenario):
     """Fused optimizers, several topologies, and a worker that skips its local update because its gradient is NaN."""
-    (results,) = launch(train_virtual_workers, device)
-    for (topology, optimizer, nonfinite), (found, skipped) in zip(CASES, results, strict=True):
-        expected = simulated(WORKERS, topology, optimizer, nonfinite)
-        torch.testing.assert_close(found, expected, rtol=0, atol=LIMITS[device], msg=f"{topology}, {optimizer}")
-        assert skipped == len(nonfinite)
+    world = World(1, local_workers=WORKERS)
+    require_equal(world, scenario, launch(follow, device, world, scenario), device=device)
 
 
-def train_a_sharded_worker(here: Here) -> dict[str, torch.Tensor]:
+def train_a_sharded_worker(here: Here, scenario: Scenario) -> dict[str, Any]:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return {optimizer: whole_parameters(prepared_with_shards(here, optimizer, 1).run()) for optimizer in OPTIMIZERS}
+    return follow(here, World(1, shards=1), scenario)
 
 
+@pytest.mark.parametrize("scenario", [Scenario(), Scenario(optimizer="fused")], ids=str)
 @on_devices(1)
-def test_a_sharded_worker_trains_like_a_whole_one(device):
+def test_a_sharded_worker_trains_like_a_whole_one(device, scenario):
     """Fused Adam takes DTensors, and FSDP2 computes with the parameters of this step."""
-    (results,) = launch(train_a_sharded_worker, device)
-    for optimizer, found in results.items():
-        expected = simulated(1, "one_peer_ring", optimizer)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=LIMITS[device])
+    found = launch(train_a_sharded_worker, device, scenario)
+    require_equal(World(1, shards=1), scenario, found, device=device)
 
 
 # ---- values that are not finite, read late by the host
@@ -122,7 +112,7 @@ def deploy_and_resume(here: Here, folder: str) -> dict[str, torch.Tensor]:
 def test_deployed_model_and_checkpoint_are_exact(device, tmp_path):
     (found,) = launch(deploy_and_resume, device, str(tmp_path / "state"))
     mean = found["own"].mean(0).expand_as(found["own"])
-    torch.testing.assert_close(found["average"], mean, rtol=0, atol=LIMITS[device])
+    torch.testing.assert_close(found["average"], mean, rtol=0, atol=1e-12)
     assert torch.equal(found["own"], found["restored"])
     assert torch.equal(found["unbroken"], found["resumed"])
 
@@ -145,19 +135,24 @@ def test_late_copies_follow_side_streams(device):
     assert launch(copy_late, device) == [True]
 
 
-def train_with_default_device(here: Here, folder: str) -> torch.Tensor:
+def train_with_default_device(here: Here, folder: str) -> dict[str, Any]:
     torch.set_default_device(here.device)
-    training = Training.prepared(here, "sgd", topology="one_peer_ring", workers_per_process=WORKERS).run()
-    training.accelerator.save_state(folder)
-    training.accelerator.load_state(folder)
-    return training.parameters()
+    return follow(here, World(1, local_workers=WORKERS), Scenario(), functools.partial(save_and_load, folder))
+
+
+def save_and_load(folder: str, accelerator: GossipAccelerator, model: nn.Module) -> bool:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return all(map(torch.equal, before, model.parameters()))
 
 
 @on_devices(1)
 def test_the_default_device_may_be_the_gpu(device, tmp_path):
     """`torch.set_default_device("cuda")` breaks neither pinned copies, nor generators of the CPU, nor checkpoints."""
-    (found,) = launch(train_with_default_device, device, str(tmp_path / "state"))
-    torch.testing.assert_close(found, simulated(WORKERS, "one_peer_ring", "sgd"), rtol=0, atol=LIMITS[device])
+    found = launch(train_with_default_device, device, str(tmp_path / "state"))
+    require_equal(World(1, local_workers=WORKERS), Scenario(), found, device=device)
+    assert found[0]["after"]
 
 
 def share_a_gpu(rank: int) -> None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dsgdac_accel import Mixer, WorkerGroup, build_topology
-from tests.gpu.algorithm import LIMITS, OPTIMIZERS, Training, simulated
-from tests.gpu.machine import TIMEOUT, Here, launch, on_devices, try_launch, workers_on
-from tests.gpu.sharding import prepared_with_shards, whole_parameters
+from tests.gpu.algorithm import Training
+from tests.gpu.machine import TIMEOUT, Here, follow, launch, on_devices, try_launch, workers_on
+from tests.multiprocess.scenarios import Scenario, World, require_equal
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,42 +28,25 @@ def mixed(topology: Any, start: torch.Tensor, steps: int, change: torch.Tensor |
 # ---- the algorithm
 
 
-def train(here: Here, topology: str, optimizer: str, settings: dict) -> torch.Tensor:
-    return Training.prepared(here, optimizer, topology=topology, **settings).run(delays=0.02).parameters()[0]
-
-
 @pytest.mark.parametrize(
-    ("topology", "optimizer", "settings"),
-    [
-        ("one_peer_ring", "sgd", {}),
-        ("complete", "adam", {}),
-        ("ring", "sgd", {"overlap": False}),
-        ("ring", "adam", {}),
-    ],
+    "scenario",
+    [Scenario(), Scenario("complete", "fused"), Scenario("ring", "fused_sgd", overlap="no"), Scenario("ring", "fused")],
     ids=str,
 )
 @on_devices(2)
-def test_processes_follow_algorithm_1(device, topology, optimizer, settings):
-    """Workers are late at random."""
-    workers = workers_on(device)
-    found = torch.stack(launch(train, device, topology, optimizer, settings, workers=workers))
-    torch.testing.assert_close(found, simulated(workers, topology, optimizer), rtol=0, atol=LIMITS[device])
-
-
-def train_with_shards(here: Here, optimizer: str, shards: int) -> torch.Tensor:
-    return whole_parameters(prepared_with_shards(here, optimizer, shards).run(delays=0.02))
+def test_processes_follow_algorithm_1(device, scenario):
+    world = World(workers_on(device))
+    require_equal(world, scenario, launch(follow, device, world, scenario, workers=world.processes), device=device)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
 @on_devices(2, slow_on_cpu=True)
 def test_sharded_workers_follow_algorithm_1(device, optimizer, shards):
     """The communicators of FSDP2 and of the exchange do not deadlock, and each shard meets its own neighbors."""
-    processes = 4 if device == "cpu" else workers_on(device)
-    results = launch(train_with_shards, device, optimizer, shards, workers=processes)
-    expected = simulated(processes // shards, "one_peer_ring", optimizer, shards=shards)
-    for rank, found in enumerate(results):
-        torch.testing.assert_close(found, expected[rank // shards], rtol=0, atol=LIMITS[device])
+    world = World(4 if device == "cpu" else workers_on(device), shards)
+    scenario = Scenario(optimizer=optimizer)
+    require_equal(world, scenario, launch(follow, device, world, scenario, workers=world.processes), device=device)
 
 
 # ---- the exchange
@@ -157,20 +140,20 @@ def test_a_buffer_on_the_cpu_does_not_reach_nccl(device):
     assert launch(prepare_with_a_cpu_buffer, device, workers=workers) == [[0.0] * 3] * workers
 
 
-def train_while_debugging(here: Here) -> torch.Tensor:
+def train_while_debugging(here: Here, world: World) -> dict[str, Any]:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    return Training.prepared(here, "sgd", topology="ring").run().parameters()[0]
+    return follow(here, world, Scenario("ring"))
 
 
 @on_devices(2)
 def test_detail_debugging_does_not_deadlock(device):
     """torch 2.10 and older take NCCL's groups apart then, and receives that are posted first hang: refused."""
-    workers = workers_on(device)
-    expected = simulated(workers, "ring", "sgd")
-    for outcome in try_launch(train_while_debugging, device, workers=workers):
-        if outcome.error is None:
-            torch.testing.assert_close(outcome.value, expected[outcome.rank], rtol=0, atol=LIMITS[device])
-        else:
+    world = World(workers_on(device))
+    outcomes = try_launch(train_while_debugging, device, world, workers=world.processes)
+    if all(outcome.error is None for outcome in outcomes):
+        require_equal(world, Scenario("ring"), [outcome.value for outcome in outcomes], device=device)
+    else:
+        for outcome in outcomes:
             assert "ValueError" in outcome.error
             assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in outcome.error
 

@@ -50,24 +50,6 @@ def test_parameters_that_join_start_equal_whatever_was_there_before_them():
         assert equal == [True] * 30
 
 
-def join_several(rank: int) -> list[float]:
-    group = WorkerGroup(torch.device("cpu"), 30)
-    first = [Parameter(torch.ones(4)) for _ in range(2)]
-    joining = [Parameter(torch.full((3,), 1.0 + 2 * rank + here)) for here in range(2)]
-    places = {id(p): here for pair in (first, joining) for here, p in enumerate(pair)}
-    optimizer = torch.optim.SGD(first, lr=0.1)
-    config = GossipConfig(workers_per_process=2, constant=0.0, log_every=0)
-    gossip = GossipStep(optimizer, group, config, worker_of=lambda p: places[id(p)])
-    take_step(gossip)
-    optimizer.add_param_group({"params": joining})
-    take_step(gossip)
-    return [float(parameter.detach()[0]) for parameter in joining]
-
-
-def test_parameters_that_join_several_workers_of_a_process_start_from_those_of_worker_0():
-    assert run_workers(join_several, 2) == [[1.0, 1.0], [1.0, 1.0]]
-
-
 def thaw(rank: int, comm_dtype: str) -> tuple[list[float], bool]:
     """Radii of 24 steps; after 12 of them ten parameters thaw."""
     group = WorkerGroup(torch.device("cpu"), 30)

@@ -1,64 +1,43 @@
-"""Gossip in fewer bytes on real workers: the mean is kept, workers come together, and training does what it should."""
+"""Gossip in fewer bytes: the mean is kept, workers come together, bytes are counted, and runs resume."""
 
 import pytest
 import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
-from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.formats import FORMATS
 from tests.multiprocess.small_model import flat, inputs, make_model
-from tests.rounding import COARSE
-from tests.selection import slow_except
+from tests.rounding import COARSE, DEFINITIONS, Replay
 from tests.workers import run_workers
 
 SIZE = 2000
 
 
-def start_of(number):
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(number)) + 3
+@pytest.mark.parametrize("comm_dtype", DEFINITIONS)
+def test_rounded_differences_keep_the_mean_and_bring_workers_together(comm_dtype):
+    """By the replay, which workers follow: see test_scenarios."""
+    topology, replay = build_topology("grid", 4), Replay(comm_dtype)
+    x_ND = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(0)).double() + 3
+    mean, apart = x_ND.mean(0), float((x_ND - x_ND.mean(0)).norm())
+    for step in range(40):
+        updates = replay([[x] for x in x_ND], topology.matrix(step), 0.7)
+        exact = x_ND + 0.7 * (topology.matrix(step) @ x_ND - x_ND)
+        x_ND = x_ND + torch.stack([u for (u,) in updates])
+        if step == 0 and comm_dtype not in COARSE:
+            assert float((x_ND - mean).norm()) == pytest.approx(float((exact - mean).norm()), rel=0.02)
+    torch.testing.assert_close(x_ND.mean(0), mean, rtol=0, atol=1e-12)
+    assert float((x_ND - mean).norm()) < 1e-3 * apart
 
 
-def mix(rank, topology, comm_dtype, per_process, steps, gamma):
+def mix_once(rank, comm_dtype):
     group = WorkerGroup(torch.device("cpu"), 30)
-    parameters = [nn.Parameter(start_of(per_process * rank + here)) for here in range(per_process)]
-    mixer = Mixer(
-        parameters, build_topology(topology, group.size * per_process), group, local_workers=per_process,
-        comm_dtype=comm_dtype, worker_of=lambda p: next(k for k, mine in enumerate(parameters) if mine is p),
-    )  # fmt: skip
-    frobenius, average = [], Average(mixer)
-    for _ in range(steps):
-        mixer.add(mixer.consensus_update(gamma))
-        frobenius.append(average.measure().frobenius)
-    return [parameter.detach() for parameter in parameters], frobenius, mixer.exchange.bytes_sent, mixer.parameter_bytes
-
-
-SPLITS = [("one_peer_ring", 3, 1), ("complete", 4, 1), ("grid", 4, 1), ("one_peer_ring", 2, 2), ("exponential", 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("topology", "processes", "per_process", "comm_dtype"),
-    slow_except(
-        [("one_peer_ring", 3, 1, "int2"), ("complete", 4, 1, "bf16")],
-        [(*split, comm_dtype) for split in SPLITS for comm_dtype in FORMATS],
-    ),
-)
-def test_mixing_keeps_the_mean_and_brings_workers_together(comm_dtype, topology, processes, per_process):
-    results = run_workers(mix, processes, topology, comm_dtype, per_process, 40, 0.7)
-    before = torch.stack([start_of(number) for number in range(processes * per_process)])
-    after = torch.stack([x for parameters, *_ in results for x in parameters])
-    # Sums of several neighbors differ in their last bits; a rounded exchange of x itself moves the mean by 1e-3.
-    torch.testing.assert_close(after.double().mean(0), before.double().mean(0), rtol=0, atol=6e-6)
-    frobenius = results[0][1]
-    assert frobenius[-1] < 1e-3 * float((before - before.mean(0)).norm())
-    full = run_workers(mix, processes, topology, "full", per_process, 5, 0.7)
-    for ours, exact in zip(frobenius[:5], full[0][1], strict=True):
-        assert ours == pytest.approx(exact, rel=0.02) or comm_dtype in COARSE
+    mixer = Mixer([nn.Parameter(torch.ones(SIZE))], build_topology("one_peer_ring", 2), group, comm_dtype=comm_dtype)
+    mixer.add(mixer.consensus_update(1.0))
+    return mixer.exchange.bytes_sent, mixer.parameter_bytes
 
 
 def test_bytes_sent_are_counted():
     for comm_dtype, share in (("full", 1.0), ("bf16", 0.5), ("int8", 0.254)):
-        _, _, sent, size = run_workers(mix, 2, "one_peer_ring", comm_dtype, 1, 1, 1.0)[0]
+        sent, size = run_workers(mix_once, 2, comm_dtype)[0]
         assert (sent - 4 * 8) / size == pytest.approx(share, rel=0.02)
 
 

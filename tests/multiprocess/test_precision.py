@@ -54,33 +54,21 @@ def test_an_fp16_overflow_anywhere_skips_the_local_update_of_all_and_mixing_goes
     assert not torch.equal(first["x"][3], first["x"][4])
 
 
-def poison(rank: int, steps: set[int], limit: int) -> dict:
+def poison(rank: int) -> None:
     accelerator = GossipAccelerator(
-        gossip=GossipConfig(topology="complete", power=0, max_consecutive_nonfinite=limit, **FAST)
+        gossip=GossipConfig(topology="complete", power=0, max_consecutive_nonfinite=3, **FAST)
     )
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    history = []
     for step in range(6):
         loss = model(inputs(rank, step)).square().mean()
-        accelerator.backward(loss * float("nan") if rank == 1 and step in steps else loss)
+        accelerator.backward(loss * float("nan") if rank == 1 and step in (1, 2, 3) else loss)
         optimizer.step()
         optimizer.zero_grad()
-        history.append(flat(model).clone())
-    return {"x": history, "skipped": accelerator.gossip_steps[0].guard.skipped}
-
-
-def test_a_nan_gradient_is_skipped_locally_and_never_reaches_a_neighbor():
-    first, second = run_workers(poison, 2, {2, 4}, 10)
-    assert (first["skipped"], second["skipped"]) == (0, 2)
-    for trace in (first, second):
-        assert all(torch.isfinite(x).all() for x in trace["x"])
-    before, after = second["x"][1], second["x"][2]
-    torch.testing.assert_close(after, (first["x"][1] + before) / 2)
 
 
 def test_too_many_nan_gradients_in_a_row_stop_the_run_naming_the_worker():
-    first, second = try_workers(poison, 2, {1, 2, 3}, 3)
+    first, second = try_workers(poison, 2)
     assert second.exit_code == first.exit_code == 1
     assert "worker 1, step 3: 3 steps in a row" in second.error
     assert "max_consecutive_nonfinite=3" in second.error

@@ -126,7 +126,9 @@ KINDS |= dict.fromkeys(("ring", "exponential", "grid"), "several")
 """Topologies that are alike for all but the world."""
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [w if w in (*PAIRED, "5") else pytest.param(w, marks=pytest.mark.slow) for w in WORLDS]
+)
 def test_workers_follow_algorithm_1(world):
     rows = [Scenario(*row[1:]) for row in ROWS if row[0] == world]
     here, failures = WORLDS[world], []

@@ -11,18 +11,19 @@ import pytest
 from tests.gpu import test_one_process as one
 from tests.gpu import test_processes as several
 from tests.gpu.machine import call
+from tests.multiprocess.scenarios import Scenario
 
 FAST: list[tuple[Callable[..., None], dict[str, Any]]] = [
-    (several.test_processes_follow_algorithm_1, {"topology": "ring", "optimizer": "adam", "settings": {}}),
-    (one.test_virtual_workers_follow_algorithm_1, {}),
+    (several.test_processes_follow_algorithm_1, {"scenario": Scenario("ring", "fused")}),
+    (one.test_virtual_workers_follow_algorithm_1, {"scenario": Scenario("ring", "fused_sgd", nonfinite="yes")}),
     (one.test_nan_gradients_change_neither_parameters_nor_moments_nor_the_count_of_steps, {"optimizer": "sgd"}),
 ]
 SLOW: list[tuple[Callable[..., None], dict[str, Any]]] = [
-    (several.test_processes_follow_algorithm_1, {"topology": "complete", "optimizer": "sgd", "settings": {}}),
+    (several.test_processes_follow_algorithm_1, {"scenario": Scenario("complete")}),
     (several.test_sharded_workers_follow_algorithm_1, {"optimizer": "sgd", "shards": 1}),
     (several.test_a_buffer_on_the_cpu_does_not_reach_nccl, {}),
     (several.test_optimizers_in_another_order_are_refused_or_mixed_right, {}),
-    (one.test_a_sharded_worker_trains_like_a_whole_one, {}),
+    (one.test_a_sharded_worker_trains_like_a_whole_one, {"scenario": Scenario(optimizer="fused")}),
     (one.test_nan_parameters_stop_the_run_before_they_reach_another_worker, {}),
     (one.test_deployed_model_and_checkpoint_are_exact, {}),
     (one.test_late_copies_follow_side_streams, {}),

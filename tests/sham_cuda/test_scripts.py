@@ -15,8 +15,8 @@ from transformers import Trainer
 
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
 from dsgdac_accel.devices import default_device
-from tests.gpu.machine import Here
-from tests.gpu.sharding import prepared_with_shards, whole_parameters
+from tests.multiprocess.scenarios import Scenario, World
+from tests.multiprocess.scenarios import train as train_scenario
 from tests.multiprocess.trainer_model import Model, Rows, arguments
 from tests.sham_cuda.comparing import differences, run_both
 
@@ -124,13 +124,12 @@ def test_a_trainer_computes_what_it_computes_on_the_cpu_and_resumes(sham, tmp_pa
 
 
 def train_with_shards(rank: int, optimizer: str) -> dict[str, Any]:
-    device = default_device()
-    training = prepared_with_shards(Here(rank, device.type), optimizer, shards=2).run()
-    return {"device": device.type, "whole": whole_parameters(training)}
+    found = train_scenario(rank, World(4, shards=2), Scenario(optimizer=optimizer))
+    return {"device": default_device().type, "x": found["x"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_sharded_workers_train_as_on_the_cpu(optimizer, sham):
     for on_cuda, on_cpu in zip(*run_both(sham, train_with_shards, 4, optimizer), strict=True):
         assert not differences(on_cuda, on_cpu)
