@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.sharded_workers import ShardedWorkers
 from dsgdac_accel.shards import has_shards, local_of, refuse_other_splits
 
@@ -63,7 +64,8 @@ def refuse_unsupported_launch(accelerator: Accelerator, workers: ShardedWorkers 
             f"split or re-wrap the model. Launch plain multi-process training (accelerate launch --multi_gpu "
             f"--num_processes N). {_SHARD_BY_MESH}"
         )
-    refuse_unsuitable(accelerator.device, accelerator.num_processes)
+    refuse_combinations(Setup(processes=accelerator.num_processes, device=accelerator.device))
+    refuse_unsuitable(accelerator.device)
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
     launched, variable = launched_processes()
@@ -106,15 +108,7 @@ def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> Gos
 
     Raises ValueError for settings that need a worker to be one process.
     """
-    if config.workers_per_process > 1:
-        raise ValueError(
-            f"workers_per_process={config.workers_per_process} puts several workers into a process, but device_mesh "
-            f"or parallelism_config makes a worker of several processes. Leave one of them out."
-        )
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError(
-            "mixed_precision='fp16' does not work with device_mesh, whose shards have no common loss scale. Use 'bf16'."
-        )
+    refuse_combinations(Setup(config=config, sharded=True, accelerator=accelerator))
     if accelerator.device.type == "cuda" and config.overlap:
         # Two NCCL communicators in flight need an order: the exchange ends before the next all-gather begins.
         logger.warning("with device_mesh on CUDA, the exchange is not hidden behind the computation (overlap=False)")
@@ -198,21 +192,12 @@ def shards_workers(trainer: Trainer, device_mesh: DeviceMesh | None) -> bool:
     return device_mesh is not None or (sizes is not None and sizes.total_size > sizes.dp_replicate_size)
 
 
-def refuse_unsupported_trainer(
-    trainer: Trainer,
-    config: GossipConfig,
-    device_mesh: DeviceMesh | None = None,
-    calibrates: bool = False,
-    renamed: bool = False,
-) -> None:
+def refuse_unsupported_trainer(trainer: Trainer, setup: Setup) -> None:
     """Raise ValueError for a Trainer whose arguments, launch, model or optimizer do not allow gossip.
 
     Args:
         trainer: the Trainer.
-        config: topology, gamma schedule and policies.
-        device_mesh: as for `GossipCallback`.
-        calibrates: whether the model has BatchNorm statistics, which are to be measured; matters for sharded workers.
-        renamed: whether its best checkpoint, to be loaded at the end, has other names than the model; likewise.
+        setup: what is known of it.
     """
     args = trainer.args
     if args.deepspeed:
@@ -224,9 +209,8 @@ def refuse_unsupported_trainer(
         raise ValueError(f"fsdp= has no effect on CPUs; leave it out. {_SHARD_IN_TRAINER}")
     assert trainer.model is not None
     refuse_other_splits(trainer.model)
-    if shards_workers(trainer, device_mesh):
-        _refuse_unsupported_shards(trainer, calibrates, renamed)
-    elif has_shards(trainer.model):
+    refuse_combinations(setup)
+    if has_shards(trainer.model) and not setup.sharded:
         raise ValueError(f"the Trainer's model is sharded. {_SHARD_IN_TRAINER}")
     if args.n_gpu > 1:
         raise ValueError(
@@ -256,13 +240,6 @@ def refuse_unsupported_trainer(
             f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
             f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
         )
-    bases = _bases(trainer)
-    if config.workers_per_process > 1 and _is_of_trl(bases) and "trl.SFTTrainer" not in bases:
-        raise ValueError(
-            f"{type(trainer).__name__} compares rows of a batch (chosen with rejected answers, completions of one "
-            f"prompt), but several workers in a process get parts of the batch. Set workers_per_process=1, and launch "
-            f"one process per worker."
-        )
     saves_states = args.save_strategy != "no" and not args.save_only_model
     if optimizer.startswith(("galore", "apollo", "grokadamw")) and saves_states:
         raise ValueError(
@@ -270,92 +247,9 @@ def refuse_unsupported_trainer(
             f"save_strategy='no', or use an optimizer such as adamw_torch."
         )
     if trainer.optimizer is not None:
-        refuse_unsupported_optimizer(trainer.optimizer, config)
+        refuse_unsupported_optimizer(trainer.optimizer, setup.config)
     named = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
-
-
-def _refuse_unsupported_shards(trainer: Trainer, calibrates: bool, renamed: bool) -> None:
-    """Raise ValueError for what a Trainer whose workers are several processes each cannot do, or was not tried with."""
-    args: Any = trainer.args
-    model: Any = trainer.model
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True does not work with sharded workers: a process that runs out of memory leaves "
-            "the others waiting. Set per_device_train_batch_size."
-        )
-    if args.save_on_each_node:
-        raise ValueError(
-            "save_on_each_node=True does not work with sharded workers, whose average is gathered on the main process "
-            "only. Save to a file system that all nodes share."
-        )
-    if not args.accelerator_config.even_batches:
-        raise ValueError(
-            "even_batches=False would give the processes of a worker unequal numbers of batches to evaluate, and they "
-            "gather its shards together. Leave it out of accelerator_config."
-        )
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":  # only newer Transformers have it
-        raise ValueError(
-            "train_sampling_strategy='batch_rebalance' deals batches to processes, but sharded workers need them dealt "
-            "by the mesh. Use 'group_by_length'."
-        )
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ValueError(
-            "the model was sharded when it was loaded (DistributedConfig), over processes of several workers. Load it "
-            f"without. {_SHARD_IN_TRAINER}"
-        )
-    if calibrates:
-        raise ValueError(
-            "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
-            "batches. Set GossipCallback(calibrate=False), so that the statistics are pooled, or use LayerNorm."
-        )
-    if renamed:
-        raise ValueError(
-            "load_best_model_at_end=True does not work with a sharded model that Transformers saves under other names "
-            "than it has in memory, such as a mixture of experts. Leave it out, and load the best checkpoint by "
-            "from_pretrained afterwards."
-        )
-    if getattr(model, "is_loaded_in_8bit", False):
-        raise ValueError(
-            "8-bit layers of bitsandbytes cannot compute with sharded weights. Load the model in 4 bits or unquantized."
-        )
-    if hasattr(model, "peft_config"):
-        _refuse_unsupported_adapters(trainer, model)
-    bases = _bases(trainer)
-    if _is_of_trl(bases) and "trl.SFTTrainer" not in bases:
-        raise ValueError(
-            f"{type(trainer).__name__} was not tried with sharded workers. Use SFTTrainer, or workers of one process."
-        )
-
-
-def _refuse_unsupported_adapters(trainer: Trainer, model: Any) -> None:
-    """Raise ValueError for adapters of PEFT in sharded workers that could not be saved or loaded."""
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in model.peft_config.values()):
-        raise ValueError(
-            "PEFT computes the prompts that it saves from whole parameters, which no process of a sharded worker has. "
-            "Use LoRA or another adapter that is not prompt learning, or workers of one process."
-        )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    wrapped = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
-    if wrapped or getattr(plugin, "activation_checkpointing", False):
-        raise ValueError(
-            "PEFT does not find its adapters in layers wrapped for activation_checkpointing, and would save none. "
-            "Set gradient_checkpointing=True in place of fsdp_config={'activation_checkpointing': True}."
-        )
-    if trainer.args.load_best_model_at_end and not is_peft_model(model):
-        raise ValueError(
-            "load_best_model_at_end=True does not load adapters of `add_adapter` into shards. Use get_peft_model of "
-            "PEFT, or leave it out."
-        )
-
-
-def _bases(trainer: Trainer) -> set[str]:
-    """Return the classes of a Trainer, as in "trl.SFTTrainer"."""
-    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(trainer).__mro__}
-
-
-def _is_of_trl(bases: set[str]) -> bool:
-    return any(name.startswith("trl.") for name in bases)
 
 
 @torch.no_grad()

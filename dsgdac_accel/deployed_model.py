@@ -32,6 +32,7 @@ from dsgdac_accel.core.master_parameters import SwapsAverage
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
@@ -79,11 +80,7 @@ def deployed_model(
     fixed = {*frozen, *frozen_layers(holder)}
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
-    if layers and calibrate is not None and group.row.size > 1:
-        raise ValueError(
-            "calibrate= is not supported for sharded models with BatchNorm, whose processes would need equally many "
-            "batches. Leave it out, so that the statistics are pooled, or use LayerNorm."
-        )
+    refuse_combinations(Setup(sharded=group.row.size > 1, calibrates=bool(layers) and calibrate is not None))
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
     with preserved_state(holder), first_replica_only, ExitStack() as swapped:
         for average in averages:

@@ -23,16 +23,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _YES, _NO = ("1", "true", "t", "yes", "y", "on"), ("", "0", "false", "f", "no", "n", "off")
 
 
-def refuse_unsuitable(device: torch.device, processes: int) -> None:
-    """Raise ValueError unless workers in this many processes can gossip on a device of this type."""
+def refuse_unsuitable(device: torch.device) -> None:
+    """Raise ValueError unless the workers of one process can gossip on a device of this type."""
     if device.type in BACKENDS:
         return
-    if processes > 1:
-        raise ValueError(
-            f"gossip between processes needs CPU (gloo) or CUDA (NCCL); got {processes} processes on '{device}'. "
-            f"Launch one process with GossipConfig(workers_per_process={processes}), or train on CPU "
-            f"(ACCELERATE_USE_CPU=true)."
-        )
     problem = _shortcoming(device.type)
     if problem:
         raise ValueError(

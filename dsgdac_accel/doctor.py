@@ -35,6 +35,7 @@ from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.devices import synchronize
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.version import __version__
@@ -125,8 +126,9 @@ def examine(
         raise ValueError(f"parameters must be a number >= 1; got {parameters}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds > 0; got {timeout}.")
-    if isinstance(getattr(accelerator, "group", None), WorkerGroup) and accelerator.group.row.mesh is not None:
-        raise ValueError("examine does not support device_mesh. Examine the launch without it, one process per worker.")
+    own_group = getattr(accelerator, "group", None)
+    sharded = isinstance(own_group, WorkerGroup) and own_group.row.mesh is not None
+    refuse_combinations(Setup(sharded=sharded, call="examine"))
     findings: list[Finding] = []
     try:
         group = WorkerGroup(accelerator.device, timeout)

@@ -121,8 +121,8 @@ def workers_in(accelerator: Any) -> ShardedWorkers | None:
     Its mesh is that of the accelerator. If that has no workers, since there is only one, call `build_device_mesh`.
 
     Raises:
-        ValueError: shards without FSDP2, or the other way round; FSDP1; settings of FSDP2 that do not work with gossip;
-            another dimension than `dp_shard` inside a worker.
+        ValueError: shards without FSDP2, or the other way round; FSDP1; another dimension than `dp_shard` inside a
+            worker.
     """
     config, plugin = accelerator.parallelism_config, getattr(accelerator.state, "fsdp_plugin", None)
     splits = config is not None and accelerator.torch_device_mesh is not None  # no mesh if all sizes are 1
@@ -130,11 +130,6 @@ def workers_in(accelerator: Any) -> ShardedWorkers | None:
     with_fsdp = accelerator.distributed_type is DistributedType.FSDP
     version = getattr(plugin, "fsdp_version", 1)
     _refuse_unfit(1 if workers is None else workers.dp_shard_size, with_fsdp, version)
-    if getattr(getattr(plugin, "cpu_offload", None), "pin_memory", None) is not None:  # a CPUOffloadPolicy
-        raise ValueError(
-            "cpu_offload keeps parameters on the CPU, where they cannot be mixed with those of another GPU. Leave "
-            "cpu_offload (fsdp_offload_params) out."
-        )
     if workers is not None:
         workers.device_mesh = accelerator.torch_device_mesh
     return workers

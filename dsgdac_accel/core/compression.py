@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.messages import Outgoing
 from dsgdac_accel.core.update import Update
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.topology import RoundPlan, Topology
 
 _PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
@@ -294,9 +296,4 @@ class Compressor:
 
 def require_symmetric_rounds(topology: Topology, comm_dtype: str) -> None:
     """Raise ValueError if a round is directed: neighbors could not take opposite steps."""
-    for round_ in range(topology.period):
-        if not torch.equal(topology.matrix(round_), topology.matrix(round_).T):
-            raise ValueError(
-                f"comm_dtype={comm_dtype!r} needs symmetric rounds, in which neighbors take opposite steps; round "
-                f"{round_} of topology {topology.name!r} is directed. Use comm_dtype='full'."
-            )
+    refuse_combinations(Setup(config=GossipConfig(comm_dtype=comm_dtype), topology=topology))  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from dsgdac_accel.distributed.process_groups import ProcessGroups
 from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.watchdog import Pending, wait_until
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
 
 T = TypeVar("T")
@@ -80,9 +81,10 @@ class WorkerGroup:
         launched = dist.is_available() and dist.is_initialized()
         if not launched:
             _refuse_several_processes()
-        refuse_unsuitable(device, dist.get_world_size() if launched else 1)
         members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
         processes = members.size
+        refuse_combinations(Setup(processes=processes, device=device))
+        refuse_unsuitable(device)
         self.device = device = indexed(device)
         self.timeout = timeout
         self.members = members if line is None else line.members

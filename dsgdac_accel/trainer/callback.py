@@ -32,6 +32,7 @@ from dsgdac_accel.compatibility import (
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_lrs
@@ -146,15 +147,16 @@ class GossipCallback(TrainerCallback):
         if self._training:
             raise ValueError("this GossipCallback is training another Trainer now. Make one for each Trainer.")
         model, sharded = cast(nn.Module, trainer.model), shards_workers(trainer, self.device_mesh)
-        calibrates = sharded and self.calibrate is not False and bool(calibrated_layers(model))
-        renamed = sharded and trainer.args.load_best_model_at_end and is_renamed(model)
-        refuse_unsupported_trainer(trainer, self.config, self.device_mesh, calibrates, renamed)
-        if (self.stop_on_signals or self.stop_on_request) and trainer.args.save_only_model:
-            name = "stop_on_signals" if self.stop_on_signals else "stop_on_request"
-            raise ValueError(
-                f"{name}=True needs complete checkpoints to resume from, but save_only_model=True saves only the "
-                f"model. Set save_only_model=False, or {name}=False."
-            )
+        setup = Setup(
+            config=self.config,
+            sharded=sharded,
+            accelerator=trainer.accelerator,
+            trainer=trainer,
+            callback=self,
+            calibrates=self.calibrate is not False and bool(calibrated_layers(model)),
+            renamed=sharded and trainer.args.load_best_model_at_end and is_renamed(model),
+        )
+        refuse_unsupported_trainer(trainer, setup)
         trainer.accelerator.free_memory()  # an earlier `evaluate` may have prepared the model
         self._adopt_accelerator(trainer)
         self._trainer, self._has_trained = trainer, False
@@ -250,11 +252,7 @@ class GossipCallback(TrainerCallback):
 
     def _create_accelerator(self, original: Callable[[], None]) -> None:
         """Adopt the new Accelerator that a hyperparameter search creates for each trial."""
-        if self._group.row.mesh is not None:
-            raise ValueError(
-                "hyperparameter_search was not tried with sharded workers. Search with workers of one process, or "
-                "launch a run for each trial."
-            )
+        refuse_combinations(Setup(sharded=self._group.row.mesh is not None, call="hyperparameter_search"))
         original()
         self._adopt_accelerator(self.trainer)
 

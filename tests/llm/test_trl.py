@@ -108,7 +108,7 @@ def test_a_trainer_that_compares_rows_of_a_batch_is_refused_with_several_workers
     assert sft == "accepted"
     for kind, message in zip(("DPOTrainer", "GRPOTrainer", "RewardTrainer"), said, strict=True):
         assert message.startswith(kind)
-        assert "Set workers_per_process=1" in message
+        assert "workers_per_process=1" in message
 
 
 OPTIMIZERS = {

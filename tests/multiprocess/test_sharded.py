@@ -223,12 +223,12 @@ REFUSALS = {
     "fsdp 1": "already wrapped in FullyShardedDataParallel.*device_mesh",
     "fsdp plugin": "fsdp_plugin= is not supported beside device_mesh=",
     "parallelism on CPUs": "parallelism_config= and fsdp_plugin= need GPUs.*device_mesh",
-    "fp16": "mixed_precision='fp16' does not work with device_mesh",
+    "fp16": "mixed_precision='fp16' does not work with .*device_mesh",
     "bf16": "weight is torch.bfloat16 and sharded",
     "pytorch": "weight is a DTensor.*device_mesh",
     "replicated": "weight is placed as .*Replicate.* on 2 of the 2 processes of a worker",
     "one shard": "all workers must have the same parameters.* no prepared optimizer mixes the workers",
-    "batch norm": "calibrate= is not supported for sharded models with BatchNorm",
+    "batch norm": "calibrate= of a model with BatchNorm does not work with sharded workers",
 }
 
 
