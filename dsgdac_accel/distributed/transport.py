@@ -57,7 +57,10 @@ class Gloo:
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
         """Make a process group. Collective over all workers; each operation in it gives up after `limit`."""
-        return dist.new_group(list(ranks), backend="gloo", timeout=limit)
+        try:
+            return dist.new_group(list(ranks), backend="gloo", timeout=limit)
+        except RuntimeError as error:  # one who waits for a worker says "Wait timeout", without a type or a place
+            raise dist.DistBackendError(str(error)) from error
 
     def within(self, seconds: float, connect: Callable[[], T]) -> T:
         """Return `connect()`, which connects workers. Raises DistBackendError if that takes too long."""

@@ -234,7 +234,7 @@ def mean_in_float32(rank: int, topology: str, steps: int) -> float:
 def test_the_mean_of_float32_workers_keeps_to_the_edits(topology, steps):
     # A random walk of roundings, each of at most half a unit in the last place of values below 2.
     bound = 2.0**-24 * 8 * steps**0.5
-    assert max(run_workers(mean_in_float32, 3, topology, steps)) < bound
+    assert max(run_workers(mean_in_float32, 3, topology, steps, timeout=400)) < bound
 
 
 def make_equal_again(rank: int) -> tuple[float, float]:

@@ -356,7 +356,7 @@ def test_what_is_not_finite_unequal_or_pooled_in_one_process_counts_in_all():
     mean = torch.stack([result["own"] for result in results]).mean(0)
     for result in results:
         torch.testing.assert_close(result["pooled"], mean, rtol=0, atol=1e-12)
-        assert re.search("same learning rate at the first step; rank 0 has 0.1 and rank 1 has 0.2", result["lr"])
+        assert re.search("same learning rate; at step 0 worker . has 0.[12] and worker . has 0.[12]", result["lr"])
         assert result["parameters"].startswith("the parameters of worker 1 are not finite")
         assert result["steps"] == results[0]["steps"]
 
