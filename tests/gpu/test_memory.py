@@ -35,7 +35,7 @@ def mix_two_buckets(here: Here, length: int) -> list[int]:
 @on_devices(1)
 def test_buckets_beyond_2_31_elements(device):
     """Kernels that count in 32 bits, such as fused SGD's, would mix wrongly."""
-    require_memory(device, 60)
+    require_memory(device, 64)
     assert launch(mix_two_buckets, device, LENGTHS[device]) == [[0, 0]]
 
 
