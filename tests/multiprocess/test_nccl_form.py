@@ -49,7 +49,7 @@ def prepared(model: nn.Module, optimizer_name: str = "sgd", shorten: bool = Fals
 
 def train(rank: int, topology: str, options: dict) -> dict:
     fake_nccl.install()
-    transport._GLOO_BYTES = 64  # a bucket would be cut into several messages
+    transport._GLOO_BYTES = 64  # a buffer would be cut into several messages
     accelerator, model, optimizer, scheduler, gossip = prepared(
         simulated_model(), topology=topology, power=2.0, start_step=6, **options
     )
@@ -92,7 +92,7 @@ def test_it_follows_algorithm_1_and_nothing_blocks_after_the_construction(topolo
         # Every buffer, and the header, is one message.
         neighbors = {"one_peer_ring": 1, "ring": 2, "complete": 0}[topology]
         expected_operations = {2 * neighbors * (found["buffers"] + 1)} if neighbors else set()
-        assert found["operations"] == expected_operations, "a bucket is several messages"
+        assert found["operations"] == expected_operations, "a buffer is several messages"
         assert len(found["groups"]) == 1, "of all the library, besides that of `init_process_group`"
         options = found["groups"][0]["pg_options"]
         assert options.is_high_priority_stream
