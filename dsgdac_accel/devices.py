@@ -223,6 +223,21 @@ def event(device: torch.device, timed: bool = False) -> Any:
     return marked
 
 
+def follow(last: Any, device: torch.device) -> Any:
+    """Let the current stream of a CUDA device come after all that is queued in `last`, and return the current stream.
+
+    Args:
+        last: what this function returned before; None at first. If it is the current stream, nothing is queued.
+        device: other devices have no streams, and None is returned.
+    """
+    if device.type != "cuda":
+        return None
+    current = torch.cuda.current_stream(device)
+    if last is not None and last != current:
+        current.wait_stream(last)
+    return current
+
+
 def pinned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return memory of the host into which CUDA copies by itself. Raises RuntimeError if the system refuses it."""
     return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)

@@ -25,6 +25,7 @@ from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.update import Update, form_updates
+from dsgdac_accel.devices import follow
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.topology import Topology
 
@@ -90,6 +91,8 @@ class Mixer:
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
         self._was_sent: list[list[int]] | None = None
         """Sizes of the send buffers of a saved run that had sent its copy; None if it had not."""
+        self._stream: Any = None
+        """The stream that used the copies last."""
         self._lay_out(first=True)
         group.register(self)
 
@@ -103,6 +106,7 @@ class Mixer:
         """
         if self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED):
             return
+        self._stream = follow(self._stream, self.group.device)
         self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         self.slots.look()
         if self.changes.due:
@@ -154,6 +158,7 @@ class Mixer:
 
     def drain(self) -> None:
         """Wait for the exchange in flight. What was received is kept for the next `consensus_update`."""
+        self._stream = follow(self._stream, self.group.device)  # in NCCL's `wait`, only the current stream waits
         if self.copies.use is not Use.IN_FLIGHT:
             return
         self.copies.use = Use.FREE

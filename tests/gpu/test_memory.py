@@ -1,4 +1,4 @@
-"""One GPU, and two: buckets and messages of more than 2^31 elements, and the memory of communicators."""
+"""One GPU, and two: buffers and messages of more than 2^31 elements, and the memory of communicators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count_wrong(parameter: nn.Parameter, value: float) -> int:
     return sum(int((part - value).abs().gt(1e-5).count_nonzero()) for part in parameter.detach().split(2**28))
 
 
-def mix_two_buckets(here: Here, length: int) -> list[int]:
+def mix_two_workers(here: Here, length: int) -> list[int]:
     parameters = [nn.Parameter(torch.full((length,), float(worker), device=here.device)) for worker in range(2)]
     numbers = {id(parameter): worker for worker, parameter in enumerate(parameters)}
     mixer = Mixer(
@@ -33,10 +33,10 @@ def mix_two_buckets(here: Here, length: int) -> list[int]:
 
 
 @on_devices(1)
-def test_buckets_beyond_2_31_elements(device):
+def test_buffers_beyond_2_31_elements(device):
     """Kernels that count in 32 bits, such as fused SGD's, would mix wrongly."""
-    require_memory(device, 60)
-    assert launch(mix_two_buckets, device, LENGTHS[device]) == [[0, 0]]
+    require_memory(device, 64)
+    assert launch(mix_two_workers, device, LENGTHS[device]) == [[0, 0]]
 
 
 def exchange_twice(here: Here, length: int) -> int:

@@ -424,6 +424,18 @@ def train_all(rank: int, world: World, scenarios: Sequence[Scenario]) -> list[di
     return found
 
 
+def require_rows(run: Callable[..., list[Any]], world: World, rows: Sequence[Scenario]) -> None:
+    """Raise AssertionError unless all scenarios train as the simulation says; `run` is as `run_workers`."""
+    failures = []
+    results = run(train_all, world.processes, world, rows, timeout=400)
+    for row, found in zip(rows, zip(*results, strict=True), strict=True):
+        try:
+            require_equal(world, row, found)
+        except AssertionError as error:
+            failures.append(f"{row}\n{error}")
+    assert not failures, "\n\n".join(failures)
+
+
 def require_equal(
     world: World,
     scenario: Scenario,

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.multiprocess.scenarios import Scenario, World, require_equal, topology_of, train_all
+from tests.multiprocess.scenarios import Scenario, World, require_rows, topology_of
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -130,15 +130,7 @@ KINDS |= dict.fromkeys(("ring", "exponential", "grid"), "several")
     "world", [w if w in (*PAIRED, "5") else pytest.param(w, marks=pytest.mark.slow) for w in WORLDS]
 )
 def test_workers_follow_algorithm_1(world):
-    rows = [Scenario(*row[1:]) for row in ROWS if row[0] == world]
-    here, failures = WORLDS[world], []
-    results = run_workers(train_all, here.processes, here, rows, timeout=400)
-    for row, found in zip(rows, zip(*results, strict=True), strict=True):
-        try:
-            require_equal(here, row, found)
-        except AssertionError as error:
-            failures.append(f"{row}\n{error}")
-    assert not failures, "\n\n".join(failures)
+    require_rows(run_workers, WORLDS[world], [Scenario(*row[1:]) for row in ROWS if row[0] == world])
 
 
 def test_every_pair_of_modes_is_in_the_table():

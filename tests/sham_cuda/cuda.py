@@ -1,11 +1,13 @@
-"""What torch.cuda and NCCL are where the device is a sham: one queue, events in it, and gloo that carries the bytes."""
+"""What torch.cuda and NCCL are where the device is a sham: queues, events in them, and gloo that carries the bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,38 +34,42 @@ def device_module() -> ModuleType:
 
 
 class Observer:
-    """Told of what orders the host, the stream of the device, and those of its communicators. This one ignores it."""
+    """Told of what orders the host, the streams of the device, and those of its communicators. This one ignores it."""
 
-    def mark(self) -> Any:
-        """Return the present end of the stream."""
+    def mark(self, stream: Stream) -> Any:
+        """Return the present end of a stream."""
+        return Counter()
 
     def is_reached(self, mark: Any) -> bool:
         """Return whether an event there has happened: the host asks, and does not wait."""
         return True
 
     def host_waits(self, mark: Any) -> None:
-        """The host waits until the stream has come there."""
+        """The host waits until the device has come there."""
 
     def posted(self, group: Any, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Any:
-        """A communicator reads and writes tensors once the stream has come here; return the end of that."""
+        """A communicator reads and writes tensors once the current stream has come here; return the end of that."""
 
-    def stream_waits(self, mark: Any) -> None:
-        """The stream waits for the end of a communication."""
+    def stream_waits(self, stream: Stream, mark: Any) -> None:
+        """A stream waits for an event, or for the end of a communication."""
 
 
 observer = Observer()
 
 
 class Stream:
-    """The only stream of a device."""
-
-    cuda_stream = 0
+    """A queue of the device. What is queued runs at once; only observers are told what a real one would wait for."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
+        self.cuda_stream = len(streams)
+        streams.append(self)
+
+    def __str__(self) -> str:
+        return f"stream {self.cuda_stream}" if self.cuda_stream else "the stream"
 
     def synchronize(self) -> None:
-        synchronize()
+        self.record_event().synchronize()
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -71,27 +77,39 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        pass
+        event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        pass
+        self.wait_event(stream.record_event())
 
     def __enter__(self) -> Stream:
+        _entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        _entered.pop()
+
+
+streams: list[Stream] = []
+"""All that were made, the default one first."""
+_entered = [Stream()]
+"""The current one is the last. Threads share it: those of autograd compute where the forward pass did."""
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream that operations are queued in."""
+    return _entered[-1]
 
 
 class Event:
-    """A place in the queue. Copies to the host before it arrive when somebody asks for it."""
+    """A place in a queue. Copies to the host before it arrive when somebody asks for it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.place: int | None = None
         self.mark: Any = None
 
-    def record(self, stream: Any = None) -> None:
-        self.place, self.mark = device_module().queued(), observer.mark()
+    def record(self, stream: Stream | None = None) -> None:
+        self.place, self.mark = device_module().queued(), observer.mark(stream or current_stream())
 
     def query(self) -> bool:
         reached = self.place is None or observer.is_reached(self.mark)
@@ -104,8 +122,9 @@ class Event:
             observer.host_waits(self.mark)
             device_module().deliver(self.place)
 
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def wait(self, stream: Stream | None = None) -> None:
+        if self.place is not None:
+            observer.stream_waits(stream or current_stream(), self.mark)
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
@@ -120,7 +139,7 @@ class Work:
 
     def wait(self, timeout: Any = None) -> bool:
         if self.mark is not None:
-            observer.stream_waits(self.mark)
+            observer.stream_waits(current_stream(), self.mark)
         return self.arrive()
 
     def arrive(self) -> bool:
@@ -139,9 +158,8 @@ class _Options:
 
 def synchronize(device: Any = None) -> None:
     """Let all copies to the host arrive."""
-    sham = device_module()
-    observer.host_waits(observer.mark())
-    sham.deliver(sham.queued())
+    for stream in streams:
+        stream.synchronize()
 
 
 def install() -> None:
@@ -174,9 +192,9 @@ def install() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda *args, **options: True,
         "is_current_stream_capturing": lambda: False,
-        "current_stream": lambda device=None: Stream(device),
-        "default_stream": lambda device=None: Stream(device),
-        "stream": lambda stream: stream or Stream(),
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: streams[0],
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "synchronize": synchronize,
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (2**33, 2**34),

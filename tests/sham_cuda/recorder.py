@@ -1,8 +1,8 @@
 """Records where the host waits for the sham device, what it gives the device to do, and races between streams.
 
-A real device works through its queue while the host goes on, and NCCL reads and writes on streams of its own. The sham
-device does everything at once. So vector clocks tell what a real one may do at the same time: one for the stream of the
-device, one for each communicator, one for the host.
+A real device works through its queues while the host goes on, and NCCL reads and writes on streams of its own. The sham
+device does everything at once. So vector clocks tell what a real one may do at the same time: one for each stream, one
+for each communicator, one for the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from tests.kernel_launches import NO_KERNEL
 from tests.sham_cuda import cuda
 
-HOST, STREAM = "the host", "the stream"
+HOST = "the host"
 _READS = {
     "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive", "unique_dim",
     "bincount", "repeat_interleave",
@@ -150,7 +150,7 @@ class Recorder(cuda.Observer):
         self._timeline = Timeline()
         self._counted: list[Counted] = []
         self._reached: Counter[str] = Counter()
-        self._asked: set[int] = set()
+        self._asked: set[frozenset[tuple[str, int]]] = set()
         self._thread = 0
         self._communicators: dict[int, str] = {}
 
@@ -182,19 +182,20 @@ class Recorder(cuda.Observer):
 
     def next_step(self) -> None:
         """Begin a step: the device has done what is queued."""
-        self._reached = self._timeline.mark(STREAM)
+        for stream in cuda.streams:
+            self._reached |= self.mark(stream)
 
     # ---- events, streams and communicators
 
-    def mark(self) -> Counter[str]:
-        return self._timeline.mark(STREAM)
+    def mark(self, stream: cuda.Stream) -> Counter[str]:
+        return self._timeline.mark(str(stream))
 
     def is_reached(self, mark: Counter[str]) -> bool:
         if threading.get_ident() != self._thread:
             return True
-        reached = mark <= self._reached or self._timeline.has_passed(HOST, mark)
-        if not reached and mark[STREAM] not in self._asked:
-            self._asked.add(mark[STREAM])
+        reached, place = mark <= self._reached or self._timeline.has_passed(HOST, mark), frozenset(mark.items())
+        if not reached and place not in self._asked:
+            self._asked.add(place)
             return False
         self.host_waits(mark)
         return True
@@ -209,12 +210,12 @@ class Recorder(cuda.Observer):
     def posted(self, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Counter[str]:
         self._forget_freed()
         stream = self._communicators.setdefault(id(group), f"communicator {len(self._communicators)}")
-        self._timeline.follow(stream, self._timeline.mark(STREAM))
+        self._timeline.follow(stream, self.mark(cuda.current_stream()))
         self._timeline.access(stream, _spans(reads), _spans(writes), f"messages at {place()}")
         return self._timeline.mark(stream)
 
-    def stream_waits(self, mark: Counter[str]) -> None:
-        self._timeline.follow(STREAM, mark)
+    def stream_waits(self, stream: cuda.Stream, mark: Counter[str]) -> None:
+        self._timeline.follow(str(stream), mark)
 
     # ---- operations
 
@@ -234,7 +235,7 @@ class Recorder(cuda.Observer):
         late = kwargs.get("non_blocking") or (name == "copy_" and args[2:3] == (True,))
         is_copy = any(tensor.numel() and not (late and tensor.is_pinned()) for tensor in of_host)
         by_mask = name in ("index", "index_put_") and any(t is not None and t.dtype == torch.bool for t in args[1])
-        self._timeline.access(STREAM, _spans(reads), _spans(writes), what)
+        self._timeline.access(str(cuda.current_stream()), _spans(reads), _spans(writes), what)
         largest = max(tensor.nbytes for tensor in tensors)
         for counted in self._counted:
             counted.launches.append((name, largest))
@@ -242,9 +243,9 @@ class Recorder(cuda.Observer):
             self.blocks(name)
 
     def blocks(self, what: str) -> None:
-        """Note that the host waits for all that is queued."""
+        """Note that the host waits for all that is queued in the current stream."""
         self._count_wait(what)
-        self._timeline.follow(HOST, self._timeline.mark(STREAM))
+        self._timeline.follow(HOST, self.mark(cuda.current_stream()))
 
     def host_reads(self, tensor: Tensor) -> None:
         """Note that the host reads the values of a tensor in its memory, past the operations of torch."""
