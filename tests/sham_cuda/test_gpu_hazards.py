@@ -1,4 +1,4 @@
-"""What may go wrong on GPUs alone: the wrong current device, threads on another one, and mistakes before NCCL connects."""
+"""What goes wrong on GPUs alone: a wrong current device, threads on another one, mistakes before NCCL connects."""
 
 from __future__ import annotations
 
