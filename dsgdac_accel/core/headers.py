@@ -33,6 +33,8 @@ class Headers:
         self.rounds = exchange.rounds
         self._story = story
         self._mine: list[int] = []
+        self._words = torch.zeros(0, dtype=torch.int64)
+        """The same on the device, (4,)."""
         self._sent: dict[int, Tensor] = {}
         """[local worker] the words that it sends."""
         self._received: dict[int, list[Tensor]] = {}
@@ -51,14 +53,13 @@ class Headers:
         """
         rounds, device = self.rounds, self.group.device
         self._mine = [self.exchange.channel, step, listed, _bits(lr)]
+        self._words = self._on_device(self._mine)
         self._sent, self._received = {}, {}
         for local in range(rounds.local_workers):
             plan = rounds.plan(round_, local)
             if plan.averaging_group is None and rounds.elsewhere([*plan.weights, *plan.recipients]):
-                if not self._sent:
-                    words = write_(torch.zeros(_WORDS, dtype=torch.int64, device=device), *self._mine)
-                self._sent[local] = words
-                self._received[local] = [torch.zeros_like(words) for _ in range(rounds.slots[local])]
+                self._sent[local] = self._words
+                self._received[local] = [torch.zeros_like(self._words) for _ in range(rounds.slots[local])]
         for members in rounds.all_reduce_groups(round_):
             # A sum of tables in which each process fills its own row gathers them.
             processes = rounds.processes(members)
@@ -66,7 +67,13 @@ class Headers:
             first, *others = rounds.local(members)
             self._sent |= dict.fromkeys(others, table)
             self._sent[first], self._received[first] = table.clone(), [torch.zeros_like(table)]
-            write_(self._sent[first][processes.index(self.group.rank)], *self._mine)
+            self._sent[first][processes.index(self.group.rank)].copy_(self._words)
+
+    def _on_device(self, words: list[int]) -> Tensor:
+        device = self.group.device
+        if device.type == "cpu":
+            return torch.tensor(words, dtype=torch.int64, device=device)
+        return write_(torch.zeros(_WORDS, dtype=torch.int64, device=device), *words)  # a list would wait for the device
 
     def outgoing(self, local: int) -> list[Tensor]:
         """Return what a local worker sends beside its copy."""
@@ -100,8 +107,7 @@ class Headers:
         self._compared, self._received = (self._mine, heads), {}
         if not heads:
             return None
-        mine = write_(torch.zeros(_WORDS, dtype=torch.int64, device=self.group.device), *self._mine)
-        return (torch.stack([words for _, words in heads]) != mine).any()
+        return (torch.stack([words for _, words in heads]) != self._words).any()
 
     def error(self) -> Exception | None:
         """Return an error that says what differs in the headers of the last `compare`; None if nothing does."""

@@ -91,6 +91,8 @@ class Mixer:
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
         self._was_sent: list[list[int]] | None = None
         """Sizes of the send buffers of a saved run that had sent its copy; None if it had not."""
+        self._looked = False
+        """Whether `consensus_update` has looked at the slots in this step. What changes after it shows in the next one."""
         self._stream: Any = None
         """The stream that used the copies last."""
         self._lay_out(first=True)
@@ -108,7 +110,9 @@ class Mixer:
             return
         self._stream = follow(self._stream, self.group.device)
         self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
-        self.slots.look()
+        if not self._looked:
+            self.slots.look()
+        self._looked = False
         if self.changes.due:
             self._agree_with_neighbors(lr)
             self._lay_out()
@@ -207,6 +211,7 @@ class Mixer:
             ValueError: a neighbor has another learning rate.
         """
         self.copies.refuse(Use.BACKUP, Use.RELEASED)
+        self._looked = False
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
         self._settle()
@@ -226,6 +231,7 @@ class Mixer:
                 updates = self.compressor.form_updates(gamma, self._round)
         self.arrivals.vote(updates, self._round)
         self.slots.look()
+        self._looked = True
         self.changes.vote()
         self.arrivals.let_skip(updates, self.agreement.close(self.step))
         if not self.agreement.late:
