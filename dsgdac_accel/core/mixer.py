@@ -92,7 +92,7 @@ class Mixer:
         self._was_sent: list[list[int]] | None = None
         """Sizes of the send buffers of a saved run that had sent its copy; None if it had not."""
         self._looked = False
-        """Whether `consensus_update` has looked at the slots in this step. What changes after it shows in the next one."""
+        """Whether `consensus_update` has looked at the slots. What changes after it shows in the next step."""
         self._stream: Any = None
         """The stream that used the copies last."""
         self._lay_out(first=True)

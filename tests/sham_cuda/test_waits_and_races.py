@@ -616,7 +616,7 @@ def streams_that_are_not_followed(patch: pytest.MonkeyPatch) -> None:
 Patch = Callable[[pytest.MonkeyPatch], None]
 WAITS: Mapping[str, tuple[Patch, str]] = {
     "a copy that blocks": (blocking_copies, "core/agreement.py close"),
-    "a number in brackets": (numbers_in_brackets, "core/headers.py write"),
+    "a number in brackets": (numbers_in_brackets, "core/headers.py _on_device"),
     "item": (lambda patch: wait_of_host(patch, lambda x: x.flatten()[0].item()), "core/step.py after_local_step"),
     "a mask": (lambda patch: wait_of_host(patch, lambda x: x[x > 0]), "core/step.py after_local_step"),
     "synchronize": (
