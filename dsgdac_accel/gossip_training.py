@@ -216,9 +216,10 @@ class GossipTraining:
             step.restart_exchange()
 
     def drain(self) -> None:
-        """Wait for the exchanges in flight."""
+        """Wait for the exchanges in flight, and raise what the last step has found."""
         for step in self.steps:
             step.mixer.drain()
+            step.mixer.settle()
 
     def end(self) -> None:
         """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""

@@ -86,8 +86,7 @@ class Average:
         if self.mixer.topology.num_workers == 1:
             self._latest, self._arriving = Consensus(0.0, 0.0, self.mixer.step), None
             return
-        self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
-        self.mixer.restart_exchange()
+        self.mixer.prepare_measurement()
         self._form_mean(f"measuring the consensus radius at step {self.mixer.step}")
 
     def _form_mean(self, what: str) -> tuple[list[Copy], Copy]:

@@ -100,11 +100,11 @@ class Exchange:
 
         Raises WorkerLostError like `WorkerGroup.guarded`; do not use what arrived then.
         """
-        assert self._posted is not None, "nothing was posted"
         deadline = time.perf_counter() + self.group.timeout
         self._stopwatch.start()
         try:
-            self._works = self.group.guarded(self._take_posted, self._what, self._only_peer)
+            if self._posted is not None:  # else an earlier wait was interrupted
+                self._works = self.group.guarded(self._take_posted, self._what, self._only_peer)
             while self._works:
                 self.group.guarded(
                     lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),

@@ -23,12 +23,14 @@ def add_scaled(
         skip: 0 or 1 on the device; None adds without asking.
         alike: whether each pair has the same dtype, device and strides, without gaps, and at most 2^30 elements.
     """
+    # Only the fused kernel goes through memory without asking for strides.
+    alike = alike and (skip is None or all(own.stride() == one.stride() for own, one in zip(x, added, strict=True)))
     if not alike:
         added = [one.to(own) for own, one in zip(x, added, strict=True)]
     if skip is None:
         torch._foreach_add_(x, added, alpha=scale)
     elif alike:
-        # A step of SGD, whose fused kernel can skip like that, and goes through memory without asking for strides.
+        # A step of SGD, whose fused kernel can skip like that.
         sgd(
             [own.detach() for own in x],
             added,

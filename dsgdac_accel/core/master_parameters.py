@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.copies import Copy, Layout
 from dsgdac_accel.core.parameters import LOAD_IN_FLOAT32, as_parameter_list, name_of, refuse_unmixable
+from dsgdac_accel.core.slots import ties_of
 
 T = TypeVar("T")
 LOW_PRECISION = frozenset((torch.bfloat16, torch.float16))
@@ -72,6 +73,8 @@ class MasterParameters:
         """Those in low precision without a master."""
         self._pairs: list[_Pair] = []
         self._blocks: list[_Block] = []
+        self._addresses: list[int] = []
+        """Of the parameters with masters, when their ties were those of the masters."""
         self._parameter_of: dict[int, Parameter] = {}
         """The model's parameter of each master, by its `id`."""
         self._master_of: dict[int, Parameter] = {}
@@ -106,8 +109,13 @@ class MasterParameters:
     # ---- the order of a step
 
     def read_model(self) -> None:
-        """Take over new parameters, gradients, and values that a script wrote from the model."""
+        """Take over new parameters, gradients, and values that a script wrote from the model.
+
+        Raises:
+            RuntimeError: parameters were tied or untied since they have masters, or one has another shape.
+        """
         self._follow()
+        self._require_same_ties()
         self.take_gradients()
         self.adopt_edits()
 
@@ -116,6 +124,20 @@ class MasterParameters:
         self.write_back()
         for pair in self._pairs:
             pair.master.grad = None
+
+    def _require_same_ties(self) -> None:
+        parameters = [pair.parameter for pair in self._pairs]
+        addresses = list(map(Tensor.data_ptr, parameters))
+        if addresses == self._addresses:
+            return
+        made = ties_of([pair.master for pair in self._pairs])
+        for place, (one, other) in enumerate(zip(ties_of(parameters), made, strict=True)):
+            if one != other:
+                raise RuntimeError(
+                    f"{name_of(parameters[place], self.names)} ({parameters[place].dtype}) was tied or untied after it "
+                    f"got its float32 master, which cannot follow. Tie parameters before `prepare`. {LOAD_IN_FLOAT32}"
+                )
+        self._addresses = addresses
 
     # ---- making masters
 

@@ -110,12 +110,7 @@ class Mixer:
             return
         self._stream = follow(self._stream, self.group.device)
         self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
-        if not self._looked:
-            self.slots.look()
-        self._looked = False
-        if self.changes.due:
-            self._agree_with_neighbors(lr)
-            self._lay_out()
+        self._follow_changes(lr)
         if not self._mixes_now or self.topology.num_workers == 1:
             self.exchange.bytes_sent = 0
             return
@@ -127,6 +122,15 @@ class Mixer:
         if self.compressor is not None:
             self.compressor.start()
         self._post(self._round, self._listed, lr)
+
+    def _follow_changes(self, lr: float) -> None:
+        """Take over another list of what is mixed, before anything of it is sent."""
+        if not self._looked:
+            self.slots.look()
+        self._looked = False
+        if self.changes.due:
+            self._agree_with_neighbors(lr)
+            self._lay_out()
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -165,11 +169,13 @@ class Mixer:
         self._stream = follow(self._stream, self.group.device)  # in NCCL's `wait`, only the current stream waits
         if self.copies.use is not Use.IN_FLIGHT:
             return
-        self.copies.use = Use.FREE
         try:
             self.exchange.wait()
-        finally:
+        except Exception:  # after an interrupt by the user it is still in flight
             self.group.let_go(self)
+            self.copies.use = Use.FREE
+            raise
+        self.group.let_go(self)
         self.copies.use = Use.RECEIVED
 
     def restart_exchange(self) -> None:
@@ -187,6 +193,8 @@ class Mixer:
         Otherwise the next step sends the parameters as they are then, with what a script has changed meanwhile.
         """
         was_sent, self._was_sent = self._was_sent, None
+        if was_sent is not None:
+            self._follow_changes(lr)
         if was_sent == self._sizes():  # else the saved run had thawed other parameters
             self.start_exchange(lr)
 
@@ -214,7 +222,7 @@ class Mixer:
         self._looked = False
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
-        self._settle()
+        self.settle()
         self.start_exchange(lr)
         self.drain()
         updates: list[Update] = []
@@ -235,14 +243,14 @@ class Mixer:
         self.changes.vote()
         self.arrivals.let_skip(updates, self.agreement.close(self.step))
         if not self.agreement.late:
-            self._settle()
+            self.settle()
         if self.changes.due:
             self._agree_with_neighbors(lr)
         if self.order == "mix_first":
             self._add(updates)
         return updates
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Read what the worker has agreed on in the last step, unless that was read; raises its errors."""
         found = self.agreement.settle()
         if found is not None:
@@ -336,7 +344,7 @@ class Mixer:
         if listed == self._agreed:
             return
         if self.group.size > 1:
-            self._settle()
+            self.settle()
             first = self._round + (self._mixes_now and self.copies.use is Use.UPDATE)
             received = [[list(map(torch.empty_like, buffers)) for buffers in slots] for slots in self.copies.received]
             for round_ in range(first, first + self.topology.period):
@@ -353,17 +361,22 @@ class Mixer:
         self._agreed = self.slots.code(self._layouts + 1)
 
     def prepare_average(self) -> None:
-        """Drop the exchange, so that the copies are free. Collective.
-
-        The next `consensus_update` sends the parameters as they are then.
-        """
+        """Prepare a measurement, and raise what the last step has found. Collective."""
         self.copies.refuse(Use.UPDATE, Use.RELEASED)
-        self._settle()
-        what = f"averaging the workers at step {self.step}"
+        self.settle()
         if self.topology.num_workers > 1:
-            self.group.barrier(what)
+            self.group.barrier(f"averaging the workers at step {self.step}")
+        self.prepare_measurement()
+
+    def prepare_measurement(self) -> None:
+        """Drop the exchange, so that the copies are free, and take over another list of parameters. Collective.
+
+        The next `consensus_update` sends the parameters as they are then. The host does not wait for a GPU.
+        """
+        self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
+        if self.topology.num_workers > 1:
             self.restart_exchange()
-        self.changes.compare(what, self.step)
+        self.changes.compare(f"averaging the workers at step {self.step}", self.step)
         if self.changes.due:
             self.slots.equalize_newcomers(self.group)
             self._lay_out()
@@ -371,7 +384,7 @@ class Mixer:
     def release(self) -> None:
         """End the mixing: buffers are freed, and a further step is refused."""
         self.drain()
-        self._settle()
+        self.settle()
         self.copies.release()
         if self.compressor is not None:
             self.compressor.release()
@@ -392,12 +405,13 @@ class Mixer:
         Waits for the exchange in flight, which goes on afterwards.
         """
         self.drain()
-        self._settle()
+        self.settle()
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,
             "disagreement": self.arrivals.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
+            "mixed": self.slots.mixed_places(),
             "was_sent": self._sizes() if self.copies.use is Use.RECEIVED else None,
         }
         if self.copies.use is Use.RECEIVED and self._is_edited():
@@ -422,6 +436,7 @@ class Mixer:
         self.arrivals.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
         self._sent_before, self._was_sent = state.get("sent"), state["was_sent"]
+        self.slots.mix_places(state["mixed"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state)
 

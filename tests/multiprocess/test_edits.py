@@ -17,6 +17,7 @@ from torch import nn
 
 from dsgdac_accel import AdaptiveConsensus, Gossip, GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
 from dsgdac_accel.core import messages
+from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.simulation import Simulation
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
@@ -279,6 +280,55 @@ def load_apart(rank: int, restarted: bool) -> float:
 def test_weights_that_a_script_loads_are_mixed_at_once_if_the_exchange_is_restarted():
     assert run_workers(load_apart, 2, True) == [0.0, 0.0]
     assert min(run_workers(load_apart, 2, False)) > 0.1
+
+
+def interrupt(rank: int) -> bool:
+    """Interrupt both workers while they wait, and return whether their average is right."""
+    group = WorkerGroup(torch.device("cpu"), 30)
+    x = nn.Parameter(torch.full((3_000_000,), float(rank)))
+    mixer = Mixer([x], build_topology("one_peer_ring", 2), group)
+    mixer.start_exchange()
+    transport, wait = group.process_groups.transport, group.process_groups.transport.wait
+    transport.wait = lambda *arguments: exec("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        mixer.drain()
+    transport.wait = wait
+    average = Average(mixer)
+    average.swap_in()
+    right = bool((x == 0.5).all())
+    average.restore()
+    return right and bool((x == float(rank)).all())
+
+
+def test_an_exchange_goes_on_after_an_interrupt_by_the_user():
+    assert run_workers(interrupt, 2) == [True, True]
+
+
+def freeze_and_resume(rank: int, folder: Path) -> bool:
+    """Whether a run ends as the unbroken one where a parameter, frozen in mid-run, is frozen before `prepare`."""
+
+    def run(first: int) -> torch.Tensor:
+        accelerator = GossipAccelerator(gossip=GossipConfig(log_every=0, power=1, timeout=30))
+        model = make_model()
+        model[2].requires_grad_(first == 0)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        if first:
+            accelerator.load_state(folder)
+        for step in range(first, STEPS):
+            model[2].requires_grad_(step < 2)
+            accelerator.backward(loss_of(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not first and step == STEPS // 2:
+                accelerator.save_state(folder)
+        accelerator.free_memory()
+        return values(model)
+
+    return torch.equal(run(0), run(STEPS // 2 + 1))
+
+
+def test_what_was_mixed_once_stays_mixed_in_a_resumed_run(tmp_path):
+    assert run_workers(freeze_and_resume, 2, tmp_path / "saved") == [True, True]
 
 
 # ---- a list that one worker changes alone

@@ -160,6 +160,8 @@ CHANGES = {
     "dtype": (lambda a, b: setattr(a, "data", a.data.double()), True),
     "shape": (lambda a, b: setattr(a, "data", torch.zeros(3, 3)), True),
     "strides": (lambda a, b: setattr(a, "data", a.data.t().contiguous().t()), True),
+    "sliced": (lambda a, b: setattr(a, "data", a.data[:2]), True),
+    "strides in place": (lambda a, b: setattr(a, "data", a.data.view(2, 4).t()), True),
     "tied": (lambda a, b: setattr(a, "data", b.data), True),
 }
 
@@ -175,7 +177,7 @@ def test_another_kind_of_memory_is_noticed_and_other_memory_is_not(how):
     assert looked(slots) == noticed
     assert (slots.code() != before) == noticed
     (values,) = slots.values()
-    assert (values[0] is None) == (how == "shape")
+    assert (values[0] is None) == (how in ("shape", "sliced"))
     if noticed:
         slots.select(None)
         assert not looked(slots)
@@ -212,6 +214,29 @@ def test_memory_that_is_shared_is_added_to_once():
     step(mixer, 0.0)
     step(mixer, 1.0)
     assert [p[0].item() for p in parameters] == [0.5] * 4
+
+
+def test_a_newcomer_on_memory_that_is_mixed_keeps_its_values():
+    parameters = [Parameter(torch.full((3,), value)) for value in (0.0, 0.0, 4.0, 4.0)]
+    optimizer = torch.optim.SGD([parameters[0], parameters[2]], lr=0.1)
+    place = {id(p): number // 2 for number, p in enumerate(parameters)}
+    group, topology = WorkerGroup(torch.device("cpu"), 10), build_topology("complete", 2)
+    mixer = Mixer(lambda: optimizer.param_groups, topology, group, local_workers=2, worker_of=lambda p: place[id(p)])
+    step(mixer, 0.0)
+    for own, other in ((0, 1), (2, 3)):
+        parameters[other].data = parameters[own].data
+    optimizer.add_param_group({"params": [parameters[1], parameters[3]]})
+    step(mixer, 0.0)
+    assert [p[0].item() for p in parameters] == [0.0, 0.0, 4.0, 4.0]
+
+
+def test_a_list_that_changed_is_measured_as_it_is():
+    first, second = Parameter(torch.zeros(4)), Parameter(torch.ones(4))
+    mixer = two_workers(first, second)
+    step(mixer, 0.0)
+    for parameter, value in ((first, 0.0), (second, 3.0)):
+        parameter.data = torch.full((9,), value)
+    assert Average(mixer).measure().radius == pytest.approx(1.5 * 3)
 
 
 def test_a_deployed_average_gives_back_memory_and_bytes():

@@ -212,6 +212,18 @@ def test_parameters_that_share_their_memory_share_a_master():
     assert bool((master(accelerator, model[1].weight) == 0.25).all())
 
 
+@pytest.mark.parametrize("tied_first", [False, True])
+def test_a_tie_that_changes_after_the_masters_were_made_is_refused_by_name(tied_first):
+    model = nn.Sequential(linear(), linear())
+    if tied_first:
+        model[1].weight.data = model[0].weight.data
+    _, model, optimizer = prepared(model)
+    optimizer.step()
+    model[1].weight.data = model[0].weight.data.clone() if tied_first else model[0].weight.data
+    with pytest.raises(RuntimeError, match=r"1\.weight \(torch.bfloat16\) was tied or untied"):
+        optimizer.step()
+
+
 def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
     accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
     model = linear()
