@@ -72,9 +72,8 @@ def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, s
         shards: number of processes of each of them.
     """
     for gossip in state["gossip"]:
-        for key in ("references", "references_of", "sent"):  # they belong to the saved processes
+        for key in ("references", "references_of", "sent", "was_sent"):  # they belong to the saved processes
             gossip["mixer"].pop(key, None)
-        gossip["mixer"]["was_sent"] = None
     for position in state["loaders"]:
         if position and position["running"]:
             _rescale_position(position, manifest.workers * manifest.shards, launched * shards)

@@ -33,7 +33,7 @@ class Headers:
         self.rounds = exchange.rounds
         self._story = story
         self._mine: list[int] = []
-        self._words = torch.zeros(0, dtype=torch.int64)
+        self._words = torch.zeros(0, dtype=torch.int64, device="cpu")
         """The same on the device, (4,)."""
         self._sent: dict[int, Tensor] = {}
         """[local worker] the words that it sends."""

@@ -435,7 +435,7 @@ class Mixer:
         self.start_at(state["step"])
         self.arrivals.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
-        self._sent_before, self._was_sent = state.get("sent"), state["was_sent"]
+        self._sent_before, self._was_sent = state.get("sent"), state.get("was_sent")
         self.slots.mix_places(state["mixed"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerGroup
-from dsgdac_accel.core import slots
+from dsgdac_accel.core import mixer, slots
 from dsgdac_accel.distributed import group as group_module
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 from tests.multiprocess.small_model import FAST, flat, inputs
@@ -79,6 +79,7 @@ def train_as_on_gpus(rank: int) -> dict:
     group.process_groups.reduction = nccl
     model = WithHostTensors(rank)
     slots.is_on = lambda device, expected: True  # the trained ones
+    mixer.follow = lambda last, device: None  # there are no streams here
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # What follows on the device itself is not what this test is about.
     group.device, group.process_groups.reduction = CPU, gloo

@@ -97,6 +97,6 @@ def test_auto_does_not_take_unreadable_checkpoints_for_none(tmp_path):
     assert accelerator.load_state("auto") is None
     folder = accelerator.save_state()
     manifest = folder / "gossip.json"
-    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 4'))
-    with pytest.raises(CheckpointError, match="has format 4"):
+    manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 5'))
+    with pytest.raises(CheckpointError, match="has format 5"):
         GossipAccelerator(cpu=True, project_config=project).load_state("auto")
