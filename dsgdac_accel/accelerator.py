@@ -109,7 +109,8 @@ class GossipOptimizer(AcceleratedOptimizer):
         local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if local_step or scaled:  # after an overflow the scaler skips the update and lowers its scale
-            super().step(None if closure is None else known_loss(loss))
+            with self.gossip.local_step():
+                super().step(None if closure is None else known_loss(loss))
         self.gossip.after_local_step()
         if self.pass_average is not None:
             self.pass_average.after_step()

@@ -115,7 +115,8 @@ class Gossip:
                 result = closure()
             arguments = (known_loss(result),)
         if step.before_local_step(self._epoch):
-            result = original(*arguments, **kwargs)
+            with step.local_step():
+                result = original(*arguments, **kwargs)
         step.after_local_step()
         return result
 
@@ -126,7 +127,8 @@ class Gossip:
         step.before_local_step(self._epoch, self._scaler)
         self._scaled = True
         try:
-            result = original(optimizer, *args, **kwargs)  # skips the update after an overflow
+            with step.local_step():
+                result = original(optimizer, *args, **kwargs)  # skips the update after an overflow
         finally:
             self._scaled = False
         step.after_local_step()

@@ -34,10 +34,10 @@ class ListChanges:
     @property
     def due(self) -> bool:
         """Whether this worker is to take over another list, by the last `look`; the same in all of its processes."""
-        return self._due if self.agreement.together else self._seen
+        return self._due if self.agreement.together else self._differs
 
     @property
-    def _seen(self) -> bool:
+    def _differs(self) -> bool:
         return self.slots.changed or self.slots.has_newcomers()
 
     def taken_over(self) -> None:
@@ -53,7 +53,7 @@ class ListChanges:
         The sum of the squares of these numbers shows whether all are equal.
         """
         if self.agreement.together:
-            seen = self._seen
+            seen = self._differs
             code = hash((seen, *self.slots.trained())) % _CODES
             for name, value in (("changed", seen), ("code", code), ("code squared", code * code)):
                 self.agreement.vote(name, float(value))
@@ -90,7 +90,7 @@ class ListChanges:
         everyone = self.group.everyone
         self.slots.look()
         trained = self.slots.trained() if self.agreement.together else ()
-        mine = (self._seen, self.agreement.row.rank, self.slots.code() if self._seen else 0)
+        mine = (self._differs, self.agreement.row.rank, self.slots.code() if self._differs else 0)
         told = everyone.all_gather_object((step, self.group.rank, trained, mine, self._told()), what)
         if len({their_step for their_step, *_ in told}) > 1:
             everyone.require_equal(step, "number of optimizer steps")
@@ -100,7 +100,7 @@ class ListChanges:
         alike = len(changed) == 1 and len(codes) == self.agreement.row.size and len(rows) == self.group.size
         if not alike:
             self._raise([story for *_, story in told], step)
-        self._due = self._seen and self.agreement.together
+        self._due = self._differs and self.agreement.together
         if not self._due:
             self.slots.note()
 

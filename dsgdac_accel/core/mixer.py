@@ -85,7 +85,7 @@ class Mixer:
         self.changes = ListChanges(self.slots, group, self.agreement)
         self.arrivals = ArrivalGuard(group, self.rounds, self.slots, self.copies, self.agreement)
         self._layouts = 0
-        self._listed = 0
+        self._list_code = 0
         """A number for what is laid out, which neighbors compare."""
         self._sent_before: list[list[Tensor]] | None = None
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
@@ -121,7 +121,7 @@ class Mixer:
             return
         if self.compressor is not None:
             self.compressor.start()
-        self._post(self._round, self._listed, lr)
+        self._post(self._round, self._list_code, lr)
 
     def _follow_changes(self, lr: float) -> None:
         """Take over another list of what is mixed, before anything of it is sent."""
@@ -144,10 +144,10 @@ class Mixer:
                     s.copy_(value)
 
     def _post(
-        self, round_: int, listed: int, lr: float, received: Sequence[Sequence[Sequence[Tensor]]] | None = None
+        self, round_: int, list_code: int, lr: float, received: Sequence[Sequence[Sequence[Tensor]]] | None = None
     ) -> None:
         step = (round_ + 1) * self.mix_every - 1
-        self.headers.write(round_, step, lr, listed)
+        self.headers.write(round_, step, lr, list_code)
         self.group.hold(self)
         messages, encode = self.compressor.messages(round_) if self.compressor else (self._copies_of, None)
         self.exchange.post(
@@ -309,7 +309,7 @@ class Mixer:
         if self.compressor is not None:
             self.compressor.reserve()
         self._layouts += 1
-        self._listed = self._agreed = self.slots.code(self._layouts)
+        self._list_code = self._agreed_code = self.slots.code(self._layouts)
         self.changes.taken_over()
 
     def _select(self) -> None:
@@ -340,15 +340,15 @@ class Mixer:
         Raises:
             RuntimeError: a neighbor did not change its list, or in another way.
         """
-        listed = self.slots.code(self._layouts + 1)
-        if listed == self._agreed:
+        list_code = self.slots.code(self._layouts + 1)
+        if list_code == self._agreed_code:
             return
         if self.group.size > 1:
             self.settle()
             first = self._round + (self._mixes_now and self.copies.use is Use.UPDATE)
             received = [[list(map(torch.empty_like, buffers)) for buffers in slots] for slots in self.copies.received]
             for round_ in range(first, first + self.topology.period):
-                self._post(round_, listed, lr, received)
+                self._post(round_, list_code, lr, received)
                 try:
                     self.exchange.wait()
                 finally:
@@ -358,7 +358,7 @@ class Mixer:
                 if self.group.row.any(wrong, "comparing the neighbors of a worker"):
                     self._raise_for_header({"header": 1.0}, self.step)
         self.slots.equalize_newcomers(self.group)
-        self._agreed = self.slots.code(self._layouts + 1)
+        self._agreed_code = self.slots.code(self._layouts + 1)
 
     def prepare_average(self) -> None:
         """Prepare a measurement, and raise what the last step has found. Collective."""
@@ -403,7 +403,11 @@ class Mixer:
         """Return the position in the topology, the references of compression, and s where it is no longer x.
 
         Waits for the exchange in flight, which goes on afterwards.
+
+        Raises:
+            RuntimeError: the update of this step is not added yet, as in a hook of the optimizer.
         """
+        self.copies.refuse(Use.UPDATE)
         self.drain()
         self.settle()
         state: dict[str, Any] = {

@@ -81,10 +81,10 @@ class Slots:
         self.changed = False
         """Whether another list is mixed at the last `look` than was laid out, or a tensor of another kind: parameters
         were added, removed, replaced or unfrozen; or one has another shape, dtype, device, strides or tie."""
-        self._listed = self._equalized = self.find()
+        self._last_list = self._equal_list = self.find()
         """The list of which all parameters have started from equal values."""
-        self._known = {id(parameter): weakref.ref(parameter) for parameter in self._equalized}
-        self._once: dict[int, weakref.ref[Parameter]] = {}
+        self._started_equal = {id(parameter): weakref.ref(parameter) for parameter in self._equal_list}
+        self._mixed_once: dict[int, weakref.ref[Parameter]] = {}
         """What was mixed once: it stays mixed, frozen or not, also if it was out of the optimizer for a while."""
         self._trained: list[Parameter] = []
         """What was trained at the last `note`."""
@@ -115,11 +115,11 @@ class Slots:
         return split
 
     def _selected(self) -> list[list[Parameter]]:
-        return self.by_worker(p for p in self.find() if p.requires_grad or _refers_to(self._once, p))
+        return self.by_worker(p for p in self.find() if p.requires_grad or _refers_to(self._mixed_once, p))
 
     def mixed_places(self) -> list[int]:
         """Return the places of the parameters that are mixed in the list of the optimizer, for checkpoints."""
-        return [place for place, parameter in enumerate(self.find()) if _refers_to(self._once, parameter)]
+        return [place for place, parameter in enumerate(self.find()) if _refers_to(self._mixed_once, parameter)]
 
     def mix_places(self, places: Sequence[int]) -> None:
         """Mix what was mixed in a saved run, from the next step on, also if it is frozen now."""
@@ -128,7 +128,7 @@ class Slots:
         self._seen = None
 
     def _remember(self, parameters: Iterable[Parameter]) -> None:
-        self._once |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._mixed_once |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     # ---- layout
 
@@ -193,7 +193,7 @@ class Slots:
 
         Of 400 parameters, the lists of addresses, shapes and strides take 22, 38 and 31 us.
         """
-        listed = self._listed = self.find()
+        listed = self._last_list = self.find()
         trained = list(map(_REQUIRES_GRAD, listed))
         values = list(chain.from_iterable(self._now()))
         memory = [list(map(ask, values)) for ask in (Tensor.data_ptr, _SHAPE, Tensor.stride)]
@@ -276,18 +276,18 @@ class Slots:
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     other.detach().copy_(first.detach())
-        self._known |= {id(parameter): weakref.ref(parameter) for parameter in newcomers}
-        self._listed = self._equalized = self.find()
+        self._started_equal |= {id(parameter): weakref.ref(parameter) for parameter in newcomers}
+        self._last_list = self._equal_list = self.find()
 
     def has_newcomers(self) -> bool:
         """Return whether the optimizer has another list at the last `look` than `equalize_newcomers` has seen last."""
-        return self._listed is not self._equalized
+        return self._last_list is not self._equal_list
 
     def _newcomers(self) -> list[Parameter]:
         return [parameter for parameter in self.find() if not self._knows(parameter)]
 
     def _knows(self, parameter: Parameter) -> bool:
-        return _refers_to(self._known, parameter)
+        return _refers_to(self._started_equal, parameter)
 
     def _tied_to_known(self, newcomers: Sequence[Parameter]) -> set[int]:
         """Return the `id` of the newcomers that share the memory of parameters that are mixed."""

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class GossipStep:
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
         if self.before_local_step(epoch):
-            self.optimizer.step()  # x - lr g(x), or Adam's
+            with self.local_step():
+                self.optimizer.step()  # x - lr g(x), or Adam's
         self.after_local_step()
 
     @torch.compiler.disable  # communication and the host's decisions stay outside of a compiled `optimizer.step`
@@ -125,6 +127,15 @@ class GossipStep:
         self.guard.find_nonfinite(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma, self.schedule.lr)
         return self.guard.allows_step()
+
+    @contextmanager
+    def local_step(self) -> Iterator[None]:
+        """Drop the update if the local step inside raises, so that the run can still be saved."""
+        try:
+            yield
+        except BaseException:
+            self.mixer.copies.drop()
+            raise
 
     @torch.compiler.disable
     def after_local_step(self) -> None:

@@ -218,3 +218,16 @@ def test_a_local_step_that_raised_leaves_no_gradient_for_the_next_one(monkeypatc
     first.grad, second.grad = torch.ones(2), torch.full((2,), 3.0)
     step.step()
     assert torch.equal(second.grad, torch.full((2,), 3.0))
+
+
+def test_a_save_inside_a_step_is_refused_and_one_after_a_local_step_that_raised_is_not():
+    first, second = (Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    config = GossipConfig(workers_per_process=2, log_every=0)
+    gossip = GossipStep(optimizer, WorkerGroup(CPU, 10), config, worker_of=lambda p: int(p is second))
+    gossip.step()
+    hook = optimizer.register_step_post_hook(lambda *_: gossip.state_dict())
+    with pytest.raises(RuntimeError, match="save after the optimizer step"):
+        gossip.step()
+    hook.remove()
+    assert gossip.state_dict()["mixer"]["step"] == 1
