@@ -29,6 +29,7 @@ from dsgdac_accel.calibration import (
     sharded_batches,
 )
 from dsgdac_accel.core.master_parameters import SwapsAverage
+from dsgdac_accel.core.parameters import memory_of
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -247,8 +248,8 @@ def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
     copies: dict[tuple, Tensor] = {}
 
     def copy_of(tensor: Tensor) -> Tensor:
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        return copies.setdefault(memory, tensor.detach().clone()) if tensor.numel() else tensor.detach().clone()
+        own = tensor.detach().clone()
+        return copies.setdefault(memory_of(tensor), own) if tensor.numel() else own
 
     return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 

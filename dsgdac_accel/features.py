@@ -1,4 +1,4 @@
-"""What combines with what: a table of features that exclude each other, with the way out. A new mode adds a row."""
+"""A table of features that exclude each other, with the way out. A new mode adds a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsgdac_accel.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is known of a run where it is checked. What is left out refuses nothing."""
+    """The facts about a run that are known where it is checked. A fact that is left out refuses nothing."""
 
     config: GossipConfig = field(default_factory=GossipConfig)
     topology: Topology | None = None
@@ -181,9 +181,7 @@ FEATURES = (
     ),
     Feature(
         "train_sampling_strategy='batch_rebalance'",
-        lambda s: (
-            _get(s, "trainer.args.train_sampling_strategy") == "batch_rebalance"
-        ),  # only newer Transformers have it
+        lambda s: _get(s, "trainer.args.train_sampling_strategy") == "batch_rebalance",  # of newer Transformers
         {_SHARDED: "it deals batches to processes, not to workers"},
         "Use 'group_by_length'.",
     ),

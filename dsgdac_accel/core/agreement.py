@@ -1,4 +1,4 @@
-"""What the processes of one worker decide together in a step, in one collective."""
+"""The vote by which the processes of one worker decide together, in one collective a step."""
 
 from __future__ import annotations
 

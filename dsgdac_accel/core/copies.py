@@ -8,7 +8,7 @@ worker receives from at once: two copies for one-peer topologies and for those t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import TypeVar
@@ -48,12 +48,13 @@ class Layout:
         self.dense: list[bool] = []
         """[buffer] whether its slots have no gaps inside, and not too many elements for a fused kernel."""
         for (dtype, _), slots in alike.items():
-            step, total, places = ALIGNMENT // dtype.itemsize, 0, []
+            step, total, places, dense = ALIGNMENT // dtype.itemsize, 0, [], True
             for value in map(values.__getitem__, slots):
+                elements = extent(value)
                 places.append((value.shape, value.stride(), total))
-                total += -(-extent(value) // step) * step
-            within = map(values.__getitem__, slots)
-            self.dense.append(all(extent(value) == value.numel() <= _MOST_FUSED for value in within))
+                dense = dense and elements == value.numel() <= _MOST_FUSED
+                total += -(-elements // step) * step
+            self.dense.append(dense)
             self._sizes.append(total)
             self._places.append(places)
 
@@ -107,18 +108,14 @@ class Copy:
     @torch.no_grad()
     def read(self, values: Values) -> None:
         """Copy the values into the buffers."""
-        for views, group in zip(self.views, self.layout.grouped(values), strict=True):
-            places, tensors = _present(views, group)
-            if tensors:
-                torch._foreach_copy_(places, tensors)
+        for _, places, tensors in self._present(values):
+            torch._foreach_copy_(places, tensors)
 
     @torch.no_grad()
     def write(self, values: Values) -> None:
         """Copy the buffers into the values."""
-        for views, group in zip(self.views, self.layout.grouped(values), strict=True):
-            places, tensors = _present(views, group)
-            if tensors:
-                torch._foreach_copy_(tensors, places)
+        for _, places, tensors in self._present(values):
+            torch._foreach_copy_(tensors, places)
 
     @torch.no_grad()
     def add_to(self, values: Values, scale: float, skip: Tensor | None = None, as_laid_out: bool = False) -> None:
@@ -130,23 +127,21 @@ class Copy:
             skip: 0 or 1 on the device; None adds without asking.
             as_laid_out: whether they have the dtypes and strides that they were laid out with.
         """
-        groups = zip(self.views, self.layout.grouped(values), self.layout.dense, strict=True)
-        for views, group, dense in groups:
-            places, tensors = _present(views, group)
-            if tensors:
-                add_scaled(tensors, places, scale, skip, alike=as_laid_out and (skip is None or dense))
+        for dense, places, tensors in self._present(values):
+            add_scaled(tensors, places, scale, skip, alike=as_laid_out and (skip is None or dense))
 
-
-def _present(views: list[Tensor], values: Values) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the views and the values of the slots that have one."""
-    if not any(value is None for value in values):
-        return views, values  # type: ignore[return-value]  # a list of tensors
-    pairs = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
-    return [view for view, _ in pairs], [value for _, value in pairs]
+    def _present(self, values: Values) -> Iterator[tuple[bool, list[Tensor], list[Tensor]]]:
+        """Yield for each buffer whether it is dense, and the views and the values of the slots that have a value."""
+        for dense, views, group in zip(self.layout.dense, self.views, self.layout.grouped(values), strict=True):
+            if any(value is None for value in group):
+                pairs = [(view, value) for view, value in zip(views, group, strict=True) if value is not None]
+                views, group = [view for view, _ in pairs], [value for _, value in pairs]
+            if group:
+                yield dense, views, group  # type: ignore[misc]  # a list of tensors
 
 
 class Use(Enum):
-    """What the copies hold at present, which decides who may write them."""
+    """The content of the copies at present, which decides who may write them."""
 
     FREE = "nothing"
     IN_FLIGHT = "an exchange that is in flight"
@@ -207,11 +202,6 @@ class Copies:
                 for sent, count in zip(self.sent, counts, strict=True)
             ]
             self.differences = list(self.sent)  # messages are encoded from s, which nobody needs any more then
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the parameters of one worker, as they are exchanged without compression."""
-        return self.layout.nbytes
 
     def refuse(self, *uses: Use) -> None:
         """Raise RuntimeError, with the way out, in one of these uses."""

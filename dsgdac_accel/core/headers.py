@@ -1,4 +1,4 @@
-"""What travels beside the copies, and must be equal on both ends: optimizer, step, learning rate, and what is mixed.
+"""A header travels beside the copies: optimizer, step, learning rate and list of parameters, equal on both ends.
 
 gloo's tags tell messages apart, but NCCL ignores tags, and an all-reduce has none.
 """

@@ -28,6 +28,9 @@ class ListChanges:
         self.slots = slots
         self.group = group
         self.agreement = agreement
+        self.code = self.agreed_code = 0
+        """Numbers for the list that is laid out, which neighbors compare, and for the one that they agreed on last."""
+        self._layouts = 0
         self._due = False
         """Whether all processes of a sharded worker know of the change."""
 
@@ -42,8 +45,14 @@ class ListChanges:
 
     def taken_over(self) -> None:
         """Note that the present list was laid out."""
+        self.code = self.agreed_code = self.next_code()
+        self._layouts += 1
         self._due = False
         self.slots.note()
+
+    def next_code(self) -> int:
+        """Return the number of the present list once it is laid out; another one than now, also for an equal list."""
+        return self.slots.code(self._layouts + 1)
 
     # ---- the processes of one worker
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.copies import Copy, Layout
-from dsgdac_accel.core.parameters import LOAD_IN_FLOAT32, as_parameter_list, name_of, refuse_unmixable
+from dsgdac_accel.core.parameters import LOAD_IN_FLOAT32, as_parameter_list, memory_of, name_of, refuse_unmixable
 from dsgdac_accel.core.slots import ties_of
 
 T = TypeVar("T")
@@ -171,15 +171,15 @@ class MasterParameters:
         """Put masters in place of parameters, given with their list and place in it."""
         if not self._pairs:
             self._clear_both()
-        known = {_memory(p.parameter): (p.master.data, p.rounded) for p in self._pairs if p.parameter.numel()}
-        fresh = [p for _, _, p in new if id(p) not in self._master_of and _memory(p) not in known]
-        distinct = list({_memory(p) if p.numel() else (number,): p for number, p in enumerate(fresh)}.values())
+        known = {memory_of(p.parameter): (p.master.data, p.rounded) for p in self._pairs if p.parameter.numel()}
+        fresh = [p for _, _, p in new if id(p) not in self._master_of and memory_of(p) not in known]
+        distinct = list({memory_of(p) if p.numel() else (number,): p for number, p in enumerate(fresh)}.values())
         data = {id(p): places for block in self._add_blocks(distinct) for p, *places in block.items()}
-        known |= {_memory(p): data[id(p)] for p in distinct if p.numel()}
+        known |= {memory_of(p): data[id(p)] for p in distinct if p.numel()}
         for parameters, place, parameter in new:
             if id(parameter) not in self._master_of:  # else it was out of the optimizer for a while
                 # Tied memory stays tied.
-                master, rounded = known[_memory(parameter)] if parameter.numel() else data[id(parameter)]
+                master, rounded = known[memory_of(parameter)] if parameter.numel() else data[id(parameter)]
                 self._replace(parameter, Parameter(master), rounded)
             parameters[place] = self._master_of[id(parameter)]
 
@@ -320,7 +320,6 @@ class _Block:
         self.written.read(parameters)
         self.now = Copy(layout)
         """Room for what is in the model now."""
-        self._shapes = [parameter.shape for parameter in parameters]
 
     def items(self) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
         """Yield each parameter with the memory of its master, and of the rounded one."""
@@ -333,11 +332,11 @@ class _Block:
 
     def adopt_edits(self, names: Mapping[int, str]) -> None:
         """Take over the elements of the parameters whose bits are not those that were written."""
-        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
-            if parameter.shape != shape:
+        for parameter, place in zip(self.parameters, self.now.views[0], strict=True):
+            if parameter.shape != place.shape:
                 raise RuntimeError(
-                    f"{name_of(parameter, names)} became {tuple(parameter.shape)} after {tuple(shape)} between two "
-                    f"steps; give the resized parameter to the optimizer as a new one, on all workers."
+                    f"{name_of(parameter, names)} became {tuple(parameter.shape)} after {tuple(place.shape)} between "
+                    f"two steps; give the resized parameter to the optimizer as a new one, on all workers."
                 )
         self.now.read(self.parameters)
         (now,), (written,), (masters,) = self.now.buffers, self.written.buffers, self.masters.buffers
@@ -375,10 +374,6 @@ def _share_gradient(reference: weakref.ref[Parameter], parameter: Tensor) -> Non
     master = reference()
     if master is not None:  # the model may outlive its training
         master.grad = parameter.grad
-
-
-def _memory(parameter: Parameter) -> tuple:
-    return parameter.data_ptr(), tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
 
 
 def _in_dtype(value: Any, parameter: Parameter, dtype: torch.dtype) -> Any:

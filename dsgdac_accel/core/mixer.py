@@ -84,9 +84,6 @@ class Mixer:
         self.headers = Headers(self.exchange, self.slots.story)
         self.changes = ListChanges(self.slots, group, self.agreement)
         self.arrivals = ArrivalGuard(group, self.rounds, self.slots, self.copies, self.agreement)
-        self._layouts = 0
-        self._list_code = 0
-        """A number for what is laid out, which neighbors compare."""
         self._sent_before: list[list[Tensor]] | None = None
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
         self._was_sent: list[list[int]] | None = None
@@ -121,7 +118,7 @@ class Mixer:
             return
         if self.compressor is not None:
             self.compressor.start()
-        self._post(self._round, self._list_code, lr)
+        self._post(self._round, self.changes.code, lr)
 
     def _follow_changes(self, lr: float) -> None:
         """Take over another list of what is mixed, before anything of it is sent."""
@@ -308,8 +305,6 @@ class Mixer:
         self.copies.lay_out(values, self.rounds.slots if self.topology.num_workers > 1 else [], message)
         if self.compressor is not None:
             self.compressor.reserve()
-        self._layouts += 1
-        self._list_code = self._agreed_code = self.slots.code(self._layouts)
         self.changes.taken_over()
 
     def _select(self) -> None:
@@ -340,8 +335,8 @@ class Mixer:
         Raises:
             RuntimeError: a neighbor did not change its list, or in another way.
         """
-        list_code = self.slots.code(self._layouts + 1)
-        if list_code == self._agreed_code:
+        list_code = self.changes.next_code()
+        if list_code == self.changes.agreed_code:
             return
         if self.group.size > 1:
             self.settle()
@@ -358,7 +353,7 @@ class Mixer:
                 if self.group.row.any(wrong, "comparing the neighbors of a worker"):
                     self._raise_for_header({"header": 1.0}, self.step)
         self.slots.equalize_newcomers(self.group)
-        self._agreed_code = self.slots.code(self._layouts + 1)
+        self.changes.agreed_code = self.changes.next_code()
 
     def prepare_average(self) -> None:
         """Prepare a measurement, and raise what the last step has found. Collective."""

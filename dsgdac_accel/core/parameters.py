@@ -58,6 +58,11 @@ def extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def memory_of(tensor: Tensor) -> tuple:
+    """Return what is equal for tensors that are the same memory, seen in the same way."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 # ---- what can be mixed exactly
 
 

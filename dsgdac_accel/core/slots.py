@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dsgdac_accel.core.parameters import as_parameter_list, name_of, refuse_unmixable
+from dsgdac_accel.core.parameters import as_parameter_list, memory_of, name_of, refuse_unmixable
 from dsgdac_accel.devices import is_on
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.row import Row
@@ -81,10 +81,12 @@ class Slots:
         self.changed = False
         """Whether another list is mixed at the last `look` than was laid out, or a tensor of another kind: parameters
         were added, removed, replaced or unfrozen; or one has another shape, dtype, device, strides or tie."""
-        self._last_list = self._equal_list = self.find()
+        self._last_list = self.find()
+        """The list that the last `look` has found."""
+        self._equal_list = self._last_list
         """The list of which all parameters have started from equal values."""
-        self._started_equal = {id(parameter): weakref.ref(parameter) for parameter in self._equal_list}
-        self._mixed_once: dict[int, weakref.ref[Parameter]] = {}
+        self._started_equal = _Known(self._equal_list)
+        self._mixed_once = _Known()
         """What was mixed once: it stays mixed, frozen or not, also if it was out of the optimizer for a while."""
         self._trained: list[Parameter] = []
         """What was trained at the last `note`."""
@@ -115,20 +117,17 @@ class Slots:
         return split
 
     def _selected(self) -> list[list[Parameter]]:
-        return self.by_worker(p for p in self.find() if p.requires_grad or _refers_to(self._mixed_once, p))
+        return self.by_worker(p for p in self.find() if p.requires_grad or p in self._mixed_once)
 
     def mixed_places(self) -> list[int]:
         """Return the places of the parameters that are mixed in the list of the optimizer, for checkpoints."""
-        return [place for place, parameter in enumerate(self.find()) if _refers_to(self._mixed_once, parameter)]
+        return [place for place, parameter in enumerate(self.find()) if parameter in self._mixed_once]
 
     def mix_places(self, places: Sequence[int]) -> None:
         """Mix what was mixed in a saved run, from the next step on, also if it is frozen now."""
         listed = self.find()
-        self._remember([listed[place] for place in places if place < len(listed)])
+        self._mixed_once.add(listed[place] for place in places if place < len(listed))
         self._seen = None
-
-    def _remember(self, parameters: Iterable[Parameter]) -> None:
-        self._mixed_once |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     # ---- layout
 
@@ -156,13 +155,14 @@ class Slots:
                         f"{self.name_of(parameter)} is on {parameter.device}, but this run communicates on {device}. "
                         f"{advice}"
                     )
-        if any(_signature(mine) != _signature(selected[0]) for mine in selected):
+        first, *others = map(_signature, selected)
+        if any(other != first for other in others):
             raise ValueError(
                 "the workers of this process train different parameters. Freeze, unfreeze, add and replace parameters "
                 "in all replicas of the model alike (`model.replicas`)."
             )
         self._mixed = selected
-        self._remember(chain.from_iterable(selected))
+        self._mixed_once.add(chain.from_iterable(selected))
         self._kinds = list(map(_kinds, selected))
         self.of_workers = list(map(_slots, selected))
         ordinary = not any(is_sharded(parameter) for mine in selected for parameter in mine)
@@ -276,7 +276,7 @@ class Slots:
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     other.detach().copy_(first.detach())
-        self._started_equal |= {id(parameter): weakref.ref(parameter) for parameter in newcomers}
+        self._started_equal.add(newcomers)
         self._last_list = self._equal_list = self.find()
 
     def has_newcomers(self) -> bool:
@@ -284,25 +284,34 @@ class Slots:
         return self._last_list is not self._equal_list
 
     def _newcomers(self) -> list[Parameter]:
-        return [parameter for parameter in self.find() if not self._knows(parameter)]
-
-    def _knows(self, parameter: Parameter) -> bool:
-        return _refers_to(self._started_equal, parameter)
+        return [parameter for parameter in self.find() if parameter not in self._started_equal]
 
     def _tied_to_known(self, newcomers: Sequence[Parameter]) -> set[int]:
         """Return the `id` of the newcomers that share the memory of parameters that are mixed."""
         plain = [p for p in newcomers if type(local_of(p).data) is Tensor]
         if not plain:
             return set()
-        mixed = [p for mine in self._selected() for p in mine if self._knows(p)]
+        mixed = [p for mine in self._selected() for p in mine if p in self._started_equal]
         ties = ties_of([*mixed, *plain])[len(mixed) :]
         return {id(parameter) for parameter, tie in zip(plain, ties, strict=True) if tie < len(mixed)}
 
 
-def _refers_to(references: Mapping[int, weakref.ref[Parameter]], parameter: Parameter) -> bool:
-    """Return whether a parameter is among these, by `id`, which a new one may have from a deleted one."""
-    reference = references.get(id(parameter))
-    return reference is not None and reference() is parameter
+class _Known:
+    """A set of parameters, by identity, which does not keep them alive.
+
+    A new parameter may have the `id` of a deleted one, on one worker and not on another.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter] = ()) -> None:
+        self._references: dict[int, weakref.ref[Parameter]] = {}
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        self._references |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+
+    def __contains__(self, parameter: Parameter) -> bool:
+        reference = self._references.get(id(parameter))
+        return reference is not None and reference() is parameter
 
 
 def _slots(parameters: Sequence[Parameter]) -> list[Slot]:
@@ -320,8 +329,7 @@ def ties_of(parameters: Sequence[Tensor]) -> list[int]:
     ties = []
     for place, parameter in enumerate(parameters):
         value = local_of(parameter)
-        memory = (value.data_ptr(), value.shape, value.stride(), value.device) if value.numel() else (place,)
-        ties.append(firsts.setdefault(memory, place))
+        ties.append(firsts.setdefault(memory_of(value) if value.numel() else (place,), place))
     return ties
 
 
