@@ -342,7 +342,8 @@ class GossipAccelerator(Accelerator):
         return prepared
 
     def _warn_of_unscaled_gradients(self, step: GossipStep) -> None:
-        if torch.float16 in step.masters.dtypes and self.scaler is None and self.is_main_process:
+        kinds = {slot.rounded_to for slots in step.mixer.slots.of_workers for slot in slots}
+        if torch.float16 in kinds and self.scaler is None and self.is_main_process:
             logger.warning(
                 "trained parameters are float16, and without loss scaling gradients below 6e-8 become 0. Set "
                 "mixed_precision='fp16' (fp16=True in a Trainer), or load the model in bfloat16 or float32."
@@ -491,14 +492,7 @@ class GossipAccelerator(Accelerator):
     def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
         if self.group.row.mesh is not None:  # before `model.parameters()` is read: the shards have the gradients
             reshard(gathering_modules(self._models))
-        listed = list(map(self.training.parameter_of, as_parameter_list(parameters)))
-        return self.training.owners.by_worker(listed)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As `Accelerator.unscale_gradients`, also of bf16 and fp16 parameters."""
-        for step in self.training.steps:
-            step.masters.take_gradients()
-        super().unscale_gradients(optimizer)
+        return self.training.owners.by_worker(as_parameter_list(parameters))
 
     # ---- the deployed model
 
@@ -700,7 +694,6 @@ class GossipAccelerator(Accelerator):
         self.pass_average.drop()
         loaded = self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         for step in self.training.steps:
-            step.masters.write_back()
             if loaded is not None:
                 step.mixer.resume_exchange(step.schedule.lr)
         return loaded

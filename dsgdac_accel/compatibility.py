@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dsgdac_accel.core.master_parameters import refuse_untrainable
+from dsgdac_accel.core.masters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
 from dsgdac_accel.features import Setup, refuse_combinations

@@ -28,7 +28,7 @@ from dsgdac_accel.calibration import (
     pool_batch_norm,
     sharded_batches,
 )
-from dsgdac_accel.core.master_parameters import SwapsAverage
+from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.parameters import memory_of
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
@@ -45,7 +45,7 @@ from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas
 @contextmanager
 def deployed_model(
     model: nn.Module,
-    averages: Sequence[SwapsAverage],
+    averages: Sequence[Average],
     group: WorkerGroup,
     *,
     calibrate: Iterable[Any] | None = None,
@@ -145,7 +145,7 @@ class Deployment:
         gathering = gathering_modules([model, *self.training.models])  # inside, all prepared models are the average
         reshard(gathering)
         references = list(self.gradient_state.dataloader_references)
-        averages = [] if self.active else self.training.averages()
+        averages = [] if self.active else [step.average for step in steps]
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from dsgdac_accel.config import GossipConfig
-from dsgdac_accel.core.master_parameters import AverageInModel
 from dsgdac_accel.core.model_watch import ModelWatch
 from dsgdac_accel.core.parameters import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
@@ -105,12 +103,6 @@ class GossipTraining:
             ValueError: a parameter is in two optimizers, or the workers cannot gossip together.
         """
         watch = ModelWatch(self.models)
-        mine = {id(p) for p in as_parameter_list(optimizer.param_groups)}
-        for step in self.steps:
-            for parameter in map(step.masters.parameter_of, as_parameter_list(step.optimizer.param_groups)):
-                if id(parameter) in mine:
-                    name = watch.names.get(id(parameter), "a parameter")
-                    raise ValueError(f"{name} is in two optimizers and would be mixed twice. Give it to one of them.")
         several = self.config.workers_per_process > 1
         step = GossipStep(optimizer, self.group, self.config, watch, self.owners.worker_of if several else None)
         self.steps.append(step)
@@ -121,22 +113,6 @@ class GossipTraining:
             seed_workers_differently(self.group.everyone, *salt)
             quick_check(self.group.everyone, self.config)
         return step
-
-    def parameter_of(self, master: Parameter) -> Parameter:
-        """Return the model's parameter of a master, or the parameter itself if it is none."""
-        for step in self.steps:
-            master = step.masters.parameter_of(master)
-        return master
-
-    def master_of(self, parameter: Parameter) -> Parameter:
-        """Return the master of a parameter of a model, or the parameter itself if it has none."""
-        for step in self.steps:
-            parameter = step.masters.master_of(parameter)
-        return parameter
-
-    def averages(self) -> list[AverageInModel]:
-        """Return what swaps the average of the workers into the models, for each optimizer."""
-        return [AverageInModel(step.average, step.masters) for step in self.steps]
 
     def plan(self, schedulers: Iterable[tuple[Any, int]]) -> None:
         """Let gamma look ahead along each scheduler of a gossiping optimizer, once for each way of ticking.
@@ -154,9 +130,9 @@ class GossipTraining:
 
     @property
     def mixed(self) -> set[int]:
-        """`id` of every parameter of a model that an optimizer mixes, itself or by its master."""
+        """`id` of every parameter that an optimizer mixes."""
         slots = (slot for step in self.steps for mine in step.mixer.slots.of_workers for slot in mine)
-        return {id(self.parameter_of(parameter)) for slot in slots for parameter in slot.parameters}
+        return {id(parameter) for slot in slots for parameter in slot.parameters}
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
@@ -205,7 +181,7 @@ class GossipTraining:
             for mine, errors in zip(by_worker, step.average.errors(), strict=True):
                 mine.update(errors)
         # In the model's order, not the optimizer's.
-        named = [(name, self.master_of(parameter)) for name, parameter in inner.named_parameters()]
+        named = list(inner.named_parameters())
         return [{name: mine[id(p)] for name, p in named if id(p) in mine} for mine in by_worker]
 
     # ---- ending

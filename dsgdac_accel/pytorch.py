@@ -184,8 +184,8 @@ class Gossip:
             RuntimeError: called inside `deployed_model`, where the model is not this worker's own.
         """
         self._refuse_while_deployed("state_dict")
-        steps = [step.state_dict() for step in self.steps]  # first: it completes the masters
-        masters = [[master.detach().clone() for master in step.masters.values()] for step in self.steps]
+        steps = [step.state_dict() for step in self.steps]
+        masters = [step.masters.edited_values() for step in self.steps]
         return {"steps": steps, "masters": masters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

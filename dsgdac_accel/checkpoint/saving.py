@@ -181,7 +181,7 @@ class AcceleratorCheckpoints:
         return {
             "gossip": gossip,
             "models": models,
-            "loose": loose_parameters(accelerator._models, accelerator._optimizers),
+            "loose": self._loose(edited=True),
             "optimizers": [optimizer.state_dict() for optimizer in accelerator._optimizers],
             "kinds_of_optimizers": self._kinds_of_optimizers(),
             "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
@@ -193,6 +193,17 @@ class AcceleratorCheckpoints:
             "steps_taken": self.group.steps_taken,
             "random": random_state(),
         }
+
+    def _loose(self, edited: bool = False) -> list[list[Tensor]]:
+        """Return the parameters outside of models, and the masters; `edited` as copies with what a script has written.
+
+        Returns:
+            A list for each optimizer.
+        """
+        masters: dict[int, Tensor] = {}
+        for source in (step.masters for step in self.gossip_steps):
+            masters |= source.by_parameter(source.edited_values() if edited else source.values())
+        return loose_parameters(self.accelerator._models, self.accelerator._optimizers, masters)
 
     def _kinds_of_optimizers(self) -> list[str]:
         return [type(optimizer.optimizer).__name__ for optimizer in self.accelerator._optimizers]
@@ -250,7 +261,7 @@ class AcceleratorCheckpoints:
             for part in PARTS:
                 own.update({("models", index, part, name): tensor for name, tensor in model[part].items()})
             own.update({("window", index, name): tensor for name, tensor in model["parameters"].items()})
-        for number, loose in enumerate(loose_parameters(accelerator._models, accelerator._optimizers)):
+        for number, loose in enumerate(self._loose()):
             own.update({("loose", number, place): tensor for place, tensor in enumerate(loose)})
         for number, optimizer in enumerate(accelerator._optimizers):
             parameters = as_parameter_list(optimizer.param_groups)
@@ -341,7 +352,9 @@ class AcceleratorCheckpoints:
         for index, model in enumerate(accelerator._models):
             if any(model is remaining for remaining in models):
                 load_model_state(model, state["models"][index])
-        load_loose_parameters(accelerator._models, accelerator._optimizers, state["loose"])
+        load_loose_parameters(self._loose(), state["loose"])
+        for step in self.gossip_steps:
+            step.masters.write()
         for optimizer, saved in zip(accelerator._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(placed(saved))
         for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):

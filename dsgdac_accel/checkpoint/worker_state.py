@@ -163,25 +163,29 @@ def _layout(tensor: Tensor | LocalShard) -> str:
 # ---- parameters outside models
 
 
-def loose_parameters(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[list[Tensor]]:
-    """Return the parameters of each optimizer that belong to none of the models."""
+def loose_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Any], masters: Mapping[int, Tensor]
+) -> list[list[Tensor]]:
+    """Return of each optimizer the parameters that belong to none of the models, and masters.
+
+    Args:
+        models: the models.
+        optimizers: the optimizers.
+        masters: float32 masters, by the `id` of their parameters.
+    """
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    return [
-        [parameter for parameter in as_parameter_list(optimizer.param_groups) if id(parameter) not in known]
-        for optimizer in optimizers
-    ]
+    listed = [as_parameter_list(optimizer.param_groups) for optimizer in optimizers]
+    return [[masters.get(id(p), p) for p in mine if id(p) in masters or id(p) not in known] for mine in listed]
 
 
 @torch.no_grad()
-def load_loose_parameters(
-    models: Sequence[nn.Module], optimizers: Sequence[Any], saved: Sequence[Sequence[Tensor]]
-) -> None:
-    """Copy the values of `loose_parameters` into the same parameters, in place.
+def load_loose_parameters(loose: Sequence[Sequence[Tensor]], saved: Sequence[Sequence[Tensor]]) -> None:
+    """Copy saved values into `loose_parameters`, in place.
 
     Raises:
         CheckpointError: the shapes or dtypes differ.
     """
-    for mine, theirs in zip(loose_parameters(models, optimizers), saved, strict=True):
+    for mine, theirs in zip(loose, saved, strict=True):
         if [_layout(parameter) for parameter in mine] != [_layout(parameter) for parameter in theirs]:
             raise CheckpointError(
                 "the checkpoint is of another optimizer: its parameters outside of models, or the float32 masters of "

@@ -116,7 +116,7 @@ class Average:
             return
         self.mixer.prepare_average()
         slots = self.mixer.slots
-        self._places = [[(slot.parameters[0], slot.value().detach()) for slot in mine] for mine in slots.of_workers]
+        self._places = [[(slot.parameters[0], slot.shown().detach()) for slot in mine] for mine in slots.of_workers]
         if self.mixer.topology.num_workers == 1:
             self._own = [Copy(self.copies.layout)]
             self._own[0].read([value for _, value in self._places[0]])

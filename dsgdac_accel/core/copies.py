@@ -1,8 +1,11 @@
 """The copies that the library owns: what is sent to other workers, and what arrives from them.
 
 Nothing of a script's is ever in flight. Once a step the parameters are read into the send buffer, and once a step the
-consensus update is added to them. Memory: one copy of the trained parameters to send, and one for each neighbor that a
-worker receives from at once: two copies for one-peer topologies and for those that average whole groups.
+consensus update is added to them. Masters of bf16 and fp16 parameters, which no script sees, live in the send buffer
+themselves, unless messages are rounded.
+
+Memory: one copy of the trained float32 parameters to send, and one of all parameters for each neighbor that a worker
+receives from at once: two copies for one-peer topologies and for those that average whole groups, one with masters.
 """
 
 from __future__ import annotations
@@ -34,20 +37,25 @@ class Layout:
 
     Args:
         values: the tensor of each slot.
+        rounded_to: for each slot the dtype of its parameter, if the value is a master of it. Masters have buffers of
+            their own. By default there are none.
     """
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    def __init__(self, values: Sequence[Tensor], rounded_to: Sequence[torch.dtype | None] | None = None) -> None:
+        alike: dict[tuple[torch.dtype, torch.device, torch.dtype | None], list[int]] = {}
         for slot, value in enumerate(values):
-            alike.setdefault((value.dtype, value.device), []).append(slot)
+            kind = value.dtype, value.device, None if rounded_to is None else rounded_to[slot]
+            alike.setdefault(kind, []).append(slot)
         self.slots = list(alike.values())
         """[buffer] the slots in it."""
-        self._kinds = list(alike)
+        self._kinds = [(dtype, device) for dtype, device, _ in alike]
+        self.of_masters = [number for number, (_, _, rounded) in enumerate(alike) if rounded is not None]
+        """The buffers whose slots are masters."""
         self._sizes: list[int] = []
         self._places: list[list[tuple[torch.Size, tuple[int, ...], int]]] = []
         self.dense: list[bool] = []
         """[buffer] whether its slots have no gaps inside, and not too many elements for a fused kernel."""
-        for (dtype, _), slots in alike.items():
+        for (dtype, *_), slots in alike.items():
             step, total, places, dense = ALIGNMENT // dtype.itemsize, 0, [], True
             for value in map(values.__getitem__, slots):
                 elements = extent(value)
@@ -99,6 +107,8 @@ class Copy:
     def __init__(self, layout: Layout, buffers: list[Tensor] | None = None) -> None:
         self.layout = layout
         self.buffers = layout.empty() if buffers is None else buffers
+        self.holds_masters = False
+        """Whether the masters are these very buffers, not copied into them."""
 
     @cached_property
     def views(self) -> list[list[Tensor]]:
@@ -108,13 +118,14 @@ class Copy:
     @torch.no_grad()
     def read(self, values: Values) -> None:
         """Copy the values into the buffers."""
-        for _, places, tensors in self._present(values):
-            torch._foreach_copy_(places, tensors)
+        for number, _, places, tensors in self._present(values):
+            if not (self.holds_masters and number in self.layout.of_masters):
+                torch._foreach_copy_(places, tensors)
 
     @torch.no_grad()
     def write(self, values: Values) -> None:
         """Copy the buffers into the values."""
-        for _, places, tensors in self._present(values):
+        for _, _, places, tensors in self._present(values):
             torch._foreach_copy_(tensors, places)
 
     @torch.no_grad()
@@ -127,17 +138,18 @@ class Copy:
             skip: 0 or 1 on the device; None adds without asking.
             as_laid_out: whether they have the dtypes and strides that they were laid out with.
         """
-        for dense, places, tensors in self._present(values):
+        for _, dense, places, tensors in self._present(values):
             add_scaled(tensors, places, scale, skip, alike=as_laid_out and (skip is None or dense))
 
-    def _present(self, values: Values) -> Iterator[tuple[bool, list[Tensor], list[Tensor]]]:
-        """Yield for each buffer whether it is dense, and the views and the values of the slots that have a value."""
-        for dense, views, group in zip(self.layout.dense, self.views, self.layout.grouped(values), strict=True):
+    def _present(self, values: Values) -> Iterator[tuple[int, bool, list[Tensor], list[Tensor]]]:
+        """Yield number and density of each buffer, and views and values of its slots that have a value."""
+        grouped = zip(self.layout.dense, self.views, self.layout.grouped(values), strict=True)
+        for number, (dense, views, group) in enumerate(grouped):
             if any(value is None for value in group):
                 pairs = [(view, value) for view, value in zip(views, group, strict=True) if value is not None]
                 views, group = [view for view, _ in pairs], [value for _, value in pairs]
             if group:
-                yield dense, views, group  # type: ignore[misc]  # a list of tensors
+                yield number, dense, views, group  # type: ignore[misc]  # a list of tensors
 
 
 class Use(Enum):
@@ -181,6 +193,7 @@ class Copies:
         values: Sequence[Sequence[Tensor]],
         counts: Sequence[int],
         empty_message: Callable[[Tensor], Tensor] | None = None,
+        rounded_to: Sequence[torch.dtype | None] | None = None,
     ) -> None:
         """Make new buffers.
 
@@ -189,13 +202,16 @@ class Copies:
             counts: for each local worker, the number of neighbors that it receives from at once; empty where there is
                 a single worker, which needs no buffers.
             empty_message: makes the buffer for a message about a buffer; by default it is as large as that.
+            rounded_to: as for `Layout`.
         """
         assert self.use is Use.FREE, f"the copies hold {self.use.value}"
-        self.layout = layout = Layout(values[0])
+        self.layout = layout = Layout(values[0], rounded_to)
         self.sent = [Copy(layout) for _ in counts]
         if empty_message is None:
             self.received = [[layout.empty() for _ in range(count)] for count in counts]
             self.differences = [Copy(layout, slots[0] if slots else []) for slots in self.received]
+            for sent in self.sent:
+                sent.holds_masters = True
         else:
             self.received = [
                 [list(map(empty_message, sent.buffers)) for _ in range(count)]

@@ -23,7 +23,7 @@ from dsgdac_accel.core.headers import Headers
 from dsgdac_accel.core.list_changes import ListChanges
 from dsgdac_accel.core.nonfinite import ArrivalGuard
 from dsgdac_accel.core.rounds import Rounds
-from dsgdac_accel.core.slots import Slots
+from dsgdac_accel.core.slots import Slots, SlotSource
 from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.devices import follow
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -45,6 +45,7 @@ class Mixer:
         names: what to call a parameter in error messages, by `id`.
         local_workers: workers of each process; this one holds numbers `local_workers * rank` and up.
         worker_of: the local worker, from 0, that a parameter belongs to; only needed for several of them.
+        source: where the values are that are mixed; by default in the parameters.
         comm_dtype: what is sent: "full" (the copies), or their rounded differences in a format of `formats`; see
             `compression`.
         mix_every: mix in every k-th step, the last one of k; round r of the topology covers steps rk to rk + k - 1.
@@ -64,6 +65,7 @@ class Mixer:
         names: Mapping[int, str] | None = None,
         local_workers: int = 1,
         worker_of: Callable[[Parameter], int] | None = None,
+        source: SlotSource | None = None,
         comm_dtype: str = "full",
         mix_every: int = 1,
     ) -> None:
@@ -76,7 +78,7 @@ class Mixer:
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         if compressed:
             require_symmetric_rounds(topology, comm_dtype)
-        self.slots = Slots(parameters, names, local_workers, worker_of)
+        self.slots = Slots(parameters, names, local_workers, worker_of, source)
         self.copies = Copies()
         self.exchange = Exchange(group, self.rounds)
         self.compressor = Compressor(comm_dtype, self.exchange, self.copies) if compressed else None
@@ -88,6 +90,8 @@ class Mixer:
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
         self._was_sent: list[list[int]] | None = None
         """Sizes of the send buffers of a saved run that had sent its copy; None if it had not."""
+        self._mixed_first: int | None = None
+        """The step whose update was added before the local step: it is not mixed again if that is retried."""
         self._looked = False
         """Whether `consensus_update` has looked at the slots. What changes after it shows in the next step."""
         self._stream: Any = None
@@ -139,6 +143,7 @@ class Mixer:
             for sent, saved in zip(self.copies.sent, before, strict=True):
                 for s, value in zip(sent.buffers, saved, strict=True):
                     s.copy_(value)
+            self.slots.source.note()
 
     def _post(
         self, round_: int, list_code: int, lr: float, received: Sequence[Sequence[Sequence[Tensor]]] | None = None
@@ -220,7 +225,10 @@ class Mixer:
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
         self.settle()
-        self.start_exchange(lr)
+        sent = self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED)
+        if not sent:
+            self.slots.source.read()
+            self.start_exchange(lr)
         self.drain()
         updates: list[Update] = []
         if not self._mixes_now:
@@ -235,6 +243,8 @@ class Mixer:
             else:
                 updates = self.compressor.form_updates(gamma, self._round)
         self.arrivals.vote(updates, self._round)
+        if sent:  # what a script has written since then is added to what is mixed
+            self.slots.source.read()
         self.slots.look()
         self._looked = True
         self.changes.vote()
@@ -245,6 +255,7 @@ class Mixer:
             self._agree_with_neighbors(lr)
         if self.order == "mix_first":
             self._add(updates)
+            self._mixed_first = self.step
         return updates
 
     def settle(self) -> None:
@@ -290,7 +301,7 @@ class Mixer:
 
     @property
     def _mixes_now(self) -> bool:
-        return (self.step + 1) % self.mix_every == 0
+        return (self.step + 1) % self.mix_every == 0 and self._mixed_first != self.step
 
     # ---- layout
 
@@ -302,7 +313,9 @@ class Mixer:
         self.copies.drop()
         values: list[list[Any]] = self.slots.values()
         message = None if self.compressor is None else self.compressor.format.message
-        self.copies.lay_out(values, self.rounds.slots if self.topology.num_workers > 1 else [], message)
+        counts = self.rounds.slots if self.topology.num_workers > 1 else []
+        self.copies.lay_out(values, counts, message, [slot.rounded_to for slot in self.slots.of_workers[0]])
+        self.slots.arrange(self.copies)
         if self.compressor is not None:
             self.compressor.reserve()
         self.changes.taken_over()
@@ -310,9 +323,14 @@ class Mixer:
     def _select(self) -> None:
         """List the parameters to mix. If workers are several processes, all of them raise what one has found."""
         device, row, everyone = self.group.device, self.group.row, self.group.everyone
+        mixers = (mixer for mixer in self.group.communicators() if isinstance(mixer, Mixer) and mixer is not self)
         problem: ValueError | None = None
         try:
-            self.slots.select(device if self.topology.num_workers > 1 else None, row)
+            self.slots.select(
+                device if self.topology.num_workers > 1 else None,
+                row,
+                [mixer.slots for mixer in mixers if mixer.copies.use is not Use.RELEASED],
+            )
         except ValueError as error:
             problem = error
         if row.size > 1:
@@ -371,6 +389,7 @@ class Mixer:
         self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
         if self.topology.num_workers > 1:
             self.restart_exchange()
+        self.slots.source.read()
         self.changes.compare(f"averaging the workers at step {self.step}", self.step)
         if self.changes.due:
             self.slots.equalize_newcomers(self.group)
@@ -426,7 +445,7 @@ class Mixer:
             for views, group in zip(sent.views, sent.layout.grouped(values), strict=True)
             for view, value in zip(views, group, strict=True)
         ]
-        return bool(differ) and bool(torch.stack(differ).any())
+        return self.slots.source.is_edited() or (bool(differ) and bool(torch.stack(differ).any()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, like `start_at`."""
@@ -444,6 +463,7 @@ class Mixer:
         self.restart_exchange()
         self.agreement.forget()
         self.step = self.group.steps_taken = step
+        self._mixed_first = None
 
     def _sizes(self) -> list[list[int]]:
         return [[len(s) for s in sent.buffers] for sent in self.copies.sent]

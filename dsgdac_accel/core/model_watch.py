@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,15 +46,8 @@ class ModelWatch:
                     found = [(key, value) for key, value in slots.items() if value is not None]
                     self._sites += [(slots, key, f"{path}.{key}" if path else key, value) for key, value in found]
 
-    def check(
-        self, optimizer: torch.optim.Optimizer, parameter_of: Callable[[Parameter], Parameter] = lambda master: master
-    ) -> None:
-        """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have.
-
-        Args:
-            optimizer: the optimizer.
-            parameter_of: maps what it trains to the model's parameter, where it trains masters.
-        """
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if a parameter of `optimizer` was replaced in its model by one that it does not have."""
         if len(self.models) != self._models_seen:
             self._look()
         reshard(self._gathering)
@@ -64,7 +57,7 @@ class ModelWatch:
         replaced = [site for site in self._sites if site[0].get(site[1]) is not site[3]]
         if not replaced:
             return
-        trained = {id(parameter_of(p)) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         still_there = {id(parameter) for model in self.models for parameter in model.parameters()}
         for slots, key, name, old in replaced:
             orphans = (trained - still_there) & set(map(id, _parameters_of(old)))

@@ -1,7 +1,7 @@
 """The tensors of one optimizer that are mixed, looked up anew in every step.
 
-This file alone knows which parameters those are, where their values lie in this process (in the parameter, or in its
-shard), which local worker they belong to, and which of them share their memory.
+This file alone knows which parameters those are, where their values lie in this process (in the parameter, in its
+shard, or in its float32 master), which local worker they belong to, and which of them share their memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.parameters import as_parameter_list, memory_of, name_of, refuse_unmixable
 from dsgdac_accel.devices import is_on
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -37,10 +38,51 @@ class Slot:
     """Those that have this memory; the first one stands for all."""
     shape: torch.Size
     """Of the part of the parameter that is in this process."""
+    master: Tensor | None = None
+    """Its values that are mixed, if these are not the parameter's own."""
 
     def value(self) -> Tensor:
         """Return the tensor that is mixed, where it is now."""
+        return self.shown() if self.master is None else self.master
+
+    def shown(self) -> Tensor:
+        """Return the tensor that the model computes with, where it is now."""
         return local_of(self.parameters[0])
+
+    @property
+    def rounded_to(self) -> torch.dtype | None:
+        """The dtype of the parameter, if a master is mixed."""
+        return None if self.master is None else self.parameters[0].dtype
+
+
+class SlotSource:
+    """Where the values are that are mixed: here in the parameters themselves, or in their shards."""
+
+    dtypes: frozenset[torch.dtype] = frozenset()
+    """Dtypes of parameters that cannot be mixed themselves, for which it has masters."""
+
+    def follow(self, parameters: Sequence[Parameter]) -> None:
+        """Make masters of the parameters of the optimizer that need one."""
+
+    def master_of(self, parameter: Parameter) -> Tensor | None:
+        """Return the values that are mixed for a parameter; None if they are its own."""
+        return None
+
+    def arrange(self, slots: Sequence[Sequence[Slot]], copies: Copies) -> None:
+        """Move the masters into the copies, which were laid out for these slots, [local worker]."""
+
+    def read(self) -> None:
+        """Take over what a script has written into the model."""
+
+    def write(self) -> None:
+        """Write the masters into the model."""
+
+    def note(self) -> None:
+        """Take the masters for what was written last: what the model has other than this is an edit."""
+
+    def is_edited(self) -> bool:
+        """Return whether a script has written into the model since `write`."""
+        return False
 
 
 class Slots:
@@ -54,6 +96,7 @@ class Slots:
         names: what to call a parameter in messages, by `id`.
         local_workers: workers of this process.
         worker_of: the local worker, from 0, that a parameter belongs to; needed for several local workers.
+        source: where the values are that are mixed; by default in the parameters.
     """
 
     def __init__(
@@ -62,7 +105,9 @@ class Slots:
         names: Mapping[int, str] | None = None,
         local_workers: int = 1,
         worker_of: Callable[[Parameter], int] | None = None,
+        source: SlotSource | None = None,
     ) -> None:
+        self.source = source or SlotSource()
         listed = None if callable(parameters) else as_parameter_list(parameters)  # a generator can be read only once
         self._find: Callable[[], object] = parameters if callable(parameters) else lambda: listed
         self._found: tuple[list[Parameter] | None, list[Parameter]] = None, []
@@ -75,14 +120,15 @@ class Slots:
         self._mixed: list[list[Parameter]] = [[] for _ in range(local_workers)]
         """The parameters of each local worker in these slots."""
         self._kinds: list[list[tuple]] = [[] for _ in range(local_workers)]
-        self._plain: list[list[Parameter]] | None = None
-        """`_mixed`, if each of them is a slot of its own and its own memory."""
+        self._fixed: list[list[Tensor]] | None = None
+        """The values of all slots, if none of them is a shard, which FSDP replaces."""
         self._seen: tuple[list[Parameter], list[bool], list[list[Any]]] | None = None
         self.changed = False
         """Whether another list is mixed at the last `look` than was laid out, or a tensor of another kind: parameters
         were added, removed, replaced or unfrozen; or one has another shape, dtype, device, strides or tie."""
         self._last_list = self.find()
         """The list that the last `look` has found."""
+        self.source.follow(self._last_list)
         self._equal_list = self._last_list
         """The list of which all parameters have started from equal values."""
         self._started_equal = _Known(self._equal_list)
@@ -106,6 +152,11 @@ class Slots:
             listed = as_parameter_list(found)
             self._found = seen, self._found[1] if _same(listed, self._found[1]) else listed
         return self._found[1]
+
+    def value_of(self, parameter: Parameter) -> Tensor:
+        """Return the values of a parameter that are mixed, or would be."""
+        master = self.source.master_of(parameter)
+        return local_of(parameter) if master is None else master
 
     def by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
         """Split parameters by the local worker that they belong to."""
@@ -131,20 +182,23 @@ class Slots:
 
     # ---- layout
 
-    def select(self, device: torch.device | None, row: Row | None = None) -> None:
+    def select(self, device: torch.device | None, row: Row | None = None, others: Iterable[Slots] = ()) -> None:
         """List what is mixed from now on in `of_workers`.
 
         Args:
             device: where parameters must be to be sent; None if none is sent.
             row: the processes of this worker, which hold the parameters together; by default a single one.
+            others: those of other optimizers.
 
         Raises:
-            ValueError: a parameter cannot be mixed exactly, is on another device, or the local workers train different
-                parameters.
+            ValueError: a parameter cannot be mixed exactly, is on another device or in two optimizers, or the local
+                workers train different parameters.
         """
-        selected, row = self._selected(), row or Row()
+        row = row or Row()
+        self.source.follow(self.find())
+        selected = self._selected()
         for mine in selected:
-            refuse_unmixable(mine, self.names)
+            refuse_unmixable(mine, self.names, self.source.dtypes)
             for parameter in mine:
                 row.require_own(parameter, self.name_of(parameter))
                 if device is not None and not is_on(parameter.device, device):
@@ -155,20 +209,37 @@ class Slots:
                         f"{self.name_of(parameter)} is on {parameter.device}, but this run communicates on {device}. "
                         f"{advice}"
                     )
-        first, *others = map(_signature, selected)
-        if any(other != first for other in others):
+        theirs = [slot for other in others for slots in other.of_workers for slot in slots]
+        taken = {id(parameter) for slot in theirs for parameter in slot.parameters}
+        memory = {memory_of(slot.value()) for slot in theirs}
+        for parameter in chain.from_iterable(selected):
+            if id(parameter) in taken or (parameter.numel() and memory_of(self.value_of(parameter)) in memory):
+                raise ValueError(
+                    f"{self.name_of(parameter)} is in two optimizers and would be mixed twice. Give it to one of them."
+                )
+        first, *rest = map(self._signature, selected)
+        if any(other != first for other in rest):
             raise ValueError(
                 "the workers of this process train different parameters. Freeze, unfreeze, add and replace parameters "
                 "in all replicas of the model alike (`model.replicas`)."
             )
         self._mixed = selected
         self._mixed_once.add(chain.from_iterable(selected))
-        self._kinds = list(map(_kinds, selected))
-        self.of_workers = list(map(_slots, selected))
+        self._kinds = list(map(self._kinds_of, selected))
+        self.of_workers = list(map(self._slots, selected))
         ordinary = not any(is_sharded(parameter) for mine in selected for parameter in mine)
-        alone = all(len(slots) == len(mine) for slots, mine in zip(self.of_workers, selected, strict=True))
-        self._plain = selected if ordinary and alone else None
+        self._fixed = None
+        if ordinary:
+            self._fixed = [
+                [slot.parameters[0] if slot.master is None else slot.master for slot in slots]
+                for slots in self.of_workers
+            ]
         self._seen, self.changed = None, False
+        self.look()
+
+    def arrange(self, copies: Copies) -> None:
+        """Let the source move into these copies, which were laid out for the slots."""
+        self.source.arrange(self.of_workers, copies)
         self.look()
 
     def signature(self) -> list[tuple]:
@@ -177,7 +248,28 @@ class Slots:
         Shape, strides, dtype, and which earlier one a parameter is tied to, in order; with shards also those of this
         process's shard, and the placement.
         """
-        return _signature(self._selected()[0])
+        return self._signature(self._selected()[0])
+
+    def _signature(self, parameters: Sequence[Parameter]) -> list[tuple]:
+        values = list(map(self.value_of, parameters))
+        return [
+            (tuple(p.shape), _strides(p, x), str(x.dtype), *_shard(p), *([] if tie == place else [f"tied to {tie}"]))
+            for place, (p, x, tie) in enumerate(zip(parameters, values, ties_of(values), strict=True))
+        ]
+
+    def _kinds_of(self, parameters: Sequence[Parameter]) -> list[tuple]:
+        values = list(map(self.value_of, parameters))
+        return [(v.shape, v.stride(), v.dtype, v.device, tie) for v, tie in zip(values, ties_of(values), strict=True)]
+
+    def _slots(self, parameters: Sequence[Parameter]) -> list[Slot]:
+        """Return a slot for each distinct memory."""
+        values = list(map(self.value_of, parameters))
+        sharers: dict[int, list[Parameter]] = {}
+        for parameter, first in zip(parameters, ties_of(values), strict=True):
+            sharers.setdefault(first, []).append(parameter)
+        return [
+            Slot(tuple(tied), values[first].shape, self.source.master_of(tied[0])) for first, tied in sharers.items()
+        ]
 
     def code(self, *more: object) -> int:
         """Return 63 bits for the signature, the shapes of newcomers and `more`: equal in all processes if these are."""
@@ -195,11 +287,15 @@ class Slots:
         """
         listed = self._last_list = self.find()
         trained = list(map(_REQUIRES_GRAD, listed))
+        if self._seen is None or self._seen[0] is not listed or self._seen[1] != trained:
+            self.source.follow(listed)
         values = list(chain.from_iterable(self._now()))
         memory = [list(map(ask, values)) for ask in (Tensor.data_ptr, _SHAPE, Tensor.stride)]
         if self._seen is None or self._seen[0] is not listed or self._seen[1:] != (trained, memory):
             selected = self._selected()
-            self.changed = not all(map(_same, selected, self._mixed)) or list(map(_kinds, selected)) != self._kinds
+            self.changed = (
+                not all(map(_same, selected, self._mixed)) or list(map(self._kinds_of, selected)) != self._kinds
+            )
             self._seen = listed, trained, memory
 
     def values(self) -> list[list[Tensor | None]]:
@@ -221,8 +317,8 @@ class Slots:
         ]
 
     def _now(self) -> list[list[Any]]:
-        if self._plain is not None:
-            return self._plain
+        if self._fixed is not None:
+            return self._fixed
         return [[slot.value() for slot in slots] for slots in self.of_workers]
 
     # ---- what has changed
@@ -272,10 +368,11 @@ class Slots:
         apart = [parameter for parameter in newcomers if id(parameter) not in tied]
         for replicas in zip(*self.by_worker(apart), strict=False):  # `select` refuses replicas that differ
             first = replicas[0]
-            group.broadcast_(local_of(first), f"starting from equal values of {self.name_of(first)}")
+            value = self.value_of(first)
+            group.broadcast_(value, f"starting from equal values of {self.name_of(first)}")
             for other in replicas[1:]:
                 if other.shape == first.shape:
-                    other.detach().copy_(first.detach())
+                    self.value_of(other).detach().copy_(value.detach())
         self._started_equal.add(newcomers)
         self._last_list = self._equal_list = self.find()
 
@@ -314,15 +411,6 @@ class _Known:
         return reference is not None and reference() is parameter
 
 
-def _slots(parameters: Sequence[Parameter]) -> list[Slot]:
-    """Return a slot for each distinct memory."""
-    ties = ties_of(parameters)
-    sharers: dict[int, list[Parameter]] = {}
-    for parameter, first in zip(parameters, ties, strict=True):
-        sharers.setdefault(first, []).append(parameter)
-    return [Slot(tuple(tied), local_of(tied[0]).shape) for tied in sharers.values()]
-
-
 def ties_of(parameters: Sequence[Tensor]) -> list[int]:
     """Return for each parameter the place of the first one with the same memory."""
     firsts: dict[tuple, int] = {}
@@ -333,17 +421,8 @@ def ties_of(parameters: Sequence[Tensor]) -> list[int]:
     return ties
 
 
-def _kinds(parameters: Sequence[Parameter]) -> list[tuple]:
-    values = map(local_of, parameters)
-    return [(v.shape, v.stride(), v.dtype, v.device, tie) for v, tie in zip(values, ties_of(parameters), strict=True)]
-
-
-def _signature(parameters: Sequence[Any]) -> list[tuple]:
-    ties = ties_of(parameters)
-    return [
-        (tuple(p.shape), p.stride(), str(p.dtype), *_shard(p), *([] if tie == place else [f"tied to {tie}"]))
-        for place, (p, tie) in enumerate(zip(parameters, ties, strict=True))
-    ]
+def _strides(parameter: Any, value: Tensor) -> tuple[int, ...]:
+    return parameter.stride() if is_sharded(parameter) else value.stride()
 
 
 def _shard(parameter: Any) -> tuple:

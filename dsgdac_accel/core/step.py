@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
-from dsgdac_accel.core.master_parameters import MasterParameters
+from dsgdac_accel.core.masters import Masters
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.model_watch import ModelWatch
 from dsgdac_accel.core.nonfinite import GradientGuard
@@ -41,7 +41,6 @@ class GossipStep:
         config: topology, gamma schedule and policies.
         watch: the models that use the optimizer's parameters, for names in messages and to notice replacements.
         worker_of: maps a parameter to the local worker that owns it, from 0 to `config.workers_per_process` - 1.
-        masters: those of the optimizer, if it has them already.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class GossipStep:
         config: GossipConfig,
         watch: ModelWatch | None = None,
         worker_of: Callable[[Parameter], int] | None = None,
-        masters: MasterParameters | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.group = group
@@ -61,33 +59,29 @@ class GossipStep:
         if not isinstance(topology, Topology):
             topology = build_topology(topology, group.size * config.workers_per_process)
         group.require_equal(topology.fingerprint, "topology")
-        self.masters = masters or MasterParameters(optimizer, self.watch.names)
-        self.masters.name_by(self.watch.names)
+        self.schedule = GammaSchedule(optimizer, group, config)
+        self.masters = Masters(optimizer, self.watch.names)
         try:
-            self.mixer = self._new_mixer(topology, worker_of)
+            self.mixer = Mixer(
+                lambda: optimizer.param_groups,
+                topology,
+                group,
+                order=config.order,
+                names=self.watch.names,
+                local_workers=config.workers_per_process,
+                worker_of=worker_of,
+                source=self.masters,
+                comm_dtype=config.comm_dtype,
+                mix_every=config.mix_every,
+            )
         except BaseException:
             self.masters.release()
             raise
-        self.schedule = GammaSchedule(optimizer, group, config)
         mixer, limit = self.mixer, config.max_consecutive_nonfinite
         self.guard = GradientGuard(optimizer, mixer.slots, mixer.rounds, group, mixer.agreement, limit)
         self.average = Average(self.mixer)
         self._updates: list[Update] = []
         self._workers_compared = False
-
-    def _new_mixer(self, topology: Topology, worker_of: Callable[[Parameter], int] | None) -> Mixer:
-        optimizer, config = self.optimizer, self.config
-        return Mixer(
-            lambda: optimizer.param_groups,
-            topology,
-            self.group,
-            order=config.order,
-            names=self.watch.names,
-            local_workers=config.workers_per_process,
-            worker_of=worker_of and self.masters.of_masters(worker_of),
-            comm_dtype=config.comm_dtype,
-            mix_every=config.mix_every,
-        )
 
     def step(self, epoch: int | None = None) -> None:
         """Take one step; the gradients are in `.grad`. See `before_local_step` for `epoch` and errors."""
@@ -118,11 +112,10 @@ class GossipStep:
         if first:
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
         try:
-            self.watch.check(self.optimizer, self.masters.parameter_of)
+            self.watch.check(self.optimizer)
         except RuntimeError as error:
             self.group.report(f"{self.group.everyone.members.me}: {error}")  # it may be the only process that raises it
             raise
-        self.masters.read_model()
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
         self._updates = self.mixer.consensus_update(gamma, self.schedule.lr)
@@ -130,9 +123,10 @@ class GossipStep:
 
     @contextmanager
     def local_step(self) -> Iterator[None]:
-        """Drop the update if the local step inside raises, so that the run can still be saved."""
+        """Enclose the optimizer's step. If that raises, the update is dropped, so that the run can still be saved."""
         try:
-            yield
+            with self.masters.in_optimizer():
+                yield
         except BaseException:
             self.mixer.copies.drop()
             raise
@@ -147,7 +141,7 @@ class GossipStep:
             self.average.start_measurement()  # between two exchanges, whose buffers are free
         if self.config.overlap:
             self.mixer.start_exchange(self.schedule.lr)
-        self.masters.write_model()
+        self.masters.write()
 
     def restart_exchange(self) -> None:
         """Drop the exchange, see `Mixer.restart_exchange`. Call it on all workers."""
@@ -183,11 +177,7 @@ class GossipStep:
         return {name: value for part in parts for name, value in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the topology and in the gamma schedule, counters, and the latest figures.
-
-        The masters then have the edits of the model, so that they can be saved, too.
-        """
-        self.masters.adopt_edits()
+        """Return the position in the topology and in the gamma schedule, counters, and the latest figures."""
         return {
             "mixer": self.mixer.state_dict(),
             "schedule": self.schedule.state_dict(),

@@ -182,6 +182,10 @@ class WorkerGroup:
         """
         self._registered.append(weakref.ref(communicator))
 
+    def communicators(self) -> list[Any]:
+        """Return what is registered, and still there."""
+        return [found for found in (reference() for reference in self._registered) if found is not None]
+
     def hold(self, mixer: Any) -> None:
         """Keep a mixer alive from posting an exchange to `let_go`, even if its training is dropped meanwhile.
 
@@ -194,10 +198,8 @@ class WorkerGroup:
         self._in_flight.discard(mixer)
 
     def _drain(self) -> None:
-        for reference in self._registered:
-            communicator = reference()
-            if communicator is not None:
-                communicator.drain()
+        for communicator in self.communicators():
+            communicator.drain()
 
     def close(self) -> None:
         """Refuse further use, since the process group is about to end."""

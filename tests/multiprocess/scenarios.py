@@ -25,6 +25,7 @@ from dsgdac_accel.core import exchange
 from dsgdac_accel.shards import gathering_modules, local_of, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.topology import Topology
+from tests.held import held
 from tests.rounding import Replay
 
 STEPS, PARTS = 8, 2
@@ -263,7 +264,7 @@ def train(
         net.set_reshard_after_backward(scenario.edit != "evaluated")
     optimizer = make_optimizer(scenario, net, lambda p: p)
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, make_scheduler(optimizer))
-    (gossip,), held = accelerator.gossip_steps, accelerator.training.master_of
+    (gossip,) = accelerator.gossip_steps
     gossip.mixer.agreement.late = scenario.checks == "late" or cuda
     nets = model.replicas if world.local_workers > 1 else [model]
     numbers = [rank] if world.shards else workers
@@ -272,7 +273,7 @@ def train(
     for step in range(STEPS):
         seen.append(each_step and each_step(accelerator, step))
         for worker, net in zip(workers, nets, strict=True):
-            edit(scenario, step, worker, net, optimizer.param_groups, held)
+            edit(scenario, step, worker, net, optimizer.param_groups, lambda p: p)
         if scenario.edit == "restarted" and step == MOMENT:
             accelerator.restart_exchange()
         if scenario.edit == "restarted" and step == MOMENT + 2:
@@ -291,7 +292,7 @@ def train(
                 optimizer.step()
                 scheduler.step()
         model.zero_grad()
-        history.append(torch.stack([flat(map(held, net.parameters())) for net in nets]))
+        history.append(torch.stack([flat(held(accelerator, p) for p in net.parameters()) for net in nets]))
     radius = accelerator.measure_consensus()["gossip/radius"]
     own = [parameters_of(net) for net in nets]
     loss_of(model, numbers, 0, accelerator.device)  # gathers shards, as every pass below
@@ -308,7 +309,9 @@ def train(
         "errors": torch.stack(errors),
         "figures": [*losses, float(norm)],
         "kept": all(map(torch.equal, own, map(parameters_of, nets))),
-        "rounded": all(torch.equal(p, held(p).to(p.dtype)) for p in net.parameters() if not isinstance(p, DTensor)),
+        "rounded": all(
+            torch.equal(p, held(accelerator, p).to(p.dtype)) for p in net.parameters() if not isinstance(p, DTensor)
+        ),
         "skipped": gossip.guard.skipped,
         "each_step": seen,
         "after": after and after(accelerator, model),

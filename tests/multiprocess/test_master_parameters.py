@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipCallback, GossipConfig
+from tests.held import held
 from tests.multiprocess.small_model import FAST
 from tests.workers import run_workers
 
@@ -56,7 +57,7 @@ class Run:
             self.optimizer.zero_grad()
 
     def masters(self) -> list[torch.Tensor]:
-        return values(map(self.accelerator.training.master_of, self.model.parameters()))
+        return values(held(self.accelerator, p) for p in self.model.parameters())
 
 
 def train(rank: int, folder: Path, order: str) -> dict[str, Any]:
@@ -136,11 +137,11 @@ def evaluate_after_a_pass(rank: int) -> dict[str, Any]:
             accelerator.backward(model(batch).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        masters = values(map(accelerator.training.master_of, model.parameters()))
+        masters = values(held(accelerator, p) for p in model.parameters())
         model.eval()
         for _ in test:
             shown = values(model.parameters())
-        own = values(map(accelerator.training.master_of, model.parameters()))
+        own = values(held(accelerator, p) for p in model.parameters())
         found[turn] = masters, shown, all(map(torch.equal, own, masters))
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
+from tests.held import held
 from tests.workers import run_workers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -42,7 +43,7 @@ class Run:
             self.optimizer.zero_grad()
 
     def weights(self) -> torch.Tensor:
-        return torch.cat([self.accelerator.training.master_of(p).detach().flatten() for p in self.model.parameters()])
+        return torch.cat([held(self.accelerator, p).detach().flatten() for p in self.model.parameters()])
 
 
 def train(rank: int, folder: Path, *setting: Any) -> tuple:
@@ -51,7 +52,7 @@ def train(rank: int, folder: Path, *setting: Any) -> tuple:
     run.accelerator.save_state(folder)
     run.train(rank, SAVED, STEPS)
     if setting[0] == "bitsandbytes":
-        states = run.optimizer.state[run.accelerator.training.master_of(run.model[2].weight)]
+        states = run.optimizer.state[run.model[2].weight]
         assert states["state1"].dtype == torch.float32, "the override holds for the master, too"
     states = next(iter(run.optimizer.state.values()))
     return run.weights(), {type(value).__name__ for value in states.values()}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,11 @@ import torch
 from torch import nn
 
 from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig
-from dsgdac_accel.core import master_parameters
+from dsgdac_accel.core import masters as masters_module
+from dsgdac_accel.core.copies import Copies, Layout
+from dsgdac_accel.core.masters import Masters
+from dsgdac_accel.core.slots import Slots
+from tests.held import held
 
 X = torch.ones(3, 4, dtype=torch.bfloat16)
 
@@ -27,7 +34,7 @@ def linear(dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
 
 
 def master(accelerator: GossipAccelerator, parameter: nn.Parameter) -> torch.Tensor:
-    return accelerator.training.master_of(parameter).detach()
+    return held(accelerator, parameter).detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -75,7 +82,7 @@ def test_clipping_reaches_the_masters(through):
     clip = accelerator.clip_grad_norm_ if through == "accelerator" else nn.utils.clip_grad_norm_
     assert float(clip(mine, 1e-3)) == pytest.approx((4 * 2 * 9 + 2 * 9) ** 0.5)
     optimizer.step()
-    assert optimizer.param_groups[0]["params"][0].grad is None, "or `model.zero_grad()` would not free it"
+    assert master(accelerator, model.weight).grad is None, "or `model.zero_grad()` would not free it"
     step = (master(accelerator, model.weight) - before).norm() / 0.1
     assert float(step) == pytest.approx(1e-3 * (72 / 90) ** 0.5, rel=1e-3)
 
@@ -136,7 +143,7 @@ def test_edits_are_compared_by_bits():
     with pytest.raises(RuntimeError, match="resized"):
         optimizer.step()
     model.bias.data = before.bfloat16()
-    accelerator.gossip_steps[0].masters.adopt_edits()
+    accelerator.gossip_steps[0].masters.read()
     weight = master(accelerator, model.weight)
     assert bool(weight[0, 0].signbit())
     assert bool(weight[1, 1].isnan())
@@ -147,14 +154,14 @@ def test_frozen_parameters_stay_as_they_are_and_are_trained_once_unfrozen():
     model = nn.Sequential(linear(), nn.Linear(2, 2).bfloat16())
     model[0].requires_grad_(False)
     accelerator, model, optimizer = prepared(model, torch.optim.AdamW)
-    dtypes = [parameter.dtype for parameter in optimizer.param_groups[0]["params"]]
+    dtypes = [held(accelerator, parameter).dtype for parameter in model.parameters()]
     assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
     for unfrozen in (False, True, True):
         model[0].requires_grad_(unfrozen)
         accelerator.backward(model(X).float().square().sum())
         optimizer.step()
         optimizer.zero_grad()
-    assert all(parameter.dtype == torch.float32 for parameter in optimizer.param_groups[0]["params"])
+    assert all(held(accelerator, parameter).dtype == torch.float32 for parameter in model.parameters())
     assert len({float(state["step"]) for state in optimizer.state.values()} ^ {2.0, 3.0}) == 0
     assert torch.equal(model[0].weight, master(accelerator, model[0].weight).bfloat16())
 
@@ -164,7 +171,7 @@ def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master():
     accelerator = GossipAccelerator(cpu=True)
     raw = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
     model, optimizer = accelerator.prepare(model, raw)
-    first = optimizer.param_groups[0]["params"][0]
+    first = held(accelerator, model[0].weight)
     for turn in range(3):
         if turn == 1:
             optimizer.param_groups.pop(0)
@@ -173,7 +180,7 @@ def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master():
         accelerator.backward(model(X).float().sum())
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.param_groups[1]["params"][0] is first
+    assert held(accelerator, model[0].weight) is first
     assert torch.equal(model[0].weight, first.bfloat16())
 
 
@@ -224,6 +231,77 @@ def test_a_tie_that_changes_after_the_masters_were_made_is_refused_by_name(tied_
         optimizer.step()
 
 
+def test_a_script_finds_the_models_parameters_in_the_optimizer_and_float32_in_its_state():
+    accelerator, model, optimizer = prepared(linear(), torch.optim.AdamW)
+    accelerator.backward(model(X).float().square().sum())
+    optimizer.step()
+    inside = []
+    optimizer.optimizer.register_step_pre_hook(lambda raw, *_: inside.extend(raw.param_groups[0]["params"]))
+    optimizer.step()
+    assert all(map(operator.is_, inside, [held(accelerator, p) for p in model.parameters()]))
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
+    moment = optimizer.state[model.weight]["exp_avg"]
+    assert moment.dtype == torch.float32
+    assert not torch.equal(moment, moment.bfloat16().float())
+    saved = copy.deepcopy(optimizer.state_dict())
+    moment.zero_()
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({**saved, "param_groups": []})
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], saved["state"][0]["exp_avg"])
+
+
+def test_a_local_step_that_raises_gives_the_optimizer_the_models_parameters_back():
+    _, model, optimizer = prepared(linear())
+
+    def fail(*_: Any) -> None:
+        raise KeyError("by the script")
+
+    hook = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    hook.remove()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("comm_dtype", "inside"), [("full", True), ("int8", False)])
+def test_masters_live_in_the_send_buffer_unless_messages_are_rounded(comm_dtype, inside):
+    model = nn.Sequential(linear(), nn.Linear(2, 2), linear(torch.float16))
+    values = [p.detach().float() if p.dtype != torch.float32 else p for p in model.parameters()]
+    layout = Layout(values, [None if p.dtype == torch.float32 else p.dtype for p in model.parameters()])
+    masters = Masters(torch.optim.SGD(model.parameters(), lr=0.1), {})
+    slots = Slots(model.parameters(), source=masters)
+    slots.select(None)
+    copies = Copies()
+    copies.lay_out(
+        slots.values(),
+        [1],
+        None if comm_dtype == "full" else torch.empty_like,
+        [s.rounded_to for s in slots.of_workers[0]],
+    )
+    slots.arrange(copies)
+    assert copies.layout.of_masters == layout.of_masters == [0, 2]
+    for p in (model[0].weight, model[2].bias):
+        memory = [s.untyped_storage().data_ptr() for s in copies.sent[0].buffers]
+        assert (masters.master_of(p).untyped_storage().data_ptr() in memory) == inside
+        assert torch.equal(masters.master_of(p).to(p.dtype), p)
+
+
+def test_masters_of_parameters_that_are_gone_are_freed():
+    accelerator, model, optimizer = prepared(nn.Sequential(linear(), linear()))
+    gone = weakref.ref(held(accelerator, model[1].weight))
+    for turn in range(2):
+        if turn == 0:
+            model[1] = linear()
+            optimizer.param_groups[0]["params"][2:] = list(model[1].parameters())
+        accelerator.backward(model[0](X).float().sum() + model[1](X).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert gone() is None
+
+
 def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
     accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
     model = linear()
@@ -260,7 +338,7 @@ def test_a_plain_loop_saves_its_masters():
             model(X).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return gossip.steps[0].masters.master_of(model.weight).detach().clone()
+        return gossip.steps[0].masters.values()[0].detach().clone()
 
     train(*runs[0])
     saved = [part.state_dict() for part in runs[0]]
@@ -295,9 +373,8 @@ def test_virtual_workers_mix_their_masters_and_are_clipped_one_by_one():
     assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(sum(norms) / 2)
     optimizer.step()
     with accelerator.deployed_model(model) as deployed:
-        torch.testing.assert_close(
-            master(accelerator, deployed.weight), before - 0.1 * (0.5 / norms[0] + 1.5 / norms[1]) / 2
-        )
+        mean = before - 0.1 * (0.5 / norms[0] + 1.5 / norms[1]) / 2
+        torch.testing.assert_close(deployed.weight.detach().float(), mean, rtol=2**-8, atol=0)
         errors = accelerator.consensus_errors(model)
     half = 0.1 * (1.5 / norms[1] - 0.5 / norms[0]) / 2
     torch.testing.assert_close(errors[0]["weight"].flatten(), torch.full((8,), half))
@@ -317,7 +394,7 @@ def test_the_average_is_that_of_edited_weights_and_so_is_the_next_mix():
 
 
 def test_a_torch_without_wide_gradients_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(master_parameters, "WIDE_GRADIENTS", False)
+    monkeypatch.setattr(masters_module, "WIDE_GRADIENTS", False)
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16.*torch 2\.10.*dtype=torch.float32.*bf16=True"):

@@ -13,6 +13,7 @@ from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers
 from dsgdac_accel.checkpoint.serialization import CheckpointError, Encoded, decode, encode, revived
+from tests.held import held
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def train(accelerator, model, optimizer, first, last):
         accelerator.backward(model(x).float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    return [accelerator.training.master_of(parameter).detach().clone() for parameter in model.parameters()]
+    return [held(accelerator, parameter).detach().clone() for parameter in model.parameters()]
 
 
 def prepared():

@@ -231,3 +231,36 @@ def test_a_save_inside_a_step_is_refused_and_one_after_a_local_step_that_raised_
         gossip.step()
     hook.remove()
     assert gossip.state_dict()["mixer"]["step"] == 1
+
+
+@pytest.mark.parametrize("order", ["local_first", "mix_first"])
+def test_a_local_step_that_raised_and_is_retried_is_mixed_once(order):
+    x = [Parameter(torch.full((2,), float(value))) for value in (0, 4)]
+    optimizer = torch.optim.SGD(x, lr=1.0)
+    config = GossipConfig(topology="complete", workers_per_process=2, log_every=0, power=1, order=order)
+    gossip = GossipStep(optimizer, WorkerGroup(CPU, 10), config, worker_of=lambda p: int(p is x[1]))
+    gossip.schedule.next_gamma = lambda *_: 0.5
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gossip.step()
+    hook.remove()
+    gossip.step()
+    assert [p.tolist() for p in x] == [[1.0, 1.0], [3.0, 3.0]]
+    gossip.step()
+    assert [p.tolist() for p in x] == [[1.5, 1.5], [2.5, 2.5]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_parameter_that_joins_a_second_optimizer_is_refused(tied):
+    group, x = WorkerGroup(CPU, 10), [Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizers = [torch.optim.SGD(x[:1], lr=1.0), torch.optim.SGD(x[1:2], lr=1.0)]
+    steps = [GossipStep(optimizer, group, GossipConfig(log_every=0)) for optimizer in optimizers]
+    x[2].data = x[0].data
+    optimizers[1].add_param_group({"params": [x[2] if tied else x[0]]})
+    steps[0].step()
+    with pytest.raises(ValueError, match="two optimizers"):
+        steps[1].step()
