@@ -202,7 +202,7 @@ class Copies:
             counts: for each local worker, the number of neighbors that it receives from at once; empty where there is
                 a single worker, which needs no buffers.
             empty_message: makes the buffer for a message about a buffer; by default it is as large as that.
-            rounded_to: as for `Layout`.
+            rounded_to: as for `Layout`, where masters are to live in the send buffers.
         """
         assert self.use is Use.FREE, f"the copies hold {self.use.value}"
         self.layout = layout = Layout(values[0], rounded_to)

@@ -312,9 +312,11 @@ class Mixer:
             self.group.require_equal(self.slots.signature(), "trainable parameters (shape, strides, dtype)")
         self.copies.drop()
         values: list[list[Any]] = self.slots.values()
-        message = None if self.compressor is None else self.compressor.format.message
         counts = self.rounds.slots if self.topology.num_workers > 1 else []
-        self.copies.lay_out(values, counts, message, [slot.rounded_to for slot in self.slots.of_workers[0]])
+        if self.compressor is None:
+            self.copies.lay_out(values, counts, rounded_to=[slot.rounded_to for slot in self.slots.of_workers[0]])
+        else:
+            self.copies.lay_out(values, counts, self.compressor.format.message)
         self.slots.arrange(self.copies)
         if self.compressor is not None:
             self.compressor.reserve()
