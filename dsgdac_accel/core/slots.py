@@ -7,7 +7,6 @@ shard, or in its float32 master), which local worker they belong to, and which o
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.parameters import as_parameter_list, memory_of, name_of, refuse_unmixable
@@ -119,7 +119,7 @@ class Slots:
         """The slots of each local worker, as they were laid out last."""
         self._mixed: list[list[Parameter]] = [[] for _ in range(local_workers)]
         """The parameters of each local worker in these slots."""
-        self._kinds: list[list[tuple]] = [[] for _ in range(local_workers)]
+        self._kinds: list[tuple] = []
         self._fixed: list[list[Tensor]] | None = None
         """The values of all slots, if none of them is a shard, which FSDP replaces."""
         self._seen: tuple[list[Parameter], list[bool], list[list[Any]]] | None = None
@@ -131,8 +131,8 @@ class Slots:
         self.source.follow(self._last_list)
         self._equal_list = self._last_list
         """The list of which all parameters have started from equal values."""
-        self._started_equal = _Known(self._equal_list)
-        self._mixed_once = _Known()
+        self._started_equal: Any = WeakTensorKeyDictionary(dict.fromkeys(self._equal_list))
+        self._mixed_once: Any = WeakTensorKeyDictionary()
         """What was mixed once: it stays mixed, frozen or not, also if it was out of the optimizer for a while."""
         self._trained: list[Parameter] = []
         """What was trained at the last `note`."""
@@ -177,7 +177,7 @@ class Slots:
     def mix_places(self, places: Sequence[int]) -> None:
         """Mix what was mixed in a saved run, from the next step on, also if it is frozen now."""
         listed = self.find()
-        self._mixed_once.add(listed[place] for place in places if place < len(listed))
+        self._mixed_once.update((listed[place], None) for place in places if place < len(listed))
         self._seen = None
 
     # ---- layout
@@ -224,8 +224,8 @@ class Slots:
                 "in all replicas of the model alike (`model.replicas`)."
             )
         self._mixed = selected
-        self._mixed_once.add(chain.from_iterable(selected))
-        self._kinds = list(map(self._kinds_of, selected))
+        self._mixed_once.update((parameter, None) for mine in selected for parameter in mine)
+        self._kinds = list(map(self._kind, selected))
         self.of_workers = list(map(self._slots, selected))
         ordinary = not any(is_sharded(parameter) for mine in selected for parameter in mine)
         self._fixed = None
@@ -257,9 +257,8 @@ class Slots:
             for place, (p, x, tie) in enumerate(zip(parameters, values, ties_of(values), strict=True))
         ]
 
-    def _kinds_of(self, parameters: Sequence[Parameter]) -> list[tuple]:
-        values = list(map(self.value_of, parameters))
-        return [(v.shape, v.stride(), v.dtype, v.device, tie) for v, tie in zip(values, ties_of(values), strict=True)]
+    def _kind(self, parameters: Sequence[Parameter]) -> tuple:
+        return self._signature(parameters), [parameter.device for parameter in parameters]
 
     def _slots(self, parameters: Sequence[Parameter]) -> list[Slot]:
         """Return a slot for each distinct memory."""
@@ -293,9 +292,7 @@ class Slots:
         memory = [list(map(ask, values)) for ask in (Tensor.data_ptr, _SHAPE, Tensor.stride)]
         if self._seen is None or self._seen[0] is not listed or self._seen[1:] != (trained, memory):
             selected = self._selected()
-            self.changed = (
-                not all(map(_same, selected, self._mixed)) or list(map(self._kinds_of, selected)) != self._kinds
-            )
+            self.changed = not all(map(_same, selected, self._mixed)) or list(map(self._kind, selected)) != self._kinds
             self._seen = listed, trained, memory
 
     def values(self) -> list[list[Tensor | None]]:
@@ -373,7 +370,7 @@ class Slots:
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     self.value_of(other).detach().copy_(value.detach())
-        self._started_equal.add(newcomers)
+        self._started_equal.update(dict.fromkeys(newcomers))
         self._last_list = self._equal_list = self.find()
 
     def has_newcomers(self) -> bool:
@@ -391,24 +388,6 @@ class Slots:
         mixed = [p for mine in self._selected() for p in mine if p in self._started_equal]
         ties = ties_of([*mixed, *plain])[len(mixed) :]
         return {id(parameter) for parameter, tie in zip(plain, ties, strict=True) if tie < len(mixed)}
-
-
-class _Known:
-    """A set of parameters, by identity, which does not keep them alive.
-
-    A new parameter may have the `id` of a deleted one, on one worker and not on another.
-    """
-
-    def __init__(self, parameters: Iterable[Parameter] = ()) -> None:
-        self._references: dict[int, weakref.ref[Parameter]] = {}
-        self.add(parameters)
-
-    def add(self, parameters: Iterable[Parameter]) -> None:
-        self._references |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
-
-    def __contains__(self, parameter: Parameter) -> bool:
-        reference = self._references.get(id(parameter))
-        return reference is not None and reference() is parameter
 
 
 def ties_of(parameters: Sequence[Tensor]) -> list[int]:
