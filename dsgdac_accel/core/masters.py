@@ -6,6 +6,7 @@ computes with the rounded masters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -76,12 +77,14 @@ class Masters(SlotSource):
         refuse_untrainable([p for p in as_parameter_list(optimizer.param_groups) if p.requires_grad], names)
         if hasattr(optimizer, "check_overrides"):  # bitsandbytes looks its settings up by the model's parameters, once
             optimizer.check_overrides()
-        self._loading: Mapping[str, Any] = {}
-        """What the optimizer is loading, and would round to the dtypes of its parameters."""
-        self._hooks = [
-            optimizer.register_load_state_dict_pre_hook(self._begin_loading),
-            optimizer.register_load_state_dict_post_hook(self._end_loading),
-        ]
+        load = optimizer.load_state_dict
+
+        @functools.wraps(load)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            with self.in_optimizer():  # it would round what it loads to the dtypes of its parameters
+                return load(*args, **kwargs)
+
+        vars(optimizer)["load_state_dict"] = load_state_dict
 
     # ---- a source of slots
 
@@ -242,26 +245,12 @@ class Masters(SlotSource):
 
     def release(self) -> None:
         """Forget the masters: gradients and state have the dtype of their parameters again."""
-        for hook in self._hooks:
-            hook.remove()
+        vars(self.optimizer).pop("load_state_dict", None)
         for parameter in self._masters:
             _set_gradient_dtype(parameter, parameter.dtype)
             self._convert_state(parameter, torch.float32, parameter.dtype)
         self._masters.clear()
         self._pairs, self._blocks = [], []
-
-    def _begin_loading(self, _: Any, state: dict[str, Any]) -> None:
-        self._loading = state
-
-    def _end_loading(self, _: Any) -> None:
-        loaded, self._loading = self._loading, {}
-        numbers = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if parameter in self._masters:
-                for name, value in loaded["state"].get(number, {}).items():
-                    if type(value) is Tensor and value.shape == parameter.shape and value.is_floating_point():
-                        self.optimizer.state[parameter][name] = value.to(parameter.device, torch.float32)
 
     def _convert_state(self, parameter: Parameter, before: torch.dtype, after: torch.dtype) -> None:
         """Convert what is as large and as precise as the parameter in its state."""

@@ -231,8 +231,19 @@ def test_a_tie_that_changes_after_the_masters_were_made_is_refused_by_name(tied_
         optimizer.step()
 
 
-def test_a_script_finds_the_models_parameters_in_the_optimizer_and_float32_in_its_state():
-    accelerator, model, optimizer = prepared(linear(), torch.optim.AdamW)
+class LoadsByItself(torch.optim.AdamW):
+    """Casts what it loads to the dtypes of its parameters, without hooks, like the optimizers of bitsandbytes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        (group,), (saved,) = self.param_groups, state_dict["param_groups"]
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            state = state_dict["state"].get(number, {})
+            self.state[parameter] = {name: value.to(parameter.dtype) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, LoadsByItself])
+def test_a_script_finds_the_models_parameters_in_the_optimizer_and_float32_in_its_state(kind):
+    accelerator, model, optimizer = prepared(linear(), kind)
     accelerator.backward(model(X).float().square().sum())
     optimizer.step()
     inside = []
@@ -245,8 +256,9 @@ def test_a_script_finds_the_models_parameters_in_the_optimizer_and_float32_in_it
     assert not torch.equal(moment, moment.bfloat16().float())
     saved = copy.deepcopy(optimizer.state_dict())
     moment.zero_()
-    with pytest.raises(ValueError, match="parameter group"):
+    with pytest.raises(ValueError, match=r"parameter group|unpack"):
         optimizer.load_state_dict({**saved, "param_groups": []})
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
     optimizer.load_state_dict(saved)
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], saved["state"][0]["exp_avg"])
 
