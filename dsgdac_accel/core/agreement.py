@@ -79,7 +79,7 @@ class Agreement:
             then: what to do with the sums.
         """
         if not isinstance(numbers, Tensor):
-            numbers = to_device(numbers, torch.float64, self.group.device)
+            numbers = to_device(numbers, self.group.device)
         vote = self._open[name] = Vote(numbers.detach().reshape(-1), then)
         if self.alone:
             vote.send_to_host()  # now: a vote that is resolved early does not wait for what is queued behind it

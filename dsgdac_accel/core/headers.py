@@ -5,7 +5,6 @@ gloo's tags tell messages apart, but NCCL ignores tags, and an all-reduce has no
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,8 +14,6 @@ from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.host_copy import to_device
 
 CHANGE_ON_ALL = "Freeze, unfreeze, add and replace parameters in the same way on all of them."
-_FIELDS = 4
-_CHANNEL, _STEP, _LIST, _LR = range(_FIELDS)
 
 
 class Headers:
@@ -32,8 +29,8 @@ class Headers:
         self.group = exchange.group
         self.rounds = exchange.rounds
         self._story = story
-        self._mine = torch.zeros(0, dtype=torch.int64, device="cpu")
-        """The header that was written last, (4,), on the device."""
+        self._mine = torch.zeros(0, device="cpu")
+        """The header that was written last, (4,), in float64 on the device."""
         self._sent: dict[int, Tensor] = {}
         """[local worker] what it sends: the header, or a table with it that is summed over an averaging group."""
         self._received: dict[int, list[Tensor]] = {}
@@ -50,10 +47,10 @@ class Headers:
             round_: decides who sends.
             step: the optimizer step that mixes.
             lr: learning rate of the latest step.
-            listed: a number for the list of what is mixed.
+            listed: a number for the list of what is mixed. Two that round to the same float64 are taken for equal.
         """
-        rounds, device = self.rounds, self.group.device
-        self._mine = to_device((self.exchange.channel, step, listed, _bits(lr)), torch.int64, device)
+        rounds = self.rounds
+        self._mine = to_device((self.exchange.channel, step, listed, lr), self.group.device)
         self._sent, self._received, self._others = {}, {}, []
         for local in range(rounds.local_workers):
             plan = rounds.plan(round_, local)
@@ -65,7 +62,7 @@ class Headers:
         for members in rounds.all_reduce_groups(round_):
             # A sum of tables in which each process fills its own row gathers them.
             processes = rounds.processes(members)
-            table, sum_ = torch.zeros((2, len(processes), _FIELDS), dtype=torch.int64, device=device)
+            table, sum_ = self._mine.new_zeros(2, len(processes), len(self._mine))
             first, *others = rounds.local(members)
             self._sent |= dict.fromkeys(others, torch.zeros_like(table))
             self._sent[first], self._received[first] = table, [sum_]
@@ -99,42 +96,28 @@ class Headers:
                 return self._error(worker, header.tolist(), mine.tolist())
         return None
 
-    def _error(self, worker: int, theirs: list[int], mine: list[int]) -> Exception:
+    def _error(self, worker: int, theirs: Sequence[float], mine: Sequence[float]) -> Exception:
         me = self.rounds.workers[0]
-        if theirs[_CHANNEL] != mine[_CHANNEL]:
+        (their_channel, their_step, their_list, their_lr), (channel, step, listed, lr) = theirs, mine
+        if their_channel != channel:
             return RuntimeError(
-                f"worker {worker} and worker {me} exchanged the parameters of different optimizers at step "
-                f"{mine[_STEP]}. Prepare and step several optimizers in the same order on all workers."
+                f"worker {worker} and worker {me} exchanged the parameters of different optimizers at step {step:.0f}. "
+                f"Prepare and step several optimizers in the same order on all workers."
             )
-        if theirs[_STEP] != mine[_STEP]:
+        if their_step != step:
             return RuntimeError(
-                f"worker {worker} is at step {theirs[_STEP]} and worker {me} at step {mine[_STEP]}, but their "
-                f"parameters were exchanged. All workers must take every optimizer step, and continue from the same "
-                f"checkpoint."
+                f"worker {worker} is at step {their_step:.0f} and worker {me} at step {step:.0f}, but their parameters "
+                f"were exchanged. All workers must take every optimizer step, and continue from the same checkpoint."
             )
-        if theirs[_LIST] != mine[_LIST]:
+        if their_list != listed:
             story = self._story()
             if story:
-                changed = f"worker {me} {story}, before step {mine[_STEP]} and not as worker {worker}"
+                changed = f"worker {me} {story}, before step {step:.0f} and not as worker {worker}"
             else:
-                changed = f"worker {worker} changed what it trains, before step {mine[_STEP]} and not as worker {me}"
+                changed = f"worker {worker} changed what it trains, before step {step:.0f} and not as worker {me}"
             return RuntimeError(f"{changed}. {CHANGE_ON_ALL}")
         return ValueError(
-            f"all workers must have the same learning rate; at step {mine[_STEP]} worker {worker} has "
-            f"{_number(theirs[_LR])!r} and worker {me} has {_number(mine[_LR])!r}. Step schedulers alike on all "
-            f"workers; one that follows a metric needs the same metric everywhere, such as one measured in "
-            f"`deployed_model` or `accelerator.reduce(loss, 'mean')`."
+            f"all workers must have the same learning rate; at step {step:.0f} worker {worker} has {their_lr!r} and "
+            f"worker {me} has {lr!r}. Step schedulers alike on all workers; one that follows a metric needs the same "
+            f"metric everywhere, such as one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`."
         )
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a number, as an integer.
-
-    >>> _number(_bits(0.1))
-    0.1
-    """
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]

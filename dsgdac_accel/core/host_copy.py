@@ -39,9 +39,9 @@ class HostCopy:
         return self._values
 
 
-def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor (N,) on a device. Only from pinned memory does CUDA take them without a wait."""
-    values = torch.tensor(numbers, dtype=dtype, device="cpu")
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers as float64, (N,), on a device. Only from pinned memory does CUDA take them without a wait."""
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if device.type == "cuda":
-        values = pinned(values.shape, dtype).copy_(values)
+        values = pinned(values.shape, values.dtype).copy_(values)
     return values.to(device, non_blocking=True)

@@ -560,8 +560,8 @@ def blocking_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_in_brackets(patch: pytest.MonkeyPatch) -> None:
-    def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-        values = torch.zeros(len(numbers), dtype=dtype, device=device)
+    def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+        values = torch.zeros(len(numbers), dtype=torch.float64, device=device)
         for place, number in enumerate(numbers):
             values[place] = number
         return values
@@ -570,7 +570,7 @@ def numbers_in_brackets(patch: pytest.MonkeyPatch) -> None:
 
 
 def uploads_that_block(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(headers, "to_device", lambda numbers, dtype, device: torch.tensor(numbers, dtype=dtype).to(device))
+    patch.setattr(headers, "to_device", lambda numbers, device: torch.tensor(numbers, dtype=torch.float64).to(device))
 
 
 def arrived() -> None:

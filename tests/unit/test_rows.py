@@ -174,7 +174,7 @@ class Listener:
         self.agreement, self.heard = agreement, []
 
     def vote(self, number):
-        self.agreement.vote("header", [number], self.hear)
+        return self.agreement.vote("header", [number], self.hear)
 
     def hear(self, sums, step):
         self.heard.append((sums, step))
@@ -215,6 +215,22 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
         assert not changes.pending
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
+
+
+def test_a_worker_skips_its_step_on_the_device_if_several_of_its_shards_are_not_finite():
+    group = SimpleNamespace(row=Row(TwoShards(other=1.0), MESH), device=CPU)
+    optimizer = torch.optim.Adam([parameter(torch.full((2,), math.nan))], lr=0.1, fused=True)
+    slots = Slots(lambda: optimizer.param_groups)
+    agreement = Agreement(group)
+    agreement.late = True
+    guard = GradientGuard(optimizer, slots, SimpleNamespace(workers=range(1)), group, agreement, limit=9)
+    guard.find_nonfinite(0)
+    agreement.close(0)
+    assert guard.allows_step()
+    assert optimizer.found_inf == 1.0, "torch skips at 1, not at the number of shards"
+    optimizer.step()
+    guard.put_back()
+    assert not optimizer.param_groups[0]["params"][0].any()
 
 
 @pytest.mark.parametrize("others_change", [True, False])
@@ -270,9 +286,26 @@ def test_votes_of_a_step_that_did_not_end_are_replaced_and_forgotten_ones_are_no
     assert listener.heard == [([2.0], 3)]
     listener.vote(4.0)
     agreement.close(4)
+    listener.vote(5.0)
     agreement.forget()
     agreement.resolve()
+    agreement.close(5)
+    agreement.resolve()
     assert len(listener.heard) == 1
+
+
+def test_a_vote_of_one_process_travels_at_once_and_may_be_resolved_before_the_others():
+    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
+    agreement.late = True
+    first, second = Listener(agreement), Listener(agreement)
+    vote = first.vote(1.0)
+    assert vote.read() == [1.0]
+    agreement.vote("another", torch.tensor([[2.0, 3.0]]), second.hear)
+    agreement.close(7)
+    vote.resolve()
+    assert (first.heard, second.heard) == ([([1.0], 7)], [])
+    agreement.resolve()
+    assert (first.heard, second.heard) == ([([1.0], 7)], [([2.0, 3.0], 7)])
 
 
 def test_whoever_has_voted_ends_with_its_last_reference():
