@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -110,8 +109,8 @@ class ParameterGuard:
         raise NonFiniteError(f"{message}{detail}. {advice}")
 
 
-def _mean_distance(squares: Iterable[float]) -> float:
-    return statistics.fmean(map(math.sqrt, squares))
+def _mean_distance(squares: Sequence[float]) -> float:
+    return sum(map(math.sqrt, squares)) / len(squares)
 
 
 class GradientGuard:
@@ -150,7 +149,7 @@ class GradientGuard:
         """[local worker] the number of its last updates that were skipped in a row."""
         self._by_worker: list[list[Parameter]] = []
         self._vote: Vote | None = None
-        """[local worker] 1 if its gradient is not finite, from the processes that share the worker."""
+        """[local worker] in how many of its processes a gradient is not finite."""
         self._scaler: Any = None
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._sets_found_inf = False
