@@ -195,7 +195,7 @@ class GossipTraining:
         """Wait for the exchanges in flight, and raise what the last step has found."""
         for step in self.steps:
             step.mixer.drain()
-            step.mixer.settle()
+            step.mixer.agreement.resolve()
 
     def end(self) -> None:
         """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from dsgdac_accel.core.host_copy import HostCopy
+from dsgdac_accel.core.host_copy import HostCopy, to_device
 from dsgdac_accel.distributed.group import WorkerGroup
+
+Then = Callable[[list[float], int], None]
+"""A method that is called with the sums and the step of a vote, once the host knows them. It may raise."""
+
+
+class Vote:
+    """Numbers that are summed over the processes of a worker, and what to do with the sums.
+
+    Args:
+        numbers: (N,), of this process.
+        then: called once by `resolve`.
+    """
+
+    def __init__(self, numbers: Tensor, then: Then) -> None:
+        self.sums = numbers
+        """(N,), where they are computed; the sums from `Agreement.close` on."""
+        self.step = 0
+        self.resolved = False
+        """Whether the host has read the sums and acted on them."""
+        self._then = weakref.WeakMethod(then)  # whoever keeps its vote must end with its last reference all the same
+        self._copy: HostCopy | None = None
+
+    def send_to_host(self) -> None:
+        """Let the sums travel to the host."""
+        self._copy = HostCopy(self.sums)
+
+    def read(self) -> list[float]:
+        """Return the sums; the host waits for them."""
+        return (self._copy or HostCopy(self.sums)).read().tolist()
+
+    def resolve(self) -> None:
+        """Read the sums and act on them, unless that is done; raises what that raises."""
+        then = self._then()
+        if not self.resolved and then is not None:
+            self.resolved = True
+            then(self.read(), self.step)
 
 
 class Agreement:
-    """Sums the votes of all processes of a worker, once a step, and reads the sums at once or a step later.
+    """Sums the votes of all processes of a worker once a step, and resolves them at once, or on a GPU a step later.
 
-    A worker that is one process decides by itself, without communication. On a GPU the host would wait for the sums, so
-    it reads them in the next step.
+    There the host would wait for the sums. A worker that is one process decides by itself, without communication.
 
     Args:
         group: the workers; its row votes.
@@ -21,57 +59,52 @@ class Agreement:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        self.row = group.row
         self.late = group.device.type == "cuda"
-        """Whether the host reads the sums a step later."""
-        self.sums: dict[str, Tensor] = {}
-        """What the last `close` returned."""
-        self._votes: dict[str, Tensor | float] = {}
-        self._unread: tuple[list[str], HostCopy, int] | None = None
+        """Whether votes are resolved a step later."""
+        self._open: dict[str, Vote] = {}
+        self._closed: list[Vote] = []
 
     @property
-    def together(self) -> bool:
-        """Whether the worker is several processes."""
-        return self.row.size > 1
+    def alone(self) -> bool:
+        """Whether the worker is one process."""
+        return self.group.row.size == 1
 
-    def vote(self, name: str, value: Tensor | float) -> None:
-        """Add a number, or a tensor of shape (), to the sum of that name; equal names on all processes."""
-        self._votes[name] = value
+    def vote(self, name: str, numbers: Tensor | Sequence[float], then: Then) -> Vote:
+        """Vote in this step, by a name that is the same in all processes of the worker.
 
-    def close(self, step: int) -> dict[str, Tensor]:
-        """Sum the votes, and return the sums by name, of shape () on the device; `settle` reads them.
-
-        Collective in the row, and none where it has nothing to vote on.
+        Args:
+            name: replaces a vote of this name that was not closed.
+            numbers: to be summed, of any shape.
+            then: what to do with the sums.
         """
-        votes, self._votes, self.sums = self._votes, {}, {}
-        if votes:
-            dtype = torch.float64 if self.group.device.type in ("cpu", "cuda") else torch.float32
-            values = torch.stack([self._on_device(value, dtype) for value in votes.values()])
-            sums = self.row.sum(values, f"comparing the shards of a worker at step {step}")
-            self.sums = dict(zip(votes, sums, strict=True))
-            self._unread = list(votes), HostCopy(sums), step
-        return self.sums
+        if not isinstance(numbers, Tensor):
+            numbers = to_device(numbers, self.group.device)
+        vote = self._open[name] = Vote(numbers.detach().reshape(-1), then)
+        if self.alone:
+            vote.send_to_host()  # now: a vote that is resolved early does not wait for what is queued behind it
+        return vote
 
-    def _on_device(self, value: Tensor | float, dtype: torch.dtype) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach().to(self.group.device, dtype)
-        return torch.full((), float(value), dtype=dtype, device=self.group.device)
+    def close(self, step: int) -> None:
+        """Sum the votes of this step. Collective in the row; nothing is sent if nobody has voted."""
+        votes, self._open = list(self._open.values()), {}
+        if votes and not self.alone:
+            numbers = torch.cat([vote.sums.to(self.group.device, torch.float64) for vote in votes])
+            sums = self.group.row.sum(numbers, f"comparing the shards of a worker at step {step}")
+            for vote, part in zip(votes, sums.split([len(vote.sums) for vote in votes]), strict=True):
+                vote.sums = part
+                vote.send_to_host()
+        for vote in votes:
+            vote.step = step
+        self._closed = votes
+        if not self.late:
+            self.resolve()
 
-    def peek(self) -> dict[str, float]:
-        """Return the sums that were not read yet, and leave them to `settle`; empty if there are none."""
-        if self._unread is None:
-            return {}
-        names, sums, _ = self._unread
-        return dict(zip(names, sums.read().tolist(), strict=True))
-
-    def settle(self) -> tuple[dict[str, float], int] | None:
-        """Return the sums of the last `close` and their step, unless they were returned before."""
-        if self._unread is None:
-            return None
-        read, step = self.peek(), self._unread[2]
-        self._unread = None
-        return read, step
+    def resolve(self) -> None:
+        """Act on the votes that were closed last, in their order, unless that is done; raises what that raises."""
+        votes, self._closed = self._closed, []
+        for vote in votes:
+            vote.resolve()
 
     def forget(self) -> None:
-        """Drop sums that were not read: the run continues from a checkpoint."""
-        self._unread = None
+        """Drop the votes that are not resolved: the run continues from a checkpoint."""
+        self._open, self._closed = {}, []

@@ -22,50 +22,48 @@ _IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 @torch.no_grad()
-def nonfinite_workers(parameters: Sequence[Iterable[Parameter]]) -> list[int]:
-    """Return the workers with a gradient that is not finite, given the parameters of each. One pass, one wait."""
-    by_worker = [_gradients(mine) for mine in parameters]
-    norms = _norms([gradient for gradients in by_worker for gradient in gradients])
-    if all(bool(torch.isfinite(norm)) for norm in norms):
-        return []
-    # A norm can overflow where every element is finite: look at the elements before calling it a fault.
-    return [
-        worker
-        for worker, gradients in enumerate(by_worker)
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-    ]
+def nonfinite_flags(by_worker: Sequence[Iterable[Parameter]], device: torch.device) -> Tensor:
+    """Return for each worker 1 if one of its gradients is not finite, else 0, (workers,), without waiting for a GPU.
+
+    Args:
+        by_worker: the parameters of each worker.
+        device: where the flags are to be.
+    """
+    gradients = [_gradients(parameters) for parameters in by_worker]
+    together = [gradient for mine in gradients for gradient in mine]
+    if set(map(Tensor.get_device, together)) <= {-1} and _has_finite_norm(together):
+        return torch.zeros(len(gradients), device=device)
+    return torch.stack([nonfinite_flag(mine, device) for mine in gradients])
 
 
-@torch.no_grad()
-def nonfinite_flags(parameters: Sequence[Iterable[Parameter]]) -> Tensor:
-    """Return for each worker 1 if one of its gradients is not finite, else 0, (workers,), like `nonfinite_flag`."""
-    flags = [nonfinite_flag(mine) for mine in parameters]
-    like = next((flag for flag in flags if flag is not None), torch.zeros((), device="cpu"))
-    return torch.stack([torch.zeros_like(like) if flag is None else flag.to(like.device) for flag in flags])
+def _has_finite_norm(gradients: Sequence[Tensor]) -> bool:
+    """Return whether a norm of gradients of the CPU is finite; it is only if they are, but can overflow.
+
+    Small gradients are gathered first: a call for each of them would take longer than the arithmetic.
+    """
+    large = [gradient for gradient in gradients if gradient.numel() > _SMALL]
+    small = [gradient for gradient in gradients if gradient.numel() <= _SMALL] if large else gradients
+    norms = [torch.linalg.vector_norm(_flatten_dense_tensors(small))] if small else []
+    norms += [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(large)))] if large else []
+    return all(map(math.isfinite, norms))
+
+
+def nonfinite_flag(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return 1 if a gradient is not finite, else 0, shape (), on `device`; found on that of the gradients."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    if not alike:
+        return torch.zeros((), device=device)
+    # The largest magnitudes, since other norms can overflow where every element is finite.
+    flags = [nonfinite(torch.stack(torch._foreach_norm(mine, math.inf)).amax()).to(device) for mine in alike.values()]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 
 def nonfinite(value: Tensor) -> Tensor:
     """Return 1 if a number is not finite, else 0, in float32. `isfinite` launches twice as many kernels."""
     return value.mul(0.0).ne(0.0).float()
-
-
-@torch.no_grad()
-def nonfinite_flag(parameters: Iterable[Parameter]) -> Tensor | None:
-    """Return 1 if some gradient is not finite, else 0, shape (), on the device and without waiting for it.
-
-    None if there are no gradients.
-    """
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in _gradients(parameters):
-        if gradient.numel():
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    # The largest magnitudes, since other norms can overflow where every element is finite.
-    largest = [torch.stack(torch._foreach_norm(gradients, math.inf)).amax() for gradients in alike.values()]
-    if not largest:
-        return None
-    if len(largest) == 1:
-        return nonfinite(largest[0])
-    return torch.stack([nonfinite(magnitude).to(largest[0].device) for magnitude in largest]).amax()
 
 
 @functools.cache
@@ -94,58 +92,23 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return norms of groups of gradients, shape () each, which are all finite only if every element is.
-
-    Small gradients are gathered first: a call for each of them would take longer than the arithmetic.
-    """
-    norms = []
-    devices = set(map(Tensor.get_device, gradients))
-    for device in devices:
-        here = gradients if len(devices) == 1 else [g for g in gradients if g.get_device() == device]
-        large = [gradient for gradient in here if gradient.numel() > _SMALL]
-        small = here if not large else [gradient for gradient in here if gradient.numel() <= _SMALL]
-        if small:
-            norms.append(torch.linalg.vector_norm(_flatten_dense_tensors(small)))
-        if large:
-            norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(large))))
-    return norms
-
-
 def _gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """Return the values of each gradient in this process; of a sparse one those of its rows, each row once."""
     gradients = [gradient for gradient in [parameter.grad for parameter in parameters] if gradient is not None]
     if set(map(type, gradients)) - {Tensor}:  # a call for each of many gradients takes longer than their arithmetic
         gradients = list(map(local_of, gradients))
     if not any(map(_IS_SPARSE, gradients)):
         return gradients
-    return [gradient_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
-def gradient_values(gradient: Tensor) -> Tensor:
-    """Return the stored values of a gradient; for a sparse one those of its rows, each row once."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
-
-
-def any_sparse(parameters: Iterable[Parameter]) -> bool:
-    """Return whether a gradient is sparse, as from `nn.Embedding(sparse=True)`."""
-    return any(p.grad is not None and p.grad.is_sparse for p in parameters)
-
-
-def clip_grad_norm_(parameters: Sequence[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, also if some of the gradients are sparse, which torch refuses.
-
-    Returns:
-        The total norm before clipping, shape ().
-    """
-    if any_sparse(parameters):
-        return _clip_sparse(parameters, max_norm, norm_type)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
+@torch.no_grad()
 def clip_worker_grad_norms_(
     by_worker: Sequence[Sequence[Parameter]], max_norm: float, norm_type: float = 2.0, row: Row | None = None
 ) -> Tensor:
-    """Clip the gradient of each worker of this process by its own norm.
+    """Clip the gradient of each worker of this process by its own norm, as `torch.nn.utils.clip_grad_norm_`.
+
+    Gradients may be sparse, which torch refuses.
 
     Args:
         by_worker: the parameters of each worker.
@@ -156,49 +119,32 @@ def clip_worker_grad_norms_(
     Returns:
         The mean of the workers' norms before clipping, shape ().
     """
-    if row is not None and row.mesh is not None:
-        (parameters,) = by_worker
-        return _clip_shards(parameters, max_norm, norm_type, row)
-    norms = [clip_grad_norm_(parameters, max_norm, norm_type) for parameters in by_worker]
+    norms = [_clip(parameters, max_norm, float(norm_type), row or Row()) for parameters in by_worker]
     return norms[0] if len(norms) == 1 else torch.stack(norms).mean()
 
 
-@torch.no_grad()
-def _clip_shards(parameters: Iterable[Parameter], max_norm: float, norm_type: float, row: Row) -> Tensor:
+def _clip(parameters: Sequence[Parameter], max_norm: float, p: float, row: Row) -> Tensor:
     """Clip by (sum over the processes of a worker of ||shard||^p)^(1/p), the norm of the worker's whole gradient."""
-    parameters = list(parameters)
-    if not all(row.is_own(p) or not p.requires_grad for p in parameters):
+    is_sharded = row.mesh is not None
+    if is_sharded and not all(row.is_own(parameter) or not parameter.requires_grad for parameter in parameters):
         raise ValueError(
             "clip_grad_norm_ got parameters that FSDP has gathered, and shards have the gradients. Pass "
             "model.parameters() itself, not a list that was made before."
         )
-    p, what = float(norm_type), "clipping the gradient"
-    if not p > 0:
-        raise ValueError(f"norm_type must be > 0 for a sharded model; got {norm_type}. Use 2, or math.inf.")
-    shards = _values_in_place(parameters)
-    counted = [values for values in shards if values.numel()]  # inf needs elements
-    own = torch.nn.utils.get_total_norm(counted, norm_type).double()
-    if p == math.inf:
-        total = row.max(torch.where(own.isnan(), math.inf, own), what)  # maxima over processes may lose NaN
-    else:
-        total = row.sum(own**p, what) ** (1 / p)
-    if shards:
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total
-
-
-def _values_in_place(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """Return the values of each gradient in this process, in the gradient's own memory."""
-    with_gradient = [p for p in parameters if p.grad is not None]
-    for parameter in with_gradient:
-        if parameter.grad.is_sparse:  # type: ignore[union-attr]
-            parameter.grad = parameter.grad.coalesce()  # type: ignore[union-attr]
-    return [gradient_values(local_of(p.grad)) for p in with_gradient]  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def _clip_sparse(parameters: Iterable[Parameter], max_norm: float, norm_type: float) -> Tensor:
-    values = _values_in_place(parameters)
-    total = torch.nn.utils.get_total_norm(values, norm_type)
-    torch._foreach_mul_(values, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    if is_sharded and not p > 0:
+        raise ValueError(f"norm_type must be > 0 for a sharded model; got {p}. Use 2, or math.inf.")
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # whose values are its own memory
+    gradients = [gradient for gradient in _gradients(parameters) if gradient.numel()]  # inf needs elements
+    total = torch.nn.utils.get_total_norm(gradients, p)
+    if is_sharded:
+        own, what = total.double(), "clipping the gradient"
+        if p == math.inf:
+            total = row.max(torch.where(own.isnan(), math.inf, own), what)  # maxima over processes may lose NaN
+        else:
+            total = row.sum(own**p, what) ** (1 / p)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for device in {gradient.device for gradient in gradients}:
+        torch._foreach_mul_([mine for mine in gradients if mine.device == device], scale.to(device))
     return total

@@ -5,18 +5,15 @@ gloo's tags tell messages apart, but NCCL ignores tags, and an all-reduce has no
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dsgdac_accel.core.exchange import Exchange
-from dsgdac_accel.core.host_copy import write_
+from dsgdac_accel.core.host_copy import to_device
 
 CHANGE_ON_ALL = "Freeze, unfreeze, add and replace parameters in the same way on all of them."
-_WORDS = 4
-_CHANNEL, _STEP, _LIST, _LR = range(_WORDS)
 
 
 class Headers:
@@ -32,15 +29,16 @@ class Headers:
         self.group = exchange.group
         self.rounds = exchange.rounds
         self._story = story
-        self._mine: list[int] = []
-        self._words = torch.zeros(0, dtype=torch.int64, device="cpu")
-        """The same on the device, (4,)."""
+        self._mine = torch.zeros(0, device="cpu")
+        """The header that was written last, (4,), in float64 on the device."""
         self._sent: dict[int, Tensor] = {}
-        """[local worker] the words that it sends."""
+        """[local worker] what it sends: the header, or a table with it that is summed over an averaging group."""
         self._received: dict[int, list[Tensor]] = {}
-        """[local worker][k] the words of its k-th neighbor in another process; those of a whole averaging group."""
-        self._compared: tuple[list[int], list[tuple[int, Tensor]]] = [], []
-        """The words of this worker in the last `compare`, and those that other workers sent."""
+        """[local worker][k] what its k-th neighbor in another process sends; the table of an averaging group."""
+        self._others: list[tuple[int, Tensor]] = []
+        """Each other worker that sends a header, and where that arrives; an averaging group has one per process."""
+        self._compared = self._mine, self._others
+        """Those of the last `compare`."""
 
     def write(self, round_: int, step: int, lr: float, listed: int) -> None:
         """Write the header of a round's exchange.
@@ -49,31 +47,27 @@ class Headers:
             round_: decides who sends.
             step: the optimizer step that mixes.
             lr: learning rate of the latest step.
-            listed: a number for the list of what is mixed.
+            listed: a number for the list of what is mixed. Two that round to the same float64 are taken for equal.
         """
-        rounds, device = self.rounds, self.group.device
-        self._mine = [self.exchange.channel, step, listed, _bits(lr)]
-        self._words = self._on_device(self._mine)
-        self._sent, self._received = {}, {}
+        rounds = self.rounds
+        self._mine = to_device((self.exchange.channel, step, listed, lr), self.group.device)
+        self._sent, self._received, self._others = {}, {}, []
         for local in range(rounds.local_workers):
             plan = rounds.plan(round_, local)
-            if plan.averaging_group is None and rounds.elsewhere([*plan.weights, *plan.recipients]):
-                self._sent[local] = self._words
-                self._received[local] = [torch.zeros_like(self._words) for _ in range(rounds.slots[local])]
+            senders = rounds.elsewhere(plan.weights)
+            if plan.averaging_group is None and (senders or rounds.elsewhere(plan.recipients)):
+                self._sent[local] = self._mine
+                self._received[local] = [torch.zeros_like(self._mine) for _ in senders]
+                self._others += zip(senders, self._received[local], strict=True)
         for members in rounds.all_reduce_groups(round_):
             # A sum of tables in which each process fills its own row gathers them.
             processes = rounds.processes(members)
-            table = torch.zeros((len(processes), _WORDS), dtype=torch.int64, device=device)
+            table, sum_ = self._mine.new_zeros(2, len(processes), len(self._mine))
             first, *others = rounds.local(members)
-            self._sent |= dict.fromkeys(others, table)
-            self._sent[first], self._received[first] = table.clone(), [torch.zeros_like(table)]
-            self._sent[first][processes.index(self.group.rank)].copy_(self._words)
-
-    def _on_device(self, words: list[int]) -> Tensor:
-        device = self.group.device
-        if device.type == "cpu":
-            return torch.tensor(words, dtype=torch.int64, device=device)
-        return write_(torch.zeros(_WORDS, dtype=torch.int64, device=device), *words)  # a list would wait for the device
+            self._sent |= dict.fromkeys(others, torch.zeros_like(table))
+            self._sent[first], self._received[first] = table, [sum_]
+            table[processes.index(self.group.rank)].copy_(self._mine)
+            self._others += zip((process * rounds.local_workers for process in processes), sum_, strict=True)
 
     def outgoing(self, local: int) -> list[Tensor]:
         """Return what a local worker sends beside its copy."""
@@ -82,78 +76,48 @@ class Headers:
     def incoming(self, received: Sequence[Sequence[Sequence[Tensor]]]) -> list[list[list[Tensor]]]:
         """Return receive buffers, [local worker][k], with room for what is sent beside the copies."""
         return [
-            [
-                [*buffers, words] if words is not None else list(buffers)
-                for buffers, words in zip(slots, self._received.get(local, [None] * len(slots)), strict=False)
-            ]
+            [[*buffers, *self._received.get(local, [])[k : k + 1]] for k, buffers in enumerate(slots)]
             for local, slots in enumerate(received)
         ]
 
-    def compare(self, round_: int) -> Tensor | None:
-        """Return whether a neighbor's header is another than this worker's, shape (), on the device.
+    def compare(self) -> Tensor | None:
+        """Return whether another worker's header differs from this one's, shape (), on the device; None without any.
 
-        None where nothing was received. The host does not wait.
+        The host does not wait.
         """
-        heads: list[tuple[int, Tensor]] = []
-        for local, received in self._received.items():
-            plan = self.rounds.plan(round_, local)
-            if plan.averaging_group:
-                firsts = [
-                    process * self.rounds.local_workers for process in self.rounds.processes(plan.averaging_group)
-                ]
-                heads += zip(firsts, received[0], strict=True)
-            else:
-                heads += zip(self.rounds.elsewhere(plan.weights), received, strict=False)
-        self._compared, self._received = (self._mine, heads), {}
-        if not heads:
-            return None
-        return (torch.stack([words for _, words in heads]) != self._words).any()
+        self._compared = mine, others = self._mine, self._others
+        return (torch.stack([header for _, header in others]) != mine).any() if others else None
 
     def error(self) -> Exception | None:
         """Return an error that says what differs in the headers of the last `compare`; None if nothing does."""
-        mine, heads = self._compared
-        for worker, words in heads:
-            theirs = words.tolist()
-            if theirs != mine:
-                return self._error(worker, theirs, mine)
+        mine, others = self._compared
+        for worker, header in others:
+            if not torch.equal(header, mine):
+                return self._error(worker, header.tolist(), mine.tolist())
         return None
 
-    def _error(self, worker: int, theirs: list[int], mine: list[int]) -> Exception:
+    def _error(self, worker: int, theirs: Sequence[float], mine: Sequence[float]) -> Exception:
         me = self.rounds.workers[0]
-        if theirs[_CHANNEL] != mine[_CHANNEL]:
+        (their_channel, their_step, their_list, their_lr), (channel, step, listed, lr) = theirs, mine
+        if their_channel != channel:
             return RuntimeError(
-                f"worker {worker} and worker {me} exchanged the parameters of different optimizers at step "
-                f"{mine[_STEP]}. Prepare and step several optimizers in the same order on all workers."
+                f"worker {worker} and worker {me} exchanged the parameters of different optimizers at step {step:.0f}. "
+                f"Prepare and step several optimizers in the same order on all workers."
             )
-        if theirs[_STEP] != mine[_STEP]:
+        if their_step != step:
             return RuntimeError(
-                f"worker {worker} is at step {theirs[_STEP]} and worker {me} at step {mine[_STEP]}, but their "
-                f"parameters were exchanged. All workers must take every optimizer step, and continue from the same "
-                f"checkpoint."
+                f"worker {worker} is at step {their_step:.0f} and worker {me} at step {step:.0f}, but their parameters "
+                f"were exchanged. All workers must take every optimizer step, and continue from the same checkpoint."
             )
-        if theirs[_LIST] != mine[_LIST]:
+        if their_list != listed:
             story = self._story()
             if story:
-                changed = f"worker {me} {story}, before step {mine[_STEP]} and not as worker {worker}"
+                changed = f"worker {me} {story}, before step {step:.0f} and not as worker {worker}"
             else:
-                changed = f"worker {worker} changed what it trains, before step {mine[_STEP]} and not as worker {me}"
+                changed = f"worker {worker} changed what it trains, before step {step:.0f} and not as worker {me}"
             return RuntimeError(f"{changed}. {CHANGE_ON_ALL}")
         return ValueError(
-            f"all workers must have the same learning rate; at step {mine[_STEP]} worker {worker} has "
-            f"{_number(theirs[_LR])!r} and worker {me} has {_number(mine[_LR])!r}. Step schedulers alike on all "
-            f"workers; one that follows a metric needs the same metric everywhere, such as one measured in "
-            f"`deployed_model` or `accelerator.reduce(loss, 'mean')`."
+            f"all workers must have the same learning rate; at step {step:.0f} worker {worker} has {their_lr!r} and "
+            f"worker {me} has {lr!r}. Step schedulers alike on all workers; one that follows a metric needs the same "
+            f"metric everywhere, such as one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`."
         )
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a number, as an integer.
-
-    >>> _number(_bits(0.1))
-    0.1
-    """
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsgdac_accel.devices import event, pinned
@@ -36,17 +38,10 @@ class HostCopy:
             self._arrived.synchronize()
         return self._values
 
-    def is_set(self) -> bool:
-        """Return whether the single value is not 0; waits like `read`."""
-        return bool(self.read())
 
-
-def write_(words: Tensor, *values: float) -> Tensor:
-    """Write one number into each element of `words`, from the first one on, and return it.
-
-    A tensor that is made of a list and moved to a GPU would let the host wait, and so would `words[place] = value`,
-    which copies a tensor of the host.
-    """
-    for place, value in enumerate(values):
-        words[place].fill_(value)
-    return words
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers as float64, (N,), on a device. Only from pinned memory does CUDA take them without a wait."""
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    if device.type == "cuda":
+        values = pinned(values.shape, values.dtype).copy_(values)
+    return values.to(device, non_blocking=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from dsgdac_accel.core.agreement import Agreement
 from dsgdac_accel.core.headers import CHANGE_ON_ALL
@@ -31,13 +31,13 @@ class ListChanges:
         self.code = self.agreed_code = 0
         """Numbers for the list that is laid out, which neighbors compare, and for the one that they agreed on last."""
         self._layouts = 0
-        self._due = False
+        self._known_to_all = False
         """Whether all processes of a sharded worker know of the change."""
 
     @property
-    def due(self) -> bool:
+    def pending(self) -> bool:
         """Whether this worker is to take over another list, by the last `look`; the same in all of its processes."""
-        return self._due if self.agreement.together else self._differs
+        return self._differs if self.agreement.alone else self._known_to_all
 
     @property
     def _differs(self) -> bool:
@@ -47,7 +47,7 @@ class ListChanges:
         """Note that the present list was laid out."""
         self.code = self.agreed_code = self.next_code()
         self._layouts += 1
-        self._due = False
+        self._known_to_all = False
         self.slots.note()
 
     def next_code(self) -> int:
@@ -57,30 +57,23 @@ class ListChanges:
     # ---- the processes of one worker
 
     def vote(self) -> None:
-        """Tell the other processes of this worker whether something changed, and a number for what is trained.
+        """Tell the other processes of this worker, if there are any, whether something changed, and what is trained.
 
-        The sum of the squares of these numbers shows whether all are equal.
+        All tell one number. The sum of their squares shows whether all are equal.
         """
-        if self.agreement.together:
-            seen = self._differs
-            code = hash((seen, *self.slots.trained())) % _CODES
-            for name, value in (("changed", seen), ("code", code), ("code squared", code * code)):
-                self.agreement.vote(name, float(value))
+        if not self.agreement.alone:  # to list what is trained takes as long as to look for changes
+            code = hash(self.slots.trained()) % (_CODES // 2) * 2 + self._differs
+            self.agreement.vote("list", (code, code * code), self._read)
 
-    def read(self, sums: Mapping[str, float], step: int) -> None:
-        """Take what the processes of this worker have voted.
-
-        Raises:
-            RuntimeError: in all of them, if they changed their parameters in different ways.
-        """
-        if "code" not in sums:
-            return
-        changed, code, squares = (round(sums[name]) for name in ("changed", "code", "code squared"))
-        if code * code != squares * self.agreement.row.size:  # they have a variance
+    def _read(self, sums: list[float], step: int) -> None:
+        """Raise RuntimeError in all processes of this worker if they changed their parameters in different ways."""
+        row = self.group.row
+        total, squares = map(round, sums)
+        if total * total != squares * row.size:  # they have a variance
             what = f"comparing the changed parameters of a worker at step {step}"
-            self._raise(self.agreement.row.group.all_gather_object(self._told(), what), step)
-        self._due = bool(changed)
-        if not changed:
+            self._raise(row.group.all_gather_object(self._told(), what), step)
+        self._known_to_all = bool(total // row.size % 2)
+        if not self._known_to_all:
             self.slots.note()
 
     # ---- all workers
@@ -96,21 +89,18 @@ class ListChanges:
             ValueError: on all processes, if the workers have taken unequally many steps.
             RuntimeError: on all processes, if only some have changed their parameters.
         """
-        everyone = self.group.everyone
+        everyone, row = self.group.everyone, self.group.row
         self.slots.look()
-        trained = self.slots.trained() if self.agreement.together else ()
-        mine = (self._differs, self.agreement.row.rank, self.slots.code() if self._differs else 0)
-        told = everyone.all_gather_object((step, self.group.rank, trained, mine, self._told()), what)
-        if len({their_step for their_step, *_ in told}) > 1:
+        differs = self._known_to_all = self._differs
+        in_column = row.rank, differs, self.slots.code() if differs else 0
+        in_row = self.group.rank, differs, self.slots.trained()
+        told = everyone.all_gather_object((step, in_column, in_row, self._told()), what)
+        steps, columns, rows, stories = zip(*told, strict=True)
+        if len(set(steps)) > 1:
             everyone.require_equal(step, "number of optimizer steps")
-        changed = {seen for _, _, _, (seen, _, _), _ in told}
-        codes = {(column, code) for _, _, _, (_, column, code), _ in told}
-        rows = {(worker, trained) for _, worker, trained, *_ in told}
-        alike = len(changed) == 1 and len(codes) == self.agreement.row.size and len(rows) == self.group.size
-        if not alike:
-            self._raise([story for *_, story in told], step)
-        self._due = self._differs and self.agreement.together
-        if not self._due:
+        if len(set(columns)) > row.size or len(set(rows)) > self.group.size:
+            self._raise(stories, step)
+        if not differs:
             self.slots.note()
 
     def _told(self) -> str | None:

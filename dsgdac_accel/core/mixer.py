@@ -21,7 +21,7 @@ from dsgdac_accel.core.copies import Copies, Use
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.headers import Headers
 from dsgdac_accel.core.list_changes import ListChanges
-from dsgdac_accel.core.nonfinite import ArrivalGuard
+from dsgdac_accel.core.nonfinite import ParameterGuard
 from dsgdac_accel.core.rounds import Rounds
 from dsgdac_accel.core.slots import Slots, SlotSource
 from dsgdac_accel.core.update import Update, form_updates
@@ -85,7 +85,7 @@ class Mixer:
         self.agreement = Agreement(group)
         self.headers = Headers(self.exchange, self.slots.story)
         self.changes = ListChanges(self.slots, group, self.agreement)
-        self.arrivals = ArrivalGuard(group, self.rounds, self.slots, self.copies, self.agreement)
+        self.parameter_guard = ParameterGuard(group, self.rounds, self.slots, self.copies, self.agreement)
         self._sent_before: list[list[Tensor]] | None = None
         """s of a saved run, where a script had edited x since it was sent; for the next exchange."""
         self._was_sent: list[list[int]] | None = None
@@ -129,7 +129,7 @@ class Mixer:
         if not self._looked:
             self.slots.look()
         self._looked = False
-        if self.changes.due:
+        if self.changes.pending:
             self._agree_with_neighbors(lr)
             self._lay_out()
 
@@ -224,7 +224,7 @@ class Mixer:
         self._looked = False
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
-        self.settle()
+        self.agreement.resolve()
         sent = self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED)
         if not sent:
             self.slots.source.read()
@@ -234,41 +234,32 @@ class Mixer:
         if not self._mixes_now:
             self.exchange.waited_seconds = 0.0
         elif self.topology.num_workers > 1:
-            differs = self.headers.compare(self._round)
-            if differs is not None or self.agreement.together:
-                self.agreement.vote("header", 0.0 if differs is None else differs)
+            differs = self.headers.compare()
+            if differs is not None:
+                self.agreement.vote("header", differs, self._raise_for_header)
             self.copies.use = Use.UPDATE
             if self.compressor is None:
                 updates = form_updates(gamma, self._round, self.rounds, self.copies)
             else:
                 updates = self.compressor.form_updates(gamma, self._round)
-        self.arrivals.vote(updates, self._round)
         if sent:  # what a script has written since then is added to what is mixed
             self.slots.source.read()
         self.slots.look()
         self._looked = True
         self.changes.vote()
-        self.arrivals.let_skip(updates, self.agreement.close(self.step))
-        if not self.agreement.late:
-            self.settle()
-        if self.changes.due:
+        self.parameter_guard.vote(updates, self._round)
+        self.agreement.close(self.step)
+        self.parameter_guard.let_skip(updates)
+        if self.changes.pending:
             self._agree_with_neighbors(lr)
         if self.order == "mix_first":
             self._add(updates)
             self._mixed_first = self.step
         return updates
 
-    def settle(self) -> None:
-        """Read what the worker has agreed on in the last step, unless that was read; raises its errors."""
-        found = self.agreement.settle()
-        if found is not None:
-            self._raise_for_header(*found)
-            self.changes.read(*found)
-            self.arrivals.read(*found)
-
-    def _raise_for_header(self, sums: Mapping[str, float], step: int) -> None:
+    def _raise_for_header(self, differs: Sequence[float], step: int) -> None:
         """Raise an error if a neighbor of this worker, in any of its processes, is not in step with it."""
-        if not sums.get("header"):
+        if not any(differs):
             return
         error = self.group.row.first(self.headers.error(), f"comparing the neighbors at step {step}")
         assert error is not None, "a header differs"
@@ -359,7 +350,7 @@ class Mixer:
         if list_code == self.changes.agreed_code:
             return
         if self.group.size > 1:
-            self.settle()
+            self.agreement.resolve()
             first = self._round + (self._mixes_now and self.copies.use is Use.UPDATE)
             received = [[list(map(torch.empty_like, buffers)) for buffers in slots] for slots in self.copies.received]
             for round_ in range(first, first + self.topology.period):
@@ -368,17 +359,17 @@ class Mixer:
                     self.exchange.wait()
                 finally:
                     self.group.let_go(self)
-                differs = self.headers.compare(round_)
+                differs = self.headers.compare()
                 wrong = differs is not None and bool(differs)
                 if self.group.row.any(wrong, "comparing the neighbors of a worker"):
-                    self._raise_for_header({"header": 1.0}, self.step)
+                    self._raise_for_header([1.0], self.step)
         self.slots.equalize_newcomers(self.group)
         self.changes.agreed_code = self.changes.next_code()
 
     def prepare_average(self) -> None:
         """Prepare a measurement, and raise what the last step has found. Collective."""
         self.copies.refuse(Use.UPDATE, Use.RELEASED)
-        self.settle()
+        self.agreement.resolve()
         if self.topology.num_workers > 1:
             self.group.barrier(f"averaging the workers at step {self.step}")
         self.prepare_measurement()
@@ -393,14 +384,14 @@ class Mixer:
             self.restart_exchange()
         self.slots.source.read()
         self.changes.compare(f"averaging the workers at step {self.step}", self.step)
-        if self.changes.due:
+        if self.changes.pending:
             self.slots.equalize_newcomers(self.group)
             self._lay_out()
 
     def release(self) -> None:
         """End the mixing: buffers are freed, and a further step is refused."""
         self.drain()
-        self.settle()
+        self.agreement.resolve()
         self.copies.release()
         if self.compressor is not None:
             self.compressor.release()
@@ -410,7 +401,7 @@ class Mixer:
     def metrics(self) -> dict[str, float]:
         """Return the distance to the neighbors in the latest round, and time and bytes of the latest exchange."""
         return {
-            "neighbor_disagreement": self.arrivals.disagreement,
+            "neighbor_disagreement": self.parameter_guard.disagreement,
             "wait_seconds": self.exchange.waited_seconds,
             "bytes_sent": float(self.exchange.bytes_sent),
         }
@@ -425,11 +416,11 @@ class Mixer:
         """
         self.copies.refuse(Use.UPDATE)
         self.drain()
-        self.settle()
+        self.agreement.resolve()
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,
-            "disagreement": self.arrivals.disagreement,
+            "disagreement": self.parameter_guard.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
             "mixed": self.slots.mixed_places(),
             "was_sent": self._sizes() if self.copies.use is Use.RECEIVED else None,
@@ -453,7 +444,7 @@ class Mixer:
         """Continue at a saved position, like `start_at`."""
         self.rounds.require_workers(state["workers"])
         self.start_at(state["step"])
-        self.arrivals.disagreement = state["disagreement"]
+        self.parameter_guard.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
         self._sent_before, self._was_sent = state.get("sent"), state.get("was_sent")
         self.slots.mix_places(state["mixed"])

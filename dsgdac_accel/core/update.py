@@ -42,15 +42,15 @@ class Update:
     formed_by: int = 0
     """The local worker in whose receive buffer the difference is: of two that only have each other, the first."""
 
-    def norm(self) -> Tensor:
-        """Return the distance of the worker to the mean of its neighbors, shape ().
+    def square(self) -> Tensor:
+        """Return the squared distance of the worker to the mean of its neighbors, shape ().
 
-        ||sum_j W_ij x_j / sum_j W_ij - x_i|| = ||difference|| / ratio_sum
+        ||sum_j W_ij x_j / sum_j W_ij - x_i||^2 = ||difference||^2 / ratio_sum^2
         """
         if not self.squares:  # everything is frozen
             return torch.zeros((), device="cpu")
-        norm = torch.stack(self.squares).sum().sqrt()
-        return norm if self.ratio_sum == 1.0 else norm / self.ratio_sum
+        square = torch.stack(self.squares).sum()
+        return square if self.ratio_sum == 1.0 else square / self.ratio_sum**2
 
 
 def neighbors_update(

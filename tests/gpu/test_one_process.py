@@ -127,7 +127,7 @@ def copy_late(here: Here) -> bool:
         here.sleep(0.1)
         value.fill_(1.0)
         copied = HostCopy(value)
-    return copied.is_set()
+    return bool(copied.read())
 
 
 @on_devices(1)

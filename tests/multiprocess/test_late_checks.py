@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dsgdac_accel import GossipAccelerator, GossipConfig, NonFiniteError, VirtualWorkers
-from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, nonfinite_workers, skips_on_device
+from dsgdac_accel.core.gradients import nonfinite_flag, nonfinite_flags, skips_on_device
 from dsgdac_accel.pytorch import Gossip
 from tests.multiprocess.small_model import FAST, flat, inputs, make_model
 from tests.selection import slow_except
@@ -102,35 +102,35 @@ def test_too_many_nan_gradients_in_a_row_stop_the_run_a_step_later():
 def with_gradients(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
     parameters = []
     for gradient in gradients:
-        parameter = nn.Parameter(torch.zeros(3 if gradient is None else gradient.shape))
+        like = torch.zeros(3) if gradient is None else gradient
+        parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
         parameter.grad = gradient
         parameters.append(parameter)
     return parameters
 
 
 @pytest.mark.parametrize(
-    "gradients",
+    ("gradients", "expected"),
     [
-        [torch.ones(3), torch.zeros(0), None],
-        [torch.full((5000,), 3e38), torch.ones(2)],
-        [torch.ones(4), torch.tensor([1.0, float("nan")])],
-        [torch.tensor(float("-inf"))],
-        [torch.ones(2).to_sparse()],
-        [torch.tensor([[0.0, 0.0], [float("nan"), 1.0]]).to_sparse(1)],
+        ([torch.ones(3), torch.zeros(0), None], 0.0),
+        ([torch.full((5000,), 3e38), torch.ones(2)], 0.0),
+        ([torch.ones(4), torch.tensor([1.0, float("nan")])], 1.0),
+        ([torch.tensor(float("-inf"))], 1.0),
+        ([torch.ones(2), torch.full((5000,), float("inf"), dtype=torch.float64)], 1.0),
+        ([torch.ones(2).to_sparse()], 0.0),
+        ([torch.tensor([[0.0, 0.0], [float("nan"), 1.0]]).to_sparse(1)], 1.0),
+        ([None, torch.zeros(0)], 0.0),
     ],
-    ids=range(6),
+    ids=range(8),
 )
-def test_the_flag_on_the_device_says_what_the_host_would_find(gradients):
-    parameters = with_gradients(*gradients)
-    flag = nonfinite_flag(parameters)
-    assert flag.shape == ()
-    assert float(flag) == len(nonfinite_workers([parameters]))
-    others = [with_gradients(None), with_gradients(torch.ones(2))]
-    assert nonfinite_flags([others[0], parameters, others[1]]).tolist() == [0.0, float(flag), 0.0]
-
-
-def test_without_gradients_there_is_no_flag():
-    assert nonfinite_flag(with_gradients(None, torch.zeros(0))) is None
+def test_a_flag_says_which_worker_has_a_gradient_that_is_not_finite(gradients, expected):
+    by_worker = [with_gradients(None), with_gradients(*gradients), with_gradients(torch.ones(2))]
+    flags = nonfinite_flags(by_worker, torch.device("cpu"))
+    assert flags.tolist() == [0.0, expected, 0.0]
+    assert flags.dtype == torch.float32
+    if not any(gradient is not None and gradient.is_sparse for gradient in gradients):  # as on a GPU
+        on_device = nonfinite_flag([gradient for gradient in gradients if gradient is not None], torch.device("cpu"))
+        assert (on_device.shape, float(on_device)) == ((), expected)
 
 
 def test_what_an_optimizer_cannot_skip_by_itself_is_asked_of_the_host():

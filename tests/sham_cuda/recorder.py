@@ -32,7 +32,7 @@ _READS = {
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_", "index_put_"}
 """Operations that also bring a single number to the device; others take it along with the launch."""
 _UPLOADS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-_HELPERS = ("core/host_copy.py", "distributed/watchdog.py", "wait_for_device")
+_HELPERS = ("core/host_copy.py", "core/agreement.py", "distributed/watchdog.py", "wait_for_device")
 _OURS = ("sham_cuda/recorder.py", "sham_cuda/cuda.py", "/contextlib.py")
 _PAGE = 2**12
 

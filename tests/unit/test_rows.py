@@ -1,7 +1,9 @@
 """What the processes of a worker decide together: a shard that is empty or alone in its fault, and one voice."""
 
+import contextlib
 import logging
 import math
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -17,7 +19,7 @@ from dsgdac_accel.core.agreement import Agreement
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.gradients import clip_worker_grad_norms_
 from dsgdac_accel.core.list_changes import ListChanges
-from dsgdac_accel.core.nonfinite import ArrivalGuard, GradientGuard
+from dsgdac_accel.core.nonfinite import GradientGuard, ParameterGuard
 from dsgdac_accel.core.slots import Slots
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.distributed import process_groups
@@ -159,10 +161,29 @@ def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(de
     assert limits == [timedelta(seconds=seconds)]
 
 
+def code_of(changed, *trained):
+    """The number that stands for a list of parameters, and its square, of one process."""
+    code = hash(trained) % 2**15 * 2 + changed
+    return code, code * code
+
+
+class Listener:
+    """Votes on a number, and keeps what it is told."""
+
+    def __init__(self, agreement):
+        self.agreement, self.heard = agreement, []
+
+    def vote(self, number):
+        return self.agreement.vote("header", [number], self.hear)
+
+    def hear(self, sums, step):
+        self.heard.append((sums, step))
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mixes", [True, False])
 def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_step(mixes, late):
-    ranks = TwoShards(torch.zeros(6))
+    ranks = TwoShards()
     plan = SimpleNamespace(weights={1: 0.5})
     rounds = SimpleNamespace(workers=range(1), local_workers=1, plan=lambda round_: plan)
     group = SimpleNamespace(row=Row(ranks, MESH), device=CPU, rank=0)
@@ -173,33 +194,68 @@ def test_one_collective_holds_all_that_the_processes_of_a_worker_decide_in_a_ste
     agreement = Agreement(group)
     agreement.late = late
     changes = ListChanges(slots, group, agreement)
-    arrivals = ArrivalGuard(group, rounds, slots, SimpleNamespace(), agreement)
+    parameters = ParameterGuard(group, rounds, slots, SimpleNamespace(), agreement)
     guard = GradientGuard(optimizer, slots, rounds, group, agreement, limit=9)
+    listener = Listener(agreement)
     for step, (mine, other) in enumerate([(0.0, 0.0), (math.nan, 0.0), (0.0, 1.0), (0.0, 0.0)]):
         weight.grad.fill_(mine)
         slots.look()
-        code = hash((False, True)) % 2**16
-        shares = {"skip": other, "header": float(step), "square": 16.0 * mixes, "changed": float(step == 3)}
-        ranks.other = torch.tensor([*shares.values(), code, code * code], dtype=torch.float64)
+        ranks.other = torch.tensor([other, step, *code_of(False, True), *[16.0] * mixes], dtype=torch.float64)
         guard.find_nonfinite(step)
-        agreement.vote("header", 0.0)
-        arrivals.vote([Update(1.0, [torch.tensor([3.0])], [torch.tensor(9.0)])] if mixes else [], step)
+        listener.vote(0.0)
         changes.vote()
+        parameters.vote([Update(1.0, [torch.tensor([3.0])], [torch.tensor(9.0)])] if mixes else [], step)
         agreement.close(step)
-        peeked = arrivals.disagreement
-        sums, of_step = agreement.settle()
-        changes.read(sums, of_step)
-        arrivals.read(sums, of_step)
-        assert peeked == arrivals.disagreement == (5.0 if mixes else 0.0)
+        assert len(listener.heard) == step + (not late)
+        before = parameters.disagreement
         assert guard.allows_step() == (mine == other == 0.0)
-        assert (sums["header"], of_step, changes.due) == (step, step, step == 3)
-        assert agreement.settle() is None
+        agreement.resolve()
+        assert before == parameters.disagreement == (5.0 if mixes else 0.0)
+        assert listener.heard[step:] == [([float(step)], step)]
+        assert not changes.pending
         assert len(ranks.seen) == step + 1
     assert guard.skipped == 2
 
 
+def test_a_worker_skips_its_step_on_the_device_if_several_of_its_shards_are_not_finite():
+    group = SimpleNamespace(row=Row(TwoShards(other=1.0), MESH), device=CPU)
+    optimizer = torch.optim.Adam([parameter(torch.full((2,), math.nan))], lr=0.1, fused=True)
+    slots = Slots(lambda: optimizer.param_groups)
+    agreement = Agreement(group)
+    agreement.late = True
+    guard = GradientGuard(optimizer, slots, SimpleNamespace(workers=range(1)), group, agreement, limit=9)
+    guard.find_nonfinite(0)
+    agreement.close(0)
+    assert guard.allows_step()
+    assert optimizer.found_inf == 1.0, "torch skips at 1, not at the number of shards"
+    optimizer.step()
+    guard.put_back()
+    assert not optimizer.param_groups[0]["params"][0].any()
+
+
+@pytest.mark.parametrize("others_change", [True, False])
+def test_processes_of_a_worker_that_changed_alike_go_on_together(others_change):
+    ranks = TwoShards()
+    ranks.all_gather_object = lambda value, what: [value, "rank 1 froze weight"]
+    everyone = SimpleNamespace(members=SimpleNamespace(me="rank 0"))
+    group = SimpleNamespace(row=Row(ranks, MESH), device=CPU, everyone=everyone, report=lambda message: None)
+    optimizer = torch.optim.SGD([parameter(torch.zeros(2))])
+    slots = Slots(lambda: optimizer.param_groups)
+    slots.select(CPU)
+    optimizer.add_param_group({"params": [parameter(torch.zeros(3))]})
+    slots.look()
+    agreement = Agreement(group)
+    changes = ListChanges(slots, group, agreement)
+    ranks.other = torch.tensor(code_of(others_change, True, True), dtype=torch.float64)
+    changes.vote()
+    assert not changes.pending
+    with contextlib.nullcontext() if others_change else pytest.raises(RuntimeError, match="rank 1 froze weight"):
+        agreement.close(4)
+    assert changes.pending == others_change
+
+
 def test_processes_of_a_worker_that_train_other_parameters_end_by_the_name_of_what_changed():
-    ranks = TwoShards((0, 1, "rank 1 froze weight"))
+    ranks = TwoShards()
     ranks.all_gather_object = lambda value, what: [value, "rank 1 froze weight"]
     everyone = SimpleNamespace(members=SimpleNamespace(me="rank 0"))
     group = SimpleNamespace(row=Row(ranks, MESH), device=CPU, everyone=everyone, report=lambda message: None)
@@ -208,9 +264,57 @@ def test_processes_of_a_worker_that_train_other_parameters_end_by_the_name_of_wh
     slots.note()
     agreement = Agreement(group)
     changes = ListChanges(slots, group, agreement)
-    other = hash((False, False)) % 2**16
-    ranks.other = torch.tensor([0.0, other, other * other], dtype=torch.float64)
+    ranks.other = torch.tensor(code_of(False, False), dtype=torch.float64)
     changes.vote()
-    agreement.close(4)
     with pytest.raises(RuntimeError, match=r"^rank 1 froze weight, before step 4 and not on all processes alike"):
-        changes.read(*agreement.settle())
+        agreement.close(4)
+
+
+# ---- a worker of one process
+
+
+def test_votes_of_a_step_that_did_not_end_are_replaced_and_forgotten_ones_are_not_read():
+    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
+    agreement.late = True
+    listener = Listener(agreement)
+    listener.vote(1.0)
+    listener.vote(2.0)
+    agreement.close(3)
+    assert listener.heard == []
+    agreement.resolve()
+    agreement.resolve()
+    assert listener.heard == [([2.0], 3)]
+    listener.vote(4.0)
+    agreement.close(4)
+    listener.vote(5.0)
+    agreement.forget()
+    agreement.resolve()
+    agreement.close(5)
+    agreement.resolve()
+    assert len(listener.heard) == 1
+
+
+def test_a_vote_of_one_process_travels_at_once_and_may_be_resolved_before_the_others():
+    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
+    agreement.late = True
+    first, second = Listener(agreement), Listener(agreement)
+    vote = first.vote(1.0)
+    assert vote.read() == [1.0]
+    agreement.vote("another", torch.tensor([[2.0, 3.0]]), second.hear)
+    agreement.close(7)
+    vote.resolve()
+    assert (first.heard, second.heard) == ([([1.0], 7)], [])
+    agreement.resolve()
+    assert (first.heard, second.heard) == ([([1.0], 7)], [([2.0, 3.0], 7)])
+
+
+def test_whoever_has_voted_ends_with_its_last_reference():
+    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
+    agreement.late = True
+    listener = Listener(agreement)
+    listener.vote(1.0)
+    agreement.close(0)
+    kept = weakref.ref(listener)
+    del listener
+    assert kept() is None
+    agreement.resolve()
