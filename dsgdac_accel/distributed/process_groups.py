@@ -38,8 +38,6 @@ class ProcessGroups:
         self.checked = False
         """Whether torch checks before each collective that all workers have made equally many calls, as with
         `TORCH_DISTRIBUTED_DEBUG=DETAIL`. On gloo it also counts messages, whose numbers differ between workers."""
-        self.connected: set[tuple[int, int]] = set()
-        """Pairs (from, to) of ranks that have exchanged a message, where that connects them."""
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
     @property

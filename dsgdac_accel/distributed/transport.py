@@ -79,14 +79,14 @@ class Gloo:
         return post()
 
     def send_and_receive(
-        self, receives: Sequence[Message], sends: Sequence[Message], handle: Any, busiest: Callable[[], int]
+        self, handle: Any, receives: Sequence[Message], sends: Sequence[Message], busiest: Callable[[], int]
     ) -> Works:
         """Post messages in a process group.
 
         Args:
+            handle: the group.
             receives: from each process in the order in which it sends them.
             sends: to each process in that order.
-            handle: the group.
             busiest: returns the number of messages of the process that has the most of them, the same on all.
         """
         # Receives first: posted the other way round, 40 MB waited 147 ms.
@@ -185,7 +185,7 @@ class Nccl:
         return [(work, peer) for work in self.watchdog.post(lambda: [work for work, _ in post()], what, peer)]
 
     def send_and_receive(
-        self, receives: Sequence[Message], sends: Sequence[Message], handle: Any, busiest: Callable[[], int]
+        self, handle: Any, receives: Sequence[Message], sends: Sequence[Message], busiest: Callable[[], int]
     ) -> Works:
         """Unbatched messages would make a communicator for each pair."""
         operations = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
