@@ -45,7 +45,7 @@ class Exchange:
         self._only_peer: int | None = None
         self._transport = group.process_groups.transport
         self._stopwatch = self._transport.stopwatch()
-        if self._transport.connects_late:
+        if not self._transport.host_waits:
             group.barrier("connecting the neighbors")
         group.guarded(lambda: self._transport.within(group.timeout, self._connect), "connecting the neighbors")
 
@@ -54,7 +54,7 @@ class Exchange:
         rounds, groups, transport = self.rounds, self.group.process_groups, self._transport
         for workers in itertools.chain.from_iterable(rounds.all_reduces):
             groups.subgroup(rounds.processes(workers))
-        if not transport.connects_late:
+        if transport.host_waits:
             return
         one = [torch.zeros(1, device=self.group.device)]
         incoming = [[list(map(torch.zeros_like, one)) for _ in range(count)] for count in rounds.slots]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -48,13 +47,12 @@ class FailureDetector:
     Args:
         members: all workers; only read here.
         timeout: seconds after which a silent worker counts as lost.
-        ranks: as in `FailureReports`.
     """
 
-    def __init__(self, members: Members, timeout: float, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, members: Members, timeout: float) -> None:
         self.members = members
         self.timeout = timeout
-        self.reports = FailureReports(members.rank, members.size, ranks)
+        self.reports = FailureReports(members)
 
     def failure_in(self, error: RuntimeError, what: str, step: int, peer: int | None = None) -> Failure | None:
         """The failure that an error shows; None if it is not the transport's, or blames this very process.

@@ -8,9 +8,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from dsgdac_accel.distributed.members import Members
 
 T = TypeVar("T")
 
@@ -25,15 +27,12 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class FailureReports:
-    """Writes the report of worker `me` (its rank), and reads those of the other workers.
+    """Writes the report of this worker, and reads those of the other workers."""
 
-    `ranks` has the launched rank of each worker, which is another number where a worker is several processes.
-    """
-
-    def __init__(self, me: int, workers: int = 1, ranks: Sequence[int] | None = None) -> None:
-        self.me = me
-        self.ranks = range(workers) if ranks is None else ranks
-        self.processes: list[tuple[str, int]] = [("", 0)] * workers
+    def __init__(self, members: Members) -> None:
+        self.me = members.rank
+        self.ranks = members.launched
+        self.processes: list[tuple[str, int]] = [("", 0)] * members.size
         """Machine and process id of each worker, by rank; unknown until all are connected."""
         self.store: Any = None
         """The rendezvous store; None in a run of one process."""

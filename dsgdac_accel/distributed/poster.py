@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -11,9 +12,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dsgdac_accel.distributed.fork_lock import no_fork
-
 T = TypeVar("T")
+
+no_fork = threading.Lock()
+"""Held by a thread while it owns something that a forked child, such as a process of a DataLoader, could not destroy.
+
+In the child, Python destroys the objects of the other threads, and no destructor may wait for a lock, or for a thread
+that does not exist there. Hold it briefly: forks wait for it.
+"""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 _LAST_SECONDS = 5.0  # for a post that is under way when the interpreter ends
 

@@ -46,10 +46,8 @@ class Gloo:
     """The host waits for messages, and tags tell them apart. All pairs connect when a group is made."""
 
     backend = "gloo"
-    posts_in_thread = True
-    """Whether posting takes so long that a thread should do it."""
-    connects_late = False
-    """Whether two workers connect at their first message."""
+    host_waits = True
+    """Whether the host waits, so that posts belong into a thread. Else two workers connect at their first message."""
 
     def __init__(self) -> None:
         self.watchdog = Watchdog(lambda: lambda: True)
@@ -57,10 +55,7 @@ class Gloo:
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
         """Make a process group. Collective over all workers; each operation in it gives up after `limit`."""
-        try:
-            return dist.new_group(list(ranks), backend="gloo", timeout=limit)
-        except RuntimeError as error:  # one who waits for a worker says "Wait timeout", without a type or a place
-            raise dist.DistBackendError(str(error)) from error
+        return _typed(lambda: dist.new_group(list(ranks), backend="gloo", timeout=limit))
 
     def within(self, seconds: float, connect: Callable[[], T]) -> T:
         """Return `connect()`, which connects workers. Raises DistBackendError if that takes too long."""
@@ -95,10 +90,7 @@ class Gloo:
 
     def wait(self, work: Any, seconds: float) -> None:
         """Let later operations use the received tensors. Raises DistBackendError after `seconds`."""
-        try:
-            work.wait(timedelta(seconds=max(0.001, seconds)))
-        except RuntimeError as error:  # an all-reduce says "Operation timed out!", without a type or a place
-            raise dist.DistBackendError(str(error)) from error
+        _typed(lambda: work.wait(timedelta(seconds=max(0.001, seconds))))
 
     def synchronize(self) -> None:
         """Wait on the host until everything has arrived that `wait` was called for."""
@@ -106,6 +98,14 @@ class Gloo:
     def stopwatch(self) -> HostStopwatch:
         """Return a stopwatch for `wait`."""
         return HostStopwatch()
+
+
+def _typed(call: Callable[[], T]) -> T:
+    """Return `call()`. Raises DistBackendError if gloo fails in it."""
+    try:
+        return call()
+    except RuntimeError as error:  # gloo says "Wait timeout" and "Operation timed out!" without a type or a place
+        raise dist.DistBackendError(str(error)) from error
 
 
 class Nccl:
@@ -118,8 +118,7 @@ class Nccl:
     """
 
     backend = "nccl"
-    posts_in_thread = False
-    connects_late = True
+    host_waits = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.distributed.lines import Line
+from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.transport import nccl_limit
 from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
@@ -46,9 +46,9 @@ class WorkerMesh:
                     f"init_device_mesh."
                 )
         me = dist.get_rank()
-        self.everyone = Line.through(me, [sorted(ranks.flatten().tolist())], "rank")
-        self.column = Line.through(me, self.columns, "worker")
-        self.row = Line.through(me, self.rows, "rank")
+        self.everyone = Members.in_line(me, [sorted(ranks.flatten().tolist())], "rank")
+        self.column = Members.in_line(me, self.columns, "worker")
+        self.row = Members.in_line(me, self.rows, "rank")
         self._whole: dict[tuple, bool] = {}
 
     def limit(self, timeout: float) -> None:
@@ -63,11 +63,11 @@ class WorkerMesh:
     def is_sharded(self, parameter: Any) -> bool:
         """Return whether a parameter is sharded over all processes of the worker, each of its elements once."""
         if not is_sharded(parameter):
-            return len(self.row.ranks) == 1
+            return len(self.row.launched) == 1
         mesh, placements = parameter.device_mesh, parameter.placements
         if (mesh, placements) not in self._whole:
-            copied = len(self.row.ranks) > 1 and any(placement.is_replicate() for placement in placements)
-            self._whole[mesh, placements] = not copied and sorted(mesh.mesh.flatten().tolist()) == self.row.ranks
+            copied = len(self.row.launched) > 1 and any(placement.is_replicate() for placement in placements)
+            self._whole[mesh, placements] = not copied and sorted(mesh.mesh.flatten().tolist()) == self.row.launched
         return self._whole[mesh, placements]
 
     def require_sharded(self, parameter: Tensor, name: str) -> None:
@@ -77,7 +77,7 @@ class WorkerMesh:
         """
         if self.is_sharded(parameter):
             return
-        own = self.row.ranks
+        own = self.row.launched
         if not is_sharded(parameter):
             raise ValueError(
                 f"{name} is trained but not sharded, so the processes of a worker would train it apart. Call "

@@ -153,7 +153,7 @@ def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(de
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     transport = SimpleNamespace(backend=backend)
     monkeypatch.setattr(process_groups, "transport_for", lambda device, distributed: transport)
-    groups = process_groups.ProcessGroups(torch.device(device), 30)
+    groups = process_groups.ProcessGroups(torch.device(device), 30, Members(0, 2))
     groups.world = object()
     groups.limit_default_group()
     assert limits == [timedelta(seconds=seconds)]
