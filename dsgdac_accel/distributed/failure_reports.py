@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.poster import run_within
 
 T = TypeVar("T")
 
@@ -96,17 +95,12 @@ class FailureReports:
 
     def _ask(self, ask: Callable[[Any], T], seconds: float) -> T | None:
         """Ask the store. Return None if it does not answer in time: its process may be gone."""
-        answers: list[T] = []
-
-        def attempt() -> None:
-            with contextlib.suppress(Exception):
-                answers.append(ask(self.store))
-
-        if self.store is not None:
-            thread = threading.Thread(target=attempt, daemon=True)
-            thread.start()
-            thread.join(seconds)
-        return answers[0] if answers else None
+        if self.store is None:
+            return None
+        try:
+            return run_within(seconds, lambda: ask(self.store))
+        except Exception:
+            return None
 
 
 def _read(store: Any, key: str) -> str | None:

@@ -88,6 +88,8 @@ class WorkerGroup:
         self.members = members or Members(dist.get_rank() if launched else 0, processes)
         self.row = Row()
         self._everyone: WorkerGroup | None = None
+        self._beside: tuple[WorkerGroup, ...] = ()
+        """All processes and the row of this one, where a worker is several processes."""
         self.process_groups = ProcessGroups(device, timeout, self.members)
         self.detector = FailureDetector(self.members, timeout)
         self._steps_taken = 0
@@ -140,16 +142,16 @@ class WorkerGroup:
     @steps_taken.setter
     def steps_taken(self, steps: int) -> None:
         self._steps_taken = steps
-        for other in (self._everyone, self.row.group):
-            if other is not None:
-                other.steps_taken = steps
+        for other in self._beside:
+            other.steps_taken = steps
 
     @classmethod
     def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
         """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
         everyone = cls(device, timeout, mesh.everyone, exchanges=False)
         column = cls(device, timeout, mesh.column)
-        column.row, column._everyone = Row(cls(device, timeout, mesh.row), mesh), everyone
+        row = cls(device, timeout, mesh.row)
+        column.row, column._everyone, column._beside = Row(row, mesh), everyone, (everyone, row)
         everyone._registered = column._registered  # it may connect beside an exchange of the column
         mesh.limit(timeout)
         return column
@@ -195,9 +197,8 @@ class WorkerGroup:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
         self.process_groups.transport.watchdog.stop()
-        self.row.close()
-        if self._everyone is not None:
-            self._everyone.close()
+        for other in self._beside:
+            other.close()
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""

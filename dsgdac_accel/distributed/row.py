@@ -78,8 +78,3 @@ class Row:
     def is_own(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to this process, and is not gathered by FSDP for a while."""
         return self.mesh is None or self.mesh.is_sharded(parameter)
-
-    def close(self) -> None:
-        """Refuse further use."""
-        if self.group is not None:
-            self.group.close()

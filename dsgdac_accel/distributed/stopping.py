@@ -62,14 +62,12 @@ class StopOnSignals:
     @contextmanager
     def listening(self, signals: Iterable[int] | None = STOP_SIGNALS) -> Iterator[None]:
         """Inside, a signal to any one worker, or `request` on it, makes `should_stop` True on all of them, after the
-        same step. Collective. With None for `signals` it works in any thread, and no handler changes.
+        same step. Collective.
 
-        Existing handlers are suspended inside the context and restored on exit. They stay suspended after SystemExit at
-        an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
-        themselves. The third signal of a kind takes effect at once.
+        Signals are noted by a `SignalReceiver`. Its handlers stay after SystemExit at an agreed stop: launchers signal
+        the other workers as soon as the first one has ended, and those should end by themselves.
 
-        Raises ValueError or TypeError outside of the main thread or for signals that cannot be caught, and RuntimeError
-        inside another such context.
+        Raises like `SignalReceiver`, and RuntimeError inside another such context.
         """
         if self._agreement is not None:
             raise RuntimeError(

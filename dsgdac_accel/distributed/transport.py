@@ -235,10 +235,8 @@ def transport_for(device: torch.device, distributed: bool) -> Transport:
 class HostStopwatch:
     """Measures how long the host waits."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """Duration of the latest wait that is known."""
-        self._began = 0.0
+    seconds = 0.0
+    """Duration of the latest wait that is known."""
 
     def start(self) -> None:
         """Begin to wait."""

@@ -38,8 +38,8 @@ class WorkerMesh:
         ranks = mesh.mesh if mesh.mesh_dim_names == (GOSSIP, SHARDS) else mesh.mesh.T  # [worker, shard]
         self.rows: list[list[int]] = ranks.tolist()
         """The launched ranks of each worker."""
-        self.columns: list[list[int]] = ranks.T.tolist()
-        for line in [*self.rows, *self.columns]:
+        columns: list[list[int]] = ranks.T.tolist()
+        for line in [*self.rows, *columns]:
             if line != sorted(line):  # torch's groups have ascending ranks, and FSDP2 places shards in that order
                 raise ValueError(
                     f"the ranks of device_mesh must ascend along each dimension; got {line}. Make the mesh by "
@@ -47,7 +47,7 @@ class WorkerMesh:
                 )
         me = dist.get_rank()
         self.everyone = Members.in_line(me, [sorted(ranks.flatten().tolist())], "rank")
-        self.column = Members.in_line(me, self.columns, "worker")
+        self.column = Members.in_line(me, columns, "worker")
         self.row = Members.in_line(me, self.rows, "rank")
         self._whole: dict[tuple, bool] = {}
 
