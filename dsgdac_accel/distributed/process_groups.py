@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dsgdac_accel.distributed.members import Members
-from dsgdac_accel.distributed.transport import Gloo, Transport, nccl_limit, transport_for
+from dsgdac_accel.distributed.transport import Gloo, Transport, limit_group, transport_for
 
 
 class ProcessGroups:
@@ -81,11 +81,6 @@ class ProcessGroups:
         return self._subgroups[ranks]
 
     def limit_default_group(self) -> None:
-        """Make collectives on the default process group, such as Accelerate's, give up after `timeout` too.
-
-        With NCCL later than the library's own waits: its watchdog would abort the process before they name the lost
-        worker, since an exchange that waits may have begun before, and its wait ends some seconds after `timeout`.
-        """
+        """Let collectives on the default process group, such as Accelerate's, give up after `timeout` too."""
         if self.world is not None:
-            limit = self._limit if self.transport.backend == "gloo" else nccl_limit(self._limit)
-            dist.distributed_c10d._set_pg_timeout(limit, self.world)
+            limit_group(self.world, self.transport.backend, self._limit)

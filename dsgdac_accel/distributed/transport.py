@@ -1,8 +1,4 @@
-"""The two transports, gloo and NCCL: how groups are made, how messages are posted, and who waits for them.
-
-With gloo the host waits, at most for the timeout. With NCCL only the device waits: calls return at once, the host hangs
-later, wherever it needs a result, and only the first message between two workers blocks it.
-"""
+"""The two transports, gloo and NCCL: how groups are made, how messages are posted, and who waits for them."""
 
 from __future__ import annotations
 
@@ -31,6 +27,14 @@ _GLOO_BYTES = 64 * 2**20  # few large messages: measured fastest on gloo
 _NCCL_OPERATIONS = 128  # 256 of them in a group were planned differently on different ranks, and hung (pytorch#174288)
 _NCCL_CTAS = 8  # an exchange that waits for its peer keeps them from computing
 _NCCL_LATER = timedelta(seconds=60)
+
+
+def limit_group(handle: Any, backend: str, limit: timedelta) -> None:
+    """Let collectives on a process group of others, such as Accelerate's or FSDP2's, give up after `limit`.
+
+    On NCCL that is later than the library's own waits, which name the lost worker.
+    """
+    dist.distributed_c10d._set_pg_timeout(limit if backend == "gloo" else nccl_limit(limit), handle)
 
 
 def nccl_limit(limit: timedelta) -> timedelta:
@@ -111,7 +115,8 @@ def _typed(call: Callable[[], T]) -> T:
 class Nccl:
     """The device waits for messages, in the order of the calls; tags are ignored. Methods as in `Gloo`.
 
-    Calls belong to the current stream, so they are made in the caller's thread.
+    Calls return at once, and the host hangs later, wherever it needs a result; only the first message between two
+    workers blocks it. Calls belong to the current stream, so they are made in the caller's thread.
 
     Args:
         device: of the parameters, with an index.

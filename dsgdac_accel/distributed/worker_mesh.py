@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dsgdac_accel.devices import BACKENDS
 from dsgdac_accel.distributed.members import Members
-from dsgdac_accel.distributed.transport import nccl_limit
+from dsgdac_accel.distributed.transport import limit_group
 from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
 if TYPE_CHECKING:
@@ -52,13 +53,9 @@ class WorkerMesh:
         self._whole: dict[tuple, bool] = {}
 
     def limit(self, timeout: float) -> None:
-        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour.
-
-        With NCCL that is later than the library's own waits, which name the lost process.
-        """
-        limit = timedelta(seconds=timeout)
-        limit = nccl_limit(limit) if self.device_mesh.device_type == "cuda" else limit
-        dist.distributed_c10d._set_pg_timeout(limit, self.device_mesh[SHARDS].get_group())
+        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour."""
+        backend = BACKENDS[self.device_mesh.device_type]
+        limit_group(self.device_mesh[SHARDS].get_group(), backend, timedelta(seconds=timeout))
 
     def is_sharded(self, parameter: Any) -> bool:
         """Return whether a parameter is sharded over all processes of the worker, each of its elements once."""
@@ -113,5 +110,5 @@ def _refuse(mesh: Any) -> None:
         raise ValueError(
             f"device_mesh has {mesh.mesh.numel()} processes, but {dist.get_world_size()} were launched. Make it of all."
         )
-    if mesh.device_type != "cpu" and mesh.device_type != "cuda":
+    if mesh.device_type not in BACKENDS:
         raise ValueError(f"device_mesh must be of 'cpu' or 'cuda'; got {mesh.device_type!r}.")
