@@ -69,8 +69,7 @@ class ProcessGroups:
         if self._checked:
             dist.barrier(group=self.control)  # torch finds out by itself who is missing; a monitored one has messages
         else:
-            limit = timedelta(seconds=seconds)
-            dist.monitored_barrier(group=self.control, timeout=limit, wait_all_ranks=True)
+            dist.monitored_barrier(group=self.control, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         """Return the group of the members with these ranks. Collective over ALL workers at the first call for them."""

@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -139,7 +139,9 @@ class StopAgreement:
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if group.size > 1:
-            self._store = _own_client(dist.distributed_c10d._get_default_store())
+            self._store: Any = dist.distributed_c10d._get_default_store()
+            with suppress(AttributeError, NotImplementedError, RuntimeError):
+                self._store = self._store.clone()  # a connection of its own, since others may wait in theirs
             self._thread = threading.Thread(target=self._listen, name="dsgdac-signals", daemon=True)
             self._thread.start()
 
@@ -234,11 +236,3 @@ class StopAgreement:
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False
             self._news.notify_all()
-
-
-def _own_client(store: Any) -> Any:
-    """The same store by a connection of its own, since others may wait in theirs."""
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store
