@@ -139,9 +139,10 @@ class StopAgreement:
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if group.size > 1:
-            self._store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store
             with suppress(AttributeError, NotImplementedError, RuntimeError):
-                self._store = self._store.clone()  # a connection of its own, since others may wait in theirs
+                self._store = store.clone()  # a connection of its own, since others may wait in theirs
             self._thread = threading.Thread(target=self._listen, name="dsgdac-signals", daemon=True)
             self._thread.start()
 
