@@ -179,7 +179,7 @@ def _count_workers(accelerator: Any, group: WorkerGroup) -> Finding:
     count = group.size * local_workers
     if count == 1:
         return Finding("warning", "workers", f"1, on {accelerator.device}: no other worker to mix with", HOW_TO_LAUNCH)
-    backend = f", {group.process_groups.backend}" if group.size > 1 else ""
+    backend = f", {group.process_groups.transport.backend}" if group.size > 1 else ""
     return Finding("ok", "workers", f"{count} ({group.size} processes x {local_workers}), {group.device.type}{backend}")
 
 

@@ -43,7 +43,7 @@ from dsgdac_accel.core.parameters import as_parameter_list
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.processes import by_worker
+from dsgdac_accel.distributed.processes import Processes
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
 from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
 
@@ -81,7 +81,7 @@ class AcceleratorCheckpoints:
         self.workers_per_process = workers_per_process
         self.mesh = {} if group.row.mesh is None else {"dp_shard": group.row.size}
         """Size of the dimension of the device mesh inside a worker, by its name."""
-        self.everyone = by_worker(group)
+        self.everyone = Processes(group)
         self._writer = CheckpointWriter(self.everyone, self.mesh)
 
     @property

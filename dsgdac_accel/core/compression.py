@@ -24,7 +24,7 @@ from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
-from dsgdac_accel.core.messages import Outgoing
+from dsgdac_accel.core.rounds import Outgoing
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.topology import RoundPlan, Topology

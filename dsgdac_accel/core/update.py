@@ -172,7 +172,7 @@ def _neighbors(local: int, plan: RoundPlan, rounds: Rounds, copies: Copies) -> d
 def _updates_in_group(gamma: float, group: Sequence[int], rounds: Rounds, copies: Copies) -> dict[int, Update]:
     here = rounds.local(group)
     own = [copies.sent[local].buffers for local in here]
-    total = copies.received[here[0]][0]  # `GroupAllReduce` has summed a group that spans processes
+    total = copies.received[here[0]][0]  # `Exchange` has summed a group that spans processes
     if not rounds.elsewhere(group):
         for target, first, *others in zip(total, *own, strict=True):
             target.copy_(first)

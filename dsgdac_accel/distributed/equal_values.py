@@ -61,22 +61,14 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
 
 def _refusal(everyone: Sequence[tuple[list[tuple], list, str | None]], members: Members) -> str | None:
     """Return why the tensors of the workers, given their layouts, digests and problems, cannot be compared."""
-    first_layouts = everyone[0][0]
     for worker, (_, _, found) in enumerate(everyone):
         if found:
             return f"{members.named([worker])}: {found}"
-    for worker, (other_layouts, _, _) in enumerate(everyone):
-        if other_layouts != first_layouts:
-            names = members.named([0]), members.named([worker])
-            return _other_layout(first_layouts, other_layouts, *names)
+    for worker, (layouts, _, _) in enumerate(everyone):
+        for one, another in zip_longest(everyone[0][0], layouts, fillvalue="no more tensors"):
+            if one != another:
+                return (
+                    f"all workers must have the same model (names, shapes, dtypes, devices); {members.named([0])} has "
+                    f"{one} and {members.named([worker])} has {another}. Build the same model on all workers."
+                )
     return None
-
-
-def _other_layout(first: list[tuple], other: list[tuple], first_worker: str, worker: str) -> str:
-    """Return the message that names the first tensor in which two models differ."""
-    pairs = zip_longest(first, other, fillvalue="no more tensors")
-    one, another = next((mine, its) for mine, its in pairs if mine != its)
-    return (
-        f"all workers must have the same model (names, shapes, dtypes, devices); {first_worker} has {one} and "
-        f"{worker} has {another}. Build the same model on all workers."
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -48,13 +47,12 @@ class FailureDetector:
     Args:
         members: all workers; only read here.
         timeout: seconds after which a silent worker counts as lost.
-        ranks: as in `FailureReports`.
     """
 
-    def __init__(self, members: Members, timeout: float, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, members: Members, timeout: float) -> None:
         self.members = members
         self.timeout = timeout
-        self.reports = FailureReports(members.rank, members.size, ranks)
+        self.reports = FailureReports(members)
 
     def failure_in(self, error: RuntimeError, what: str, step: int, peer: int | None = None) -> Failure | None:
         """The failure that an error shows; None if it is not the transport's, or blames this very process.
@@ -80,8 +78,14 @@ class FailureDetector:
         if silent_only and not blamed:  # the others may just not have noticed the loss yet
             one_of, do = ("one of ", "do") if len(silent_only) > 1 else ("", "does")
             who = f"{one_of}{self.members.named(silent_only)}, which {do} not answer,"
-        me, seen = self.members.me, f"{who} {happened} in {failure.what}"
-        news = self._other_reports(failure, f"{seen}, as {me} saw it")
+        me, seen, peer = self.members.me, f"{who} {happened} in {failure.what}", failure.peer
+        mine = f"{seen}, as {me} saw it"
+        first = self.reports.write(mine)
+        news = "" if first == mine else f" First report of this run: {first}."
+        if peer is not None and not first.endswith(f"as {self.members.named([peer])} saw it"):
+            # The peer may itself have waited in vain for another worker, which is then to blame.
+            reported = self.reports.of(peer)
+            news += f" {self.members.named([peer]).capitalize()} reports: {reported}." if reported else ""
         return WorkerLostError(f"{me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
@@ -95,17 +99,6 @@ class FailureDetector:
             return [], []
         gone, silent = self.reports.missing()
         return (sorted(gone + silent), []) if failure.is_silence else (gone, silent)
-
-    def _other_reports(self, failure: Failure, mine: str) -> str:
-        """Write this worker's report, and quote those of others that say more."""
-        first = self.reports.write(mine)
-        news = "" if first == mine else f" First report of this run: {first}."
-        peer = failure.peer
-        if peer is not None and not first.endswith(f"as {self.members.named([peer])} saw it"):
-            # The peer may itself have waited in vain for another worker, which is then to blame.
-            reported = self.reports.of(peer)
-            news += f" {self.members.named([peer]).capitalize()} reports: {reported}." if reported else ""
-        return news
 
 
 def _advice(failure: Failure, silent: bool) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.poster import run_within
 
 T = TypeVar("T")
 
@@ -25,15 +26,12 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class FailureReports:
-    """Writes the report of worker `me` (its rank), and reads those of the other workers.
+    """Writes the report of this worker, and reads those of the other workers."""
 
-    `ranks` has the launched rank of each worker, which is another number where a worker is several processes.
-    """
-
-    def __init__(self, me: int, workers: int = 1, ranks: Sequence[int] | None = None) -> None:
-        self.me = me
-        self.ranks = range(workers) if ranks is None else ranks
-        self.processes: list[tuple[str, int]] = [("", 0)] * workers
+    def __init__(self, members: Members) -> None:
+        self.me = members.rank
+        self.ranks = members.launched
+        self.processes: list[tuple[str, int]] = [("", 0)] * members.size
         """Machine and process id of each worker, by rank; unknown until all are connected."""
         self.store: Any = None
         """The rendezvous store; None in a run of one process."""
@@ -97,17 +95,12 @@ class FailureReports:
 
     def _ask(self, ask: Callable[[Any], T], seconds: float) -> T | None:
         """Ask the store. Return None if it does not answer in time: its process may be gone."""
-        answers: list[T] = []
-
-        def attempt() -> None:
-            with contextlib.suppress(Exception):
-                answers.append(ask(self.store))
-
-        if self.store is not None:
-            thread = threading.Thread(target=attempt, daemon=True)
-            thread.start()
-            thread.join(seconds)
-        return answers[0] if answers else None
+        if self.store is None:
+            return None
+        try:
+            return run_within(seconds, lambda: ask(self.store))
+        except Exception:
+            return None
 
 
 def _read(store: Any, key: str) -> str | None:

@@ -19,7 +19,6 @@ from dsgdac_accel.devices import Placement, identity_of, indexed, is_on, mistake
 from dsgdac_accel.distributed.failure_detection import FailureDetector
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
-from dsgdac_accel.distributed.lines import Line
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
@@ -65,7 +64,7 @@ class WorkerGroup:
         device: where the parameters live; decides the backend (gloo on CPU, NCCL on CUDA). A single process may use
             another accelerator, see `devices`.
         timeout: seconds (> 0) after which a silent worker counts as lost.
-        line: which processes of the run belong to the group; by default all of them.
+        members: the processes of the group; by default all of the run.
         exchanges: whether the members exchange parameters. Others connect their GPUs at their first reduction, if there
             is one: a communicator takes memory of the GPU.
 
@@ -76,25 +75,30 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, device: torch.device, timeout: float = 600.0, line: Line | None = None, exchanges: bool = True
+        self, device: torch.device, timeout: float = 600.0, members: Members | None = None, exchanges: bool = True
     ) -> None:
-        launched = dist.is_available() and dist.is_initialized()
-        if not launched:
-            _refuse_several_processes()
-        members = Members(dist.get_rank(), dist.get_world_size()) if launched else Members(0, 1)
-        processes = members.size
+        launched = dist.is_initialized()
+        count, variable = launched_processes()
+        if not launched and count > 1:
+            first = "" if variable == "WORLD_SIZE" else f"{how_to_join(variable)} "
+            raise ValueError(
+                f"{count} processes were launched ({variable}), but they do not know of each other. {first}Call "
+                f"torch.distributed.init_process_group(...) before Gossip(...) or WorkerGroup(...)."
+            )
+        processes = dist.get_world_size() if launched else 1
         refuse_combinations(Setup(processes=processes, device=device))
         refuse_unsuitable(device)
         self.device = device = indexed(device)
         self.timeout = timeout
-        self.members = members if line is None else line.members
+        self.members = members or Members(dist.get_rank() if launched else 0, processes)
         self.row = Row()
-        self._everyone: WorkerGroup | None = None
-        self.process_groups = ProcessGroups(device, timeout, None if line is None else line.parallel)
-        self.detector = FailureDetector(self.members, timeout, None if line is None else line.ranks)
+        self._beside: tuple[WorkerGroup, ...] = ()
+        """Where a worker is several processes: all processes, and those of this worker."""
+        self.process_groups = ProcessGroups(device, timeout, self.members)
+        self.detector = FailureDetector(self.members, timeout)
         self._steps_taken = 0
         self.closed = False
-        self.poster = Poster(threaded=self.process_groups.transport.posts_in_thread)
+        self.poster = Poster(threaded=self.process_groups.transport.host_waits)
         self._channels = itertools.count()
         self._registered: list[weakref.ref[Any]] = []
         self._in_flight: set[Any] = set()
@@ -132,7 +136,7 @@ class WorkerGroup:
     @property
     def everyone(self) -> WorkerGroup:
         """All processes of the run: this group, unless a worker is several processes."""
-        return self if self._everyone is None else self._everyone
+        return self._beside[0] if self._beside else self
 
     @property
     def steps_taken(self) -> int:
@@ -142,16 +146,16 @@ class WorkerGroup:
     @steps_taken.setter
     def steps_taken(self, steps: int) -> None:
         self._steps_taken = steps
-        for other in (self._everyone, self.row.group):
-            if other is not None:
-                other.steps_taken = steps
+        for other in self._beside:
+            other.steps_taken = steps
 
     @classmethod
     def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
         """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
-        everyone = cls(device, timeout, line=mesh.everyone, exchanges=False)
-        column = cls(device, timeout, line=mesh.column)
-        column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
+        everyone = cls(device, timeout, mesh.everyone, exchanges=False)
+        column = cls(device, timeout, mesh.column)
+        row = cls(device, timeout, mesh.row)
+        column.row, column._beside = Row(row, mesh), (everyone, row)
         everyone._registered = column._registered  # it may connect beside an exchange of the column
         mesh.limit(timeout)
         return column
@@ -197,17 +201,12 @@ class WorkerGroup:
         """Undo `hold`: no exchange of this mixer is in flight."""
         self._in_flight.discard(mixer)
 
-    def _drain(self) -> None:
-        for communicator in self.communicators():
-            communicator.drain()
-
     def close(self) -> None:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
         self.process_groups.transport.watchdog.stop()
-        self.row.close()
-        if self._everyone is not None:
-            self._everyone.close()
+        for other in self._beside:
+            other.close()
 
     def require_open(self) -> None:
         """Raise RuntimeError after `close`."""
@@ -216,12 +215,9 @@ class WorkerGroup:
 
     def serves(self, device: torch.device, timeout: float) -> bool:
         """Whether this group can be used again, for another training in the same process and process group."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        return (
-            not self.closed
-            and self.process_groups.world is world
-            and (self.device, self.timeout) == (indexed(device), timeout)
-        )
+        world = dist.group.WORLD if dist.is_initialized() else None
+        now = self.process_groups.world, self.device, self.timeout
+        return not self.closed and now == (world, indexed(device), timeout)
 
     # ---- lost workers
 
@@ -266,22 +262,26 @@ class WorkerGroup:
         if self.size > 1:
             self.guarded(lambda: self.process_groups.barrier(self.timeout), what)
 
-    def _device_for(self, tensor: Tensor) -> torch.device:
-        """Return the device from which a tensor travels.
+    def _begin(self, tensor: Tensor) -> torch.device:
+        """Wait for what communicates in the background, and return the device from which a tensor travels.
 
         NCCL sends tensors of its own GPU only. All others, such as a CPU buffer of a model on a GPU, travel like
         objects, from the CPU.
         """
+        self.require_open()
+        for communicator in self.communicators() if self.size > 1 else ():
+            communicator.drain()
         return tensor.device if is_on(tensor.device, self.device) else torch.device("cpu")
 
     def _run(self, collective: Callable[..., Any], tensor: Tensor, what: str) -> None:
-        """Run a collective of torch on a tensor that is where `_device_for` says."""
-        if is_on(tensor.device, self.device):
-            if self.process_groups.reduction is None:
-                self._connect_tensors()
-            self.process_groups.transport.run(partial(collective, tensor, group=self.process_groups.reduction), what)
-        else:
-            collective(tensor, group=self.process_groups.control)  # on gloo, where the host waits
+        """Run a collective of torch on a tensor that is where `_begin` says."""
+        groups = self.process_groups
+        if not is_on(tensor.device, self.device):
+            self.guarded(lambda: collective(tensor, group=groups.control), what)  # on gloo, where the host waits
+            return
+        if groups.reduction is None:
+            self._connect_tensors()
+        self.guarded(lambda: groups.transport.run(partial(collective, tensor, group=groups.reduction), what), what)
 
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
@@ -295,49 +295,34 @@ class WorkerGroup:
         """
         if self.size == 1 and not others:
             return tensor
-        if self.size > 1:
-            self._drain()
-        device = self._device_for(tensor)
+        device = self._begin(tensor)
         for start in range(0, len(tensor), _MEAN_CHUNK):
-            part = tensor[start : start + _MEAN_CHUNK]
-
-            def mean(start: int = start, part: Tensor = part) -> Tensor:
-                wide = part.to(device, torch.float64, copy=True)
-                for other in others:
-                    wide.add_(other[start : start + _MEAN_CHUNK].to(device))
-                if self.size > 1:
-                    self._run(dist.all_reduce, wide, what)
-                return wide.div_(self.size * (1 + len(others)))
-
-            part.copy_(self.guarded(mean, what))
+            part, *more = (each[start : start + _MEAN_CHUNK] for each in (tensor, *others))
+            wide = part.to(device, torch.float64, copy=True)
+            for other in more:
+                wide.add_(other.to(device))
+            if self.size > 1:
+                self._run(dist.all_reduce, wide, what)
+            part.copy_(wide.div_(self.size * (1 + len(others))))
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor, what: str) -> Tensor:
         """Replace `tensor` by its maximum over the workers."""
         if self.size > 1:
-            self._drain()
-
-            def largest() -> Tensor:
-                found = tensor.to(self._device_for(tensor), copy=True)
-                self._run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), found, what)
-                return found
-
-            tensor.copy_(self.guarded(largest, what))
+            found = tensor.to(self._begin(tensor), copy=True)
+            self._run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), found, what)
+            tensor.copy_(found)
         return tensor
 
     def broadcast_(self, tensor: Tensor, what: str) -> Tensor:
         """Overwrite `tensor` on every worker by worker 0's, bit by bit, for every dtype and stride."""
         if self.size > 1 and tensor.numel():
-            self._drain()
-
+            device = self._begin(tensor)
             # As contiguous bytes: gloo sends strided tensors wrongly without an error, and knows few dtypes.
-            def first() -> Tensor:
-                octets = as_bytes(tensor).to(self._device_for(tensor), copy=True)
-                self._run(partial(dist.broadcast, group_src=0), octets, what)
-                return octets.view(tensor.dtype).view(tensor.shape)
-
-            values = self.guarded(first, what)
+            octets = as_bytes(tensor).to(device, copy=True)
+            self._run(partial(dist.broadcast, group_src=0), octets, what)
             if self.rank != 0:
+                values = octets.view(tensor.dtype).view(tensor.shape)
                 narrowed(tensor.detach(), tensor).copy_(narrowed(values, tensor))
         return tensor
 
@@ -349,8 +334,7 @@ class WorkerGroup:
         if self.size == 1:
             return [value]
         content = pickle.dumps((what, value))
-        gathered = self.guarded(lambda: self._gather(content), what)
-        answers = list(map(pickle.loads, gathered))
+        answers = list(map(pickle.loads, self.guarded(lambda: self._gather(content), what)))
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(
@@ -361,19 +345,20 @@ class WorkerGroup:
         return [answer for _, answer in answers]
 
     def _gather(self, content: bytes) -> list[bytes]:
-        """Gather `content` of every worker: its length and first bytes, and if any is longer, the rest of all."""
-        frames = self._gather_frames(len(content).to_bytes(8, "little") + content, _FRAME_BYTES)
-        lengths = [int.from_bytes(frame[:8], "little") for frame in frames]
-        more = max(lengths) + 8 - _FRAME_BYTES
-        rests = self._gather_frames(content[_FRAME_BYTES - 8 :], more) if more > 0 else [b""] * self.size
-        return [(frame + rest)[8 : 8 + length] for frame, rest, length in zip(frames, rests, lengths, strict=True)]
+        """Gather `content` of every worker: its length and first bytes, and if any is longer, the rest of all.
 
-    def _gather_frames(self, content: bytes, size: int) -> list[bytes]:
-        """Gather the first `size` bytes of `content`, filled up with zeros."""
-        mine = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
-        frames = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(frames, mine, group=self.process_groups.control)
-        return [frame.numpy().tobytes() for frame in frames]
+        `dist.all_gather_object` gathers the lengths in a collective of their own, which doubles its time.
+        """
+        framed = len(content).to_bytes(8, "little") + content
+        gathered, known, size = [b""] * self.size, 0, _FRAME_BYTES
+        while known < size:
+            mine = torch.frombuffer(bytearray(framed[known:size].ljust(size - known, b"\0")), dtype=torch.uint8)
+            frames = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(frames, mine, group=self.process_groups.control)
+            gathered = [begun + frame.numpy().tobytes() for begun, frame in zip(gathered, frames, strict=True)]
+            ends = [8 + int.from_bytes(each[:8], "little") for each in gathered]
+            known, size = size, max(ends)
+        return [each[8:end] for each, end in zip(gathered, ends, strict=True)]
 
     def first(self, value: T | None, what: str) -> T | None:
         """Return the value of the first member that has one, a small picklable object, or None."""
@@ -396,17 +381,6 @@ class WorkerGroup:
         refusal = self.row.first(refusal, where)
         if refusal is not None:
             raise ValueError(refusal)
-
-
-def _refuse_several_processes() -> None:
-    """Raise ValueError if a launcher started several processes, which do not know of each other."""
-    count, variable = launched_processes()
-    if count > 1:
-        first = "" if variable == "WORLD_SIZE" else f"{how_to_join(variable)} "
-        raise ValueError(
-            f"{count} processes were launched ({variable}), but they do not know of each other. {first}Call "
-            f"torch.distributed.init_process_group(...) before Gossip(...) or WorkerGroup(...)."
-        )
 
 
 def wait_for_device(is_ready: Callable[[], bool]) -> None:

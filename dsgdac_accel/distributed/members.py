@@ -1,16 +1,17 @@
-"""The members of a group of workers, and what messages call them."""
+"""The members of a group of processes, and what messages call them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class Members:
-    """The workers of a run, as one of them sees it.
+    """The processes of a group, as one of them sees it.
 
     Args:
-        rank: of this worker.
-        size: number of workers.
+        rank: of this process in the group.
+        size: number of members.
         noun: the noun for a member in messages.
         numbers: the number of each member in messages, by rank; by default the rank itself.
 
@@ -24,6 +25,28 @@ class Members:
         self.size = size
         self.noun = noun
         self.numbers = range(size) if numbers is None else numbers
+        self.launched: Sequence[int] = range(size)
+        """The launched rank of each member."""
+        self.lines: Sequence[Sequence[int]] = [self.launched]
+        """The launched ranks of this group and of all groups beside it, in an order that all processes share."""
+
+    @classmethod
+    def in_line(cls, me: int, lines: Sequence[Sequence[int]], noun: str) -> Self:
+        """Return the line that the process with launched rank `me` belongs to.
+
+        Args:
+            me: the launched rank.
+            lines: the launched ranks of each line; disjoint, and of all processes together.
+            noun: "worker" if the place in the line is the number of a worker; "rank" if messages use launched ranks.
+
+        >>> line = Members.in_line(3, [[0, 2], [1, 3]], "rank")
+        >>> line.launched, line.rank, line.me
+        ([1, 3], 1, 'rank 3')
+        """
+        launched = next(line for line in lines if me in line)
+        members = cls(launched.index(me), len(launched), noun, launched if noun == "rank" else None)
+        members.launched, members.lines = launched, lines
+        return members
 
     def named(self, ranks: Sequence[int]) -> str:
         """Return members, given by rank, as in "worker 1" or "ranks 2, 3"."""

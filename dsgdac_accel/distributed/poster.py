@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -11,9 +12,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dsgdac_accel.distributed.fork_lock import no_fork
-
 T = TypeVar("T")
+
+no_fork = threading.Lock()
+"""Held by a thread while it owns something that a forked child, such as a process of a DataLoader, could not destroy.
+
+In the child, Python destroys the objects of the other threads, and no destructor may wait for a lock, or for a thread
+that does not exist there. Hold it briefly: forks wait for it.
+"""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 _LAST_SECONDS = 5.0  # for a post that is under way when the interpreter ends
 
@@ -32,7 +41,7 @@ class Poster:
         self._threaded = threaded
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._last: Future[Any] | None = None
-        self._result: Any = None
+        """Outside the thread, so that a forked child does not destroy the works in its result."""
 
     def submit(self, post: Callable[[], T], small: bool = False) -> Future[T]:
         """Call `post` and return its result or its RuntimeError, in the future.
@@ -47,22 +56,18 @@ class Poster:
             if self._tasks is None:
                 self._tasks = _start_thread(self)
             self._last = posted
-            self._tasks.put(lambda: self._post(post, posted))
+
+            def run() -> None:
+                with no_fork:
+                    _fulfil(posted, post)
+
+            self._tasks.put(run)
             return posted
         try:
             posted.set_result(post())
         except RuntimeError as error:
             posted.set_exception(error)
         return posted
-
-    def _post(self, post: Callable[[], T], posted: Future[T]) -> None:
-        try:
-            with no_fork:
-                # Keep a reference outside the thread, so that a forked child does not destroy the works in the result.
-                self._result = post()
-            posted.set_result(self._result)
-        except BaseException as error:
-            posted.set_exception(error)
 
 
 def _start_thread(poster: Poster) -> queue.SimpleQueue[Callable[[], None] | None]:
@@ -89,15 +94,15 @@ def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], thread: threading.
 def run_within(seconds: float, call: Callable[[], T]) -> T:
     """Return `call()`, run in a thread of its own. Raises DistBackendError after `seconds` and leaves the thread."""
     called: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            called.set_result(call())
-        except BaseException as error:
-            called.set_exception(error)
-
-    threading.Thread(target=run, name="dsgdac-connect", daemon=True).start()
+    threading.Thread(target=_fulfil, args=(called, call), name="dsgdac-connect", daemon=True).start()
     return result_within(seconds, called)
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def result_within(seconds: float, posted: Future[T]) -> T:

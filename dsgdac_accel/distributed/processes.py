@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
@@ -11,30 +11,26 @@ from dsgdac_accel.distributed.members import Members
 T = TypeVar("T")
 
 
-class Processes(Protocol):
-    """Processes that save and load together: the workers, or all processes of worker 0, 1, ... one after another."""
-
-    members: Members
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-
-    def all_gather_object(self, value: T, what: str) -> list[T]:
-        """As `WorkerGroup.all_gather_object`."""
-
-
-def by_worker(group: WorkerGroup) -> Processes:
-    """Return all processes of a run, those of worker 0 first.
+class Processes:
+    """All processes of a run, those of worker 0 first, which save and load together.
 
     Args:
         group: the workers, or the column of this process.
     """
-    return group if group.row.mesh is None else _ByWorker(group)
+
+    def __init__(self, group: WorkerGroup) -> None:
+        row, mesh = group.row, group.row.mesh
+        self._everyone = group.everyone
+        self._order = list(chain.from_iterable(mesh.rows)) if mesh else range(group.size)
+        """The launched rank of each process."""
+        rank = group.rank * row.size + row.rank
+        self.members = members_by_worker(rank, group.size, row.size) if mesh else group.members
+        self.rank, self.size = self.members.rank, self.members.size
+
+    def all_gather_object(self, value: T, what: str) -> list[T]:
+        """Return the value of every process, as `WorkerGroup.all_gather_object`."""
+        values = self._everyone.all_gather_object(value, what)
+        return [values[rank] for rank in self._order]
 
 
 def members_by_worker(rank: int, workers: int, ranks: int) -> Members:
@@ -50,25 +46,3 @@ def members_by_worker(rank: int, workers: int, ranks: int) -> Members:
     """
     names = [f"{place} of worker {worker}" for worker in range(workers) for place in range(ranks)]
     return Members(rank, len(names), "rank", names)
-
-
-class _ByWorker:
-    def __init__(self, column: WorkerGroup) -> None:
-        row = column.row
-        assert row.mesh is not None
-        self.everyone = column.everyone
-        self.order = list(chain.from_iterable(row.mesh.rows))
-        """The launched rank of each process."""
-        self.members = members_by_worker(column.rank * row.size + row.rank, column.size, row.size)
-
-    @property
-    def rank(self) -> int:
-        return self.members.rank
-
-    @property
-    def size(self) -> int:
-        return self.members.size
-
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        values = self.everyone.all_gather_object(value, what)
-        return [values[rank] for rank in self.order]

@@ -43,14 +43,14 @@ class Row:
         `values` may be on the CPU where a process has no elements: they travel from the device of the row, since all of
         its processes must take the same process group.
         """
-        if self.group is None or self.size == 1:
+        if self.size == 1:
             return values
         flat = values.to(self.group.device, copy=True).reshape(-1)
         return self.group.all_reduce_mean_(flat, what).mul_(self.size).view(values.shape)
 
     def max(self, values: Tensor, what: str) -> Tensor:
         """Return the maxima of `values`, of any shape, over the row, like `sum`. They may lose NaN."""
-        if self.group is None or self.size == 1:
+        if self.size == 1:
             return values
         return self.group.all_reduce_max_(values.to(self.group.device, copy=True), what)
 
@@ -78,8 +78,3 @@ class Row:
     def is_own(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to this process, and is not gathered by FSDP for a while."""
         return self.mesh is None or self.mesh.is_sharded(parameter)
-
-    def close(self) -> None:
-        """Refuse further use."""
-        if self.group is not None:
-            self.group.close()

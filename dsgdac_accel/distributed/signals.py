@@ -138,13 +138,8 @@ def _end_by_parent() -> None:
     os._exit(0)  # as a DataLoader's process does: another status is an error to its parent
 
 
-def _in_forked_process() -> None:
-    for receiver in list(_receivers):
-        receiver.in_forked_process()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_process)
+    os.register_at_fork(after_in_child=lambda: list(map(SignalReceiver.in_forked_process, list(_receivers))))
 
 
 def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:

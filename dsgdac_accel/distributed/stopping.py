@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -62,14 +62,12 @@ class StopOnSignals:
     @contextmanager
     def listening(self, signals: Iterable[int] | None = STOP_SIGNALS) -> Iterator[None]:
         """Inside, a signal to any one worker, or `request` on it, makes `should_stop` True on all of them, after the
-        same step. Collective. With None for `signals` it works in any thread, and no handler changes.
+        same step. Collective.
 
-        Existing handlers are suspended inside the context and restored on exit. They stay suspended after SystemExit at
-        an agreed stop: launchers signal the other workers as soon as the first one has ended, and those should end by
-        themselves. The third signal of a kind takes effect at once.
+        Signals are noted by a `SignalReceiver`. Its handlers stay after SystemExit at an agreed stop: launchers signal
+        the other workers as soon as the first one has ended, and those should end by themselves.
 
-        Raises ValueError or TypeError outside of the main thread or for signals that cannot be caught, and RuntimeError
-        inside another such context.
+        Raises like `SignalReceiver`, and RuntimeError inside another such context.
         """
         if self._agreement is not None:
             raise RuntimeError(
@@ -141,7 +139,10 @@ class StopAgreement:
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if group.size > 1:
-            self._store = _own_client(dist.distributed_c10d._get_default_store())
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store
+            with suppress(AttributeError, NotImplementedError, RuntimeError):
+                self._store = store.clone()  # a connection of its own, since others may wait in theirs
             self._thread = threading.Thread(target=self._listen, name="dsgdac-signals", daemon=True)
             self._thread.start()
 
@@ -236,11 +237,3 @@ class StopAgreement:
         with self._news:
             self._stop_at, self._lost, self._held = stop_at, lost, False
             self._news.notify_all()
-
-
-def _own_client(store: Any) -> Any:
-    """The same store by a connection of its own, since others may wait in theirs."""
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store

@@ -1,8 +1,4 @@
-"""The two transports, gloo and NCCL: how groups are made, how messages are posted, and who waits for them.
-
-With gloo the host waits, at most for the timeout. With NCCL only the device waits: calls return at once, the host hangs
-later, wherever it needs a result, and only the first message between two workers blocks it.
-"""
+"""The two transports, gloo and NCCL: how groups are made, how messages are posted, and who waits for them."""
 
 from __future__ import annotations
 
@@ -33,6 +29,14 @@ _NCCL_CTAS = 8  # an exchange that waits for its peer keeps them from computing
 _NCCL_LATER = timedelta(seconds=60)
 
 
+def limit_group(handle: Any, backend: str, limit: timedelta) -> None:
+    """Let collectives on a process group of others, such as Accelerate's or FSDP2's, give up after `limit`.
+
+    On NCCL that is later than the library's own waits, which name the lost worker.
+    """
+    dist.distributed_c10d._set_pg_timeout(limit if backend == "gloo" else nccl_limit(limit), handle)
+
+
 def nccl_limit(limit: timedelta) -> timedelta:
     """Return the timeout of NCCL's own watchdog, for waits of the library that end after `limit`.
 
@@ -46,10 +50,8 @@ class Gloo:
     """The host waits for messages, and tags tell them apart. All pairs connect when a group is made."""
 
     backend = "gloo"
-    posts_in_thread = True
-    """Whether posting takes so long that a thread should do it."""
-    connects_late = False
-    """Whether two workers connect at their first message."""
+    host_waits = True
+    """Whether the host waits, so that posts belong into a thread. Else two workers connect at their first message."""
 
     def __init__(self) -> None:
         self.watchdog = Watchdog(lambda: lambda: True)
@@ -57,10 +59,7 @@ class Gloo:
 
     def new_group(self, ranks: Sequence[int], limit: timedelta) -> Any:
         """Make a process group. Collective over all workers; each operation in it gives up after `limit`."""
-        try:
-            return dist.new_group(list(ranks), backend="gloo", timeout=limit)
-        except RuntimeError as error:  # one who waits for a worker says "Wait timeout", without a type or a place
-            raise dist.DistBackendError(str(error)) from error
+        return _typed(lambda: dist.new_group(list(ranks), backend="gloo", timeout=limit))
 
     def within(self, seconds: float, connect: Callable[[], T]) -> T:
         """Return `connect()`, which connects workers. Raises DistBackendError if that takes too long."""
@@ -79,14 +78,14 @@ class Gloo:
         return post()
 
     def send_and_receive(
-        self, receives: Sequence[Message], sends: Sequence[Message], handle: Any, busiest: Callable[[], int]
+        self, handle: Any, receives: Sequence[Message], sends: Sequence[Message], busiest: Callable[[], int]
     ) -> Works:
         """Post messages in a process group.
 
         Args:
+            handle: the group.
             receives: from each process in the order in which it sends them.
             sends: to each process in that order.
-            handle: the group.
             busiest: returns the number of messages of the process that has the most of them, the same on all.
         """
         # Receives first: posted the other way round, 40 MB waited 147 ms.
@@ -95,10 +94,7 @@ class Gloo:
 
     def wait(self, work: Any, seconds: float) -> None:
         """Let later operations use the received tensors. Raises DistBackendError after `seconds`."""
-        try:
-            work.wait(timedelta(seconds=max(0.001, seconds)))
-        except RuntimeError as error:  # an all-reduce says "Operation timed out!", without a type or a place
-            raise dist.DistBackendError(str(error)) from error
+        _typed(lambda: work.wait(timedelta(seconds=max(0.001, seconds))))
 
     def synchronize(self) -> None:
         """Wait on the host until everything has arrived that `wait` was called for."""
@@ -108,18 +104,26 @@ class Gloo:
         return HostStopwatch()
 
 
+def _typed(call: Callable[[], T]) -> T:
+    """Return `call()`. Raises DistBackendError if gloo fails in it."""
+    try:
+        return call()
+    except RuntimeError as error:  # gloo says "Wait timeout" and "Operation timed out!" without a type or a place
+        raise dist.DistBackendError(str(error)) from error
+
+
 class Nccl:
     """The device waits for messages, in the order of the calls; tags are ignored. Methods as in `Gloo`.
 
-    Calls belong to the current stream, so they are made in the caller's thread.
+    Calls return at once, and the host hangs later, wherever it needs a result; only the first message between two
+    workers blocks it. Calls belong to the current stream, so they are made in the caller's thread.
 
     Args:
         device: of the parameters, with an index.
     """
 
     backend = "nccl"
-    posts_in_thread = False
-    connects_late = True
+    host_waits = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -185,7 +189,7 @@ class Nccl:
         return [(work, peer) for work in self.watchdog.post(lambda: [work for work, _ in post()], what, peer)]
 
     def send_and_receive(
-        self, receives: Sequence[Message], sends: Sequence[Message], handle: Any, busiest: Callable[[], int]
+        self, handle: Any, receives: Sequence[Message], sends: Sequence[Message], busiest: Callable[[], int]
     ) -> Works:
         """Unbatched messages would make a communicator for each pair."""
         operations = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
@@ -236,10 +240,8 @@ def transport_for(device: torch.device, distributed: bool) -> Transport:
 class HostStopwatch:
     """Measures how long the host waits."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """Duration of the latest wait that is known."""
-        self._began = 0.0
+    seconds = 0.0
+    """Duration of the latest wait that is known."""
 
     def start(self) -> None:
         """Begin to wait."""

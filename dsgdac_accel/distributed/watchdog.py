@@ -62,17 +62,6 @@ class Pending:
         return dist.DistBackendError(f"timed out: the device has waited for {waited:.0f} s")
 
 
-def is_ready_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
-    """Wait until `is_ready()`, and return whether it was ready in time."""
-    began, (least, most) = time.monotonic(), _PAUSES
-    while not is_ready():
-        waited = time.monotonic() - began
-        if waited > seconds:
-            return False
-        time.sleep(min(max(least, waited * _SHARE), most))
-    return True
-
-
 class HostFlags:
     """Places in the queue of a CUDA device that any thread sees reached in the memory of the host.
 
@@ -179,17 +168,20 @@ def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> t
 
     A device that computes is waited for longer: it may hang in communication of which the library does not know.
     """
-    began = Pending("waiting for the device", works=[])
-    overdue: list[tuple[Watchdog, Pending]] = []
-
-    def is_over() -> bool:
-        overdue.extend((dog, late) for dog in watchdogs if (late := dog.overdue(dog.seconds)) is not None)
-        return bool(overdue) or is_ready()
-
-    longest = PATIENCE * max((watchdog.seconds for watchdog in watchdogs), default=0.0)
-    if watchdogs and not is_ready_within(longest, is_over):
-        overdue.append((watchdogs[0], began))
-    return overdue[0] if overdue else None
+    if not watchdogs:
+        return None
+    waiting, began, (least, most) = Pending("waiting for the device", works=[]), time.monotonic(), _PAUSES
+    while True:
+        for watchdog in watchdogs:
+            overdue = watchdog.overdue(watchdog.seconds)
+            if overdue is not None:
+                return watchdog, overdue
+        if is_ready():
+            return None
+        waited = time.monotonic() - began
+        if waited > PATIENCE * max(watchdog.seconds for watchdog in watchdogs):
+            return watchdogs[0], waiting
+        time.sleep(min(max(least, waited * _SHARE), most))
 
 
 def _end_process(message: str) -> NoReturn:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dsgdac_accel.distributed.lines import Line
-from dsgdac_accel.distributed.transport import nccl_limit
+from dsgdac_accel.devices import BACKENDS
+from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.transport import limit_group
 from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
 if TYPE_CHECKING:
@@ -38,36 +39,32 @@ class WorkerMesh:
         ranks = mesh.mesh if mesh.mesh_dim_names == (GOSSIP, SHARDS) else mesh.mesh.T  # [worker, shard]
         self.rows: list[list[int]] = ranks.tolist()
         """The launched ranks of each worker."""
-        self.columns: list[list[int]] = ranks.T.tolist()
-        for line in [*self.rows, *self.columns]:
+        columns: list[list[int]] = ranks.T.tolist()
+        for line in [*self.rows, *columns]:
             if line != sorted(line):  # torch's groups have ascending ranks, and FSDP2 places shards in that order
                 raise ValueError(
                     f"the ranks of device_mesh must ascend along each dimension; got {line}. Make the mesh by "
                     f"init_device_mesh."
                 )
         me = dist.get_rank()
-        self.everyone = Line.through(me, [sorted(ranks.flatten().tolist())], "rank")
-        self.column = Line.through(me, self.columns, "worker")
-        self.row = Line.through(me, self.rows, "rank")
+        self.everyone = Members.in_line(me, [sorted(ranks.flatten().tolist())], "rank")
+        self.column = Members.in_line(me, columns, "worker")
+        self.row = Members.in_line(me, self.rows, "rank")
         self._whole: dict[tuple, bool] = {}
 
     def limit(self, timeout: float) -> None:
-        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour.
-
-        With NCCL that is later than the library's own waits, which name the lost process.
-        """
-        limit = timedelta(seconds=timeout)
-        limit = nccl_limit(limit) if self.device_mesh.device_type == "cuda" else limit
-        dist.distributed_c10d._set_pg_timeout(limit, self.device_mesh[SHARDS].get_group())
+        """Let collectives inside a worker give up after `timeout` seconds; by default they wait for half an hour."""
+        backend = BACKENDS[self.device_mesh.device_type]
+        limit_group(self.device_mesh[SHARDS].get_group(), backend, timedelta(seconds=timeout))
 
     def is_sharded(self, parameter: Any) -> bool:
         """Return whether a parameter is sharded over all processes of the worker, each of its elements once."""
         if not is_sharded(parameter):
-            return len(self.row.ranks) == 1
+            return len(self.row.launched) == 1
         mesh, placements = parameter.device_mesh, parameter.placements
         if (mesh, placements) not in self._whole:
-            copied = len(self.row.ranks) > 1 and any(placement.is_replicate() for placement in placements)
-            self._whole[mesh, placements] = not copied and sorted(mesh.mesh.flatten().tolist()) == self.row.ranks
+            copied = len(self.row.launched) > 1 and any(placement.is_replicate() for placement in placements)
+            self._whole[mesh, placements] = not copied and sorted(mesh.mesh.flatten().tolist()) == self.row.launched
         return self._whole[mesh, placements]
 
     def require_sharded(self, parameter: Tensor, name: str) -> None:
@@ -77,7 +74,7 @@ class WorkerMesh:
         """
         if self.is_sharded(parameter):
             return
-        own = self.row.ranks
+        own = self.row.launched
         if not is_sharded(parameter):
             raise ValueError(
                 f"{name} is trained but not sharded, so the processes of a worker would train it apart. Call "
@@ -113,5 +110,5 @@ def _refuse(mesh: Any) -> None:
         raise ValueError(
             f"device_mesh has {mesh.mesh.numel()} processes, but {dist.get_world_size()} were launched. Make it of all."
         )
-    if mesh.device_type != "cpu" and mesh.device_type != "cuda":
+    if mesh.device_type not in BACKENDS:
         raise ValueError(f"device_mesh must be of 'cpu' or 'cuda'; got {mesh.device_type!r}.")

@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from dsgdac_accel import AdaptiveConsensus, Gossip, GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
-from dsgdac_accel.core import messages
+from dsgdac_accel.core import rounds
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.simulation import Simulation
 from tests.selection import slow_except
@@ -411,7 +411,7 @@ def test_another_learning_rate_is_noticed_at_the_next_mix():
 
 def mix_with_equal_tags(rank: int, what: str, topology: str, options: dict, late: bool) -> str:
     """Mix the parameters of two optimizers, as on NCCL, which ignores tags. Return the error."""
-    messages._CHANNELS = messages._ROUNDS = 1
+    rounds._CHANNELS = rounds._ROUNDS = 1
     group = WorkerGroup(torch.device("cpu"), 10)
     mixers: dict[str, Mixer] = {}
     for name in sorted("a" if what == "nothing" else "ab", reverse=what == "order" and rank == 1):

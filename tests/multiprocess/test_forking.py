@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dsgdac_accel.checkpoint.serialization import PARTIAL, write_whole
-from dsgdac_accel.distributed.fork_lock import no_fork
+from dsgdac_accel.distributed.poster import no_fork
 
 pytestmark = pytest.mark.multiprocess
 

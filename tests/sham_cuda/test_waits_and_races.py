@@ -637,7 +637,7 @@ WAITS: Mapping[str, tuple[Patch, str]] = {
 """What makes the host wait, and where."""
 RACES: Mapping[str, tuple[Patch, str, str]] = {
     "exchanges without a wait": (exchanges_without_wait, "subtract on the stream", "send_and_receive on comm"),
-    "reductions without a wait": (reductions_without_wait, "mean on the stream", "_run on communicator"),
+    "reductions without a wait": (reductions_without_wait, "all_reduce_mean_ on the stream", "guarded on communicator"),
     "a write in flight": (writes_in_flight, "after_local_step on the stream", "send_and_receive on comm"),
     "a read in flight": (reads_in_flight, "after_local_step on the stream", "send_and_receive on comm"),
     "events before their copies": (events_before_copies, "core/nonfinite.py", "on the host"),

@@ -240,7 +240,7 @@ def test_machines_of_one_name_are_told_apart_by_their_boot(monkeypatch, tmp_path
         machines.append(this_machine())
         assert this_kernel() == kernel.name
     assert machines[0] != machines[1] == this_machine()
-    reports = FailureReports(0, 2)
+    reports = FailureReports(Members(0, 2))
     reports.processes = [(machines[1], 1), (machines[0], 2**30)]
     assert reports.is_alive(1) is None, "it is a process of another machine, and looked dead"
     (tmp_path / "container").symlink_to("pid:[4026532999]")

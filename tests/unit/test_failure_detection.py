@@ -209,14 +209,14 @@ def ended():
 
 def test_only_processes_of_this_machine_are_seen(ended):
     here = this_machine()
-    reports = FailureReports(0, 4)
+    reports = FailureReports(Members(0, 4))
     reports.processes = [(here, os.getpid()), (here, ended), (here, 2**22 + 1), ("elsewhere", os.getpid())]
     assert [reports.is_alive(worker) for worker in range(4)] == [True, False, False, None]  # 2**22 is the largest id
 
 
 def test_a_worker_that_does_not_answer_the_roll_call_is_gone_if_its_process_is_known_to_be(ended):
     here = this_machine()
-    reports, other = FailureReports(0, 5), FailureReports(4, 5)
+    reports, other = FailureReports(Members(0, 5)), FailureReports(Members(4, 5))
     reports.store = other.store = dist.HashStore()
     processes = [(here, os.getpid()), (here, ended), (here, os.getppid()), ("elsewhere", 1), (here, os.getpid())]
     reports.processes = other.processes = processes

@@ -26,6 +26,7 @@ from dsgdac_accel.distributed import process_groups
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.processes import Processes
 from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 
@@ -135,6 +136,15 @@ def test_only_one_process_of_the_first_worker_warns(caplog):
             assert len(caplog.records) == 2
 
 
+def test_processes_that_save_together_are_in_the_order_of_their_workers():
+    """Also where the shards are the first dimension of the mesh, so that a worker holds every second process."""
+    everyone = SimpleNamespace(all_gather_object=lambda value, what: [0, 1, 2, 3])
+    row = SimpleNamespace(rank=0, size=2, mesh=SimpleNamespace(rows=[[0, 2], [1, 3]]))
+    processes = Processes(SimpleNamespace(rank=1, size=2, row=row, everyone=everyone))
+    assert processes.all_gather_object(None, "a test") == [0, 2, 1, 3]
+    assert (processes.rank, processes.size, processes.members.me) == (2, 4, "rank 0 of worker 1")
+
+
 # ---- settings and measurements
 
 
@@ -155,7 +165,7 @@ def test_collectives_of_accelerate_on_nccl_give_up_after_those_of_the_library(de
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     transport = SimpleNamespace(backend=backend)
     monkeypatch.setattr(process_groups, "transport_for", lambda device, distributed: transport)
-    groups = process_groups.ProcessGroups(torch.device(device), 30)
+    groups = process_groups.ProcessGroups(torch.device(device), 30, Members(0, 2))
     groups.world = object()
     groups.limit_default_group()
     assert limits == [timedelta(seconds=seconds)]

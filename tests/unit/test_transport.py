@@ -27,7 +27,7 @@ Operation = namedtuple("Operation", "call tensor group tag group_peer")
 
 
 class Connected(Nccl):
-    connects_late = False
+    host_waits = True
 
     def within(self, seconds, connect):
         return connect()
