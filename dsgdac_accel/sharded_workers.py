@@ -118,7 +118,7 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def workers_in(accelerator: Any) -> ShardedWorkers | None:
     """Return the `ShardedWorkers` for an Accelerator that somebody else has made; None if it splits nothing.
 
-    Its mesh is that of the accelerator. If that has no workers, since there is only one, call `build_device_mesh`.
+    Its mesh is that of the accelerator, or a new one if that has no workers, since there is only one.
 
     Raises:
         ValueError: shards without FSDP2, or the other way round; FSDP1; another dimension than `dp_shard` inside a
@@ -132,6 +132,8 @@ def workers_in(accelerator: Any) -> ShardedWorkers | None:
     _refuse_unfit(1 if workers is None else workers.dp_shard_size, with_fsdp, version)
     if workers is not None:
         workers.device_mesh = accelerator.torch_device_mesh
+        if "dp_replicate" not in workers.device_mesh.mesh_dim_names:
+            workers.device_mesh = workers.build_device_mesh(accelerator.device.type)
     return workers
 
 
@@ -166,11 +168,9 @@ def _refuse_other(config: Any) -> None:
         )
 
 
-def mesh_of_workers(accelerator: Any) -> Any:
-    """Return the device mesh of an accelerator whose workers are several processes each; None for others."""
-    mesh = accelerator.torch_device_mesh
-    workers = isinstance(accelerator.parallelism_config, ShardedWorkers)
-    return mesh if workers and mesh is not None and mesh.ndim > 1 else None
+def mesh_of_workers(config: Any, mesh: Any) -> Any:
+    """Return `mesh`, which Accelerate made for `config`, if the workers are several processes each; else None."""
+    return mesh if isinstance(config, ShardedWorkers) and mesh is not None and mesh.ndim > 1 else None
 
 
 def on_cpu(arguments: Mapping[str, Any]) -> bool:

@@ -130,6 +130,12 @@ def box_of(like: Tensor) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
+@torch.no_grad()
+def fill_(tensor: Tensor, whole: Tensor) -> None:
+    """Copy the values of a whole tensor into one of the same shape; of a DTensor into what this rank holds."""
+    local_of(tensor).copy_(whole[box_of(tensor).within(Box.whole(tuple(whole.shape)))])
+
+
 def placed(state: Any) -> Any:
     """Return a tree of state with DTensors in place of every `LocalShard`, as `mapped`. No communication."""
     return mapped(state, lambda path, leaf: leaf.tensor() if isinstance(leaf, LocalShard) else leaf)

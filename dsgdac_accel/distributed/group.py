@@ -9,7 +9,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from dsgdac_accel.distributed.watchdog import Pending, wait_until
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -147,8 +150,16 @@ class WorkerGroup:
                 other.steps_taken = steps
 
     @classmethod
-    def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
-        """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
+    def of_mesh(cls, device_mesh: DeviceMesh | None, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
+        """Return the column of this process; without a mesh, the group of all. Collective over all processes.
+
+        Args:
+            device_mesh: as for `WorkerMesh`.
+            device, timeout: as in the constructor.
+        """
+        if device_mesh is None:
+            return cls(device, timeout)
+        mesh = WorkerMesh(device_mesh)
         everyone = cls(device, timeout, line=mesh.everyone, exchanges=False)
         column = cls(device, timeout, line=mesh.column)
         column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
@@ -167,6 +178,10 @@ class WorkerGroup:
     def size(self) -> int:
         """Number of processes."""
         return self.members.size
+
+    def refuse_combinations(self, **facts: Any) -> None:
+        """Raise ValueError if these workers do not go with what else is known of the run, as of `features.Setup`."""
+        refuse_combinations(Setup(sharded=self.row.size > 1, **facts))
 
     # ---- who uses the group
 
@@ -212,11 +227,16 @@ class WorkerGroup:
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
-    def serves(self, device: torch.device, timeout: float) -> bool:
-        """Whether this group can be used again, for another training in the same process and process group."""
+    def serves(self, device: torch.device, timeout: float, device_mesh: DeviceMesh | None = None) -> bool:
+        """Whether this group can be used again, for another training in the same process and process group.
+
+        Workers of a device mesh get groups of their own for every training.
+        """
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
             not self.closed
+            and device_mesh is None
+            and self.row.mesh is None
             and self.process_groups.world is world
             and (self.device, self.timeout) == (indexed(device), timeout)
         )

@@ -13,12 +13,14 @@ from accelerate.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_peft
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from dsgdac_accel.checkpoint import CheckpointError
-from dsgdac_accel.checkpoint.local_shards import Box, box_of
-from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import gather_for, gathering_modules, local_of, reshard
+from dsgdac_accel.checkpoint.local_shards import fill_
+from dsgdac_accel.checkpoint.manifest import MANIFEST
+from dsgdac_accel.features import Setup, refuse_combinations
+from dsgdac_accel.shards import gather_for, gathering_modules, has_shards, reshard
 from dsgdac_accel.wrappers import eager_name
 
 
@@ -35,6 +37,45 @@ class ShardsInTrainer:
         if plugin is not None:  # otherwise a Trainer with FSDP saves no model at all
             plugin.set_state_dict_type("FULL_STATE_DICT")
         gather_for(trainer.model, "generate")
+        self.stand_ins: dict[str, Callable[..., Any]] = {
+            "create_accelerator_and_postprocess": self.refuse_search,
+            "_get_num_items_in_batch": self.count_items,
+            "evaluate": self.evaluate,
+            "predict": self.evaluate,
+            "_save": self.save,
+            "_save_optimizer_and_scheduler": self.save_nothing,
+            "_load_from_checkpoint": self.load_model,
+            "_load_optimizer_and_scheduler": self.load_schedule,
+            "_load_best_model": self.load_best_model,
+        }
+        """By the names of the methods."""
+
+    def refuse_search(self, original: Callable[..., Any]) -> None:
+        """Refuse a hyperparameter search, which creates an Accelerator for each trial."""
+        refuse_combinations(Setup(sharded=True, call="hyperparameter_search"))
+
+    def count_items(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the mean number of tokens per process of the worker; None if one does not know its own. Collective.
+
+        The worker's gradient is the mean over its processes. Each divides its sum over tokens by this number, so that
+        the mean is the worker's sum over tokens divided by its tokens. An evaluation counts for itself.
+        """
+        items, trainer, accelerator = original(*args, **kwargs), self.trainer, self.trainer.accelerator
+        trains = bool(accelerator.gossip_steps) and not accelerator.deployment.active
+        if not trains or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+            return items
+        mine = torch.tensor([0.0, 0.0] if items is None else [float(items), 1.0], dtype=torch.float64, device="cpu")
+        mean, known = accelerator.group.row.mean(mine, "counting tokens").tolist()
+        return torch.tensor(mean, dtype=torch.float32, device=trainer.args.device) if known == 1 else None
+
+    def evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Refuse to evaluate or predict where the model is to be sharded later."""
+        if self.trainer.is_fsdp_enabled and not has_shards(self.trainer.model):
+            raise ValueError(
+                "FSDP2 shards the model in train(), so it cannot be evaluated before. Set eval_on_start=True to "
+                "evaluate it at the beginning of training."
+            )
+        return original(*args, **kwargs)
 
     def save(
         self, original: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -47,19 +88,29 @@ class ShardsInTrainer:
     def save_nothing(self, original: Callable[..., Any], output_dir: str) -> None:
         """Leave optimizer and scheduler to the states of workers: the Trainer's files would hold worker 0's shards."""
 
+    def load_model(self, original: Callable[..., Any], checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load this process's part of the deployed model, unless the checkpoint is refused or has workers' states."""
+        if self.trainer.accelerator.gossip_config.on_other_worker_count != "refuse" and not _has_states(checkpoint):
+            load_deployed(self.trainer.model, checkpoint)
 
-# ---- tokens
+    def load_schedule(self, original: Callable[..., Any], checkpoint: str | None) -> None:
+        """Continue the lr schedule that a Trainer without gossip has saved, if there is one, without an optimizer."""
+        if checkpoint is None or not (file := Path(checkpoint) / SCHEDULER_NAME).is_file():
+            return
+        groups, saved = self.trainer.optimizer.param_groups, torch.load(file, map_location="cpu", weights_only=True)
+        if len(saved["_last_lr"]) != len(groups):
+            raise CheckpointError(
+                f"{file} has the lr of {len(saved['_last_lr'])} parameter groups, and the optimizer has {len(groups)}. "
+                f"Make the optimizer as it was when saved, or remove the file to begin the schedule anew."
+            )
+        self.trainer.lr_scheduler.load_state_dict(saved)
+        for group, lr in zip(groups, saved["_last_lr"], strict=True):
+            group["lr"] = lr  # the schedule itself sets it only after the next step
 
-
-def items_of_worker(items: Tensor | int | None, row: Row, device: torch.device) -> Tensor | None:
-    """Return the mean number of tokens per process of a worker; None if one of them does not know its own. Collective.
-
-    The worker's gradient is the mean over its processes. Each divides its sum over tokens by this number, so that the
-    mean is the worker's sum over tokens divided by its tokens.
-    """
-    mine = [0.0, 0.0] if items is None else [float(items), 1.0]
-    total, known = row.sum(torch.tensor(mine, dtype=torch.float64, device="cpu"), "counting tokens").tolist()
-    return torch.tensor(total / row.size, dtype=torch.float32, device=device) if known == row.size else None
+    def load_best_model(self, original: Callable[..., Any]) -> None:
+        """Load this process's part of the best model. Collective."""
+        self.trainer.accelerator.group.everyone.barrier("loading the best model")
+        load_deployed(self.trainer.model, self.trainer.state.best_model_checkpoint)
 
 
 # ---- the deployed model of a checkpoint
@@ -110,7 +161,7 @@ def _load(own: dict[str, Tensor], files: list[Path], dropped: tuple[str, ...] = 
                         f"{'has none' if tensor is None else f'one of shape {list(tensor.shape)}'}. Build the model as "
                         f"it was when saved."
                     )
-                local_of(tensor).copy_(whole[box_of(tensor).within(Box.whole(tuple(whole.shape)))])
+                fill_(tensor, whole)
                 filled.add(id(tensor))
     missing = [name for name, tensor in own.items() if id(tensor) not in filled and not name.endswith(dropped)]
     if missing:

@@ -31,7 +31,7 @@ from dsgdac_accel import (
     NonFiniteError,
     sharded_workers,
 )
-from dsgdac_accel.compatibility import supported_with_shards
+from dsgdac_accel.compatibility import supported_on
 from dsgdac_accel.shards import local_of, whole_of
 from tests.multiprocess.scenarios import Net, Scenario, World, fresh, require_equal, train
 from tests.workers import run_workers, try_workers
@@ -167,7 +167,8 @@ def new_accelerator(mesh: Any, **gossip: Any) -> GossipAccelerator:
 
 
 def refuse_fp16() -> None:
-    supported_with_shards(GossipConfig(), SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu")))
+    accelerator = SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"))
+    supported_on(SimpleNamespace(), GossipConfig(), accelerator)
 
 
 def named_mesh(*names: str) -> Any:
