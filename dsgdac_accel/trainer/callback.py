@@ -32,19 +32,13 @@ from dsgdac_accel.compatibility import (
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.features import Setup, refuse_combinations
+from dsgdac_accel.features import Setup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
 from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_lrs
-from dsgdac_accel.shards import has_shards
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployment import TrainerDeployment
-from dsgdac_accel.trainer.sharding import (
-    ShardsInTrainer,
-    is_renamed,
-    items_of_worker,
-    load_deployed,
-)
+from dsgdac_accel.trainer.sharding import ShardsInTrainer, is_renamed
 from dsgdac_accel.trainer.stopping import SignalStop
 from dsgdac_accel.virtual_workers import VirtualWorkers, split_by_worker
 
@@ -170,6 +164,8 @@ class GossipCallback(TrainerCallback):
         trainer.args.average_tokens_across_devices = False
         if self._accelerator.num_workers == 1:
             warn_of_single_worker(self._group)
+        for name, stand_in in ShardsInTrainer(trainer).stand_ins.items() if sharded else ():
+            self._wrap(name, stand_in)
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
         self._wrap("_get_num_items_in_batch", self._count_items)
@@ -184,10 +180,6 @@ class GossipCallback(TrainerCallback):
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
-        if self._group.row.mesh is not None:
-            shards = ShardsInTrainer(trainer)
-            self._wrap("_save", shards.save)
-            self._wrap("_save_optimizer_and_scheduler", shards.save_nothing)
 
     def _begin_run(self) -> None:
         """Reset the state of one `train()`."""
@@ -252,7 +244,6 @@ class GossipCallback(TrainerCallback):
 
     def _create_accelerator(self, original: Callable[[], None]) -> None:
         """Adopt the new Accelerator that a hyperparameter search creates for each trial."""
-        refuse_combinations(Setup(sharded=self._group.row.mesh is not None, call="hyperparameter_search"))
         original()
         self._adopt_accelerator(self.trainer)
 
@@ -309,22 +300,17 @@ class GossipCallback(TrainerCallback):
             self._stop.listen(signals=self.stop_on_signals)
 
     def _load_from_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16.
-
-        For sharded workers `TrainerCheckpoints.restore` loads everything.
-        """
-        if self._group.row.mesh is not None:
-            return None
+        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16."""
         dtypes = {name: parameter.dtype for name, parameter in self._model.named_parameters()}
         result = original(*args, **kwargs)
         for name, parameter in self._model.named_parameters():
-            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+            if parameter.dtype is not dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(dtypes[name])
         return result
 
     def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Skip worker 0's optimizer if the checkpoint has every worker's own, or would not fit into shards."""
-        skips = self.checkpoints.has_worker_states or self._group.row.mesh is not None
-        return None if skips else original(*args, **kwargs)
+        """Skip worker 0's optimizer if the checkpoint has every worker's own."""
+        return None if self.checkpoints.has_worker_states else original(*args, **kwargs)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -356,18 +342,17 @@ class GossipCallback(TrainerCallback):
         """Count the tokens of each worker of this process, shape (workers,), if the model divides its loss by them."""
         trainer, count = self.trainer, self._accelerator.workers_per_process
         trains = not self.deployment.active and bool(self._steps)  # otherwise an evaluation, of one model
-        if self._group.row.mesh is not None:
-            items = original(batches, *args, **kwargs)
-            counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-            return items_of_worker(items, self._group.row, trainer.args.device) if trains and counts else items
-        if not trains:
-            return original(batches, *args, **kwargs)
         model_computes_loss = (
             trainer.compute_loss_func is None
             and trainer.label_smoother is None
             and type(trainer).compute_loss is Trainer.compute_loss
         )
-        if count == 1 or not model_computes_loss or not all(isinstance(batch, Mapping) for batch in batches):
+        if (
+            count == 1
+            or not trains
+            or not model_computes_loss
+            or not all(isinstance(batch, Mapping) for batch in batches)
+        ):
             return original(batches, *args, **kwargs)
         labels = [{key: batch[key] for key in ("labels", "shift_labels") if key in batch} for batch in batches]
         by_worker = split_by_worker(filter(None, labels), count)
@@ -398,19 +383,11 @@ class GossipCallback(TrainerCallback):
 
     def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.deployment.deploy()  # collective: worker 0 has written the checkpoint before any worker reads it
-        if self._group.row.mesh is None:
-            return original(*args, **kwargs)
-        self._group.everyone.barrier("loading the best model")
-        return load_deployed(self._model, cast(str, self.trainer.state.best_model_checkpoint))
+        return original(*args, **kwargs)
 
     # ---- evaluating and saving
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.trainer.is_fsdp_enabled and not has_shards(self._model):
-            raise ValueError(
-                "FSDP2 shards the model in train(), so it cannot be evaluated before. Set eval_on_start=True to "
-                "evaluate it at the beginning of training."
-            )
         if not self._has_trained and next(self._model.parameters()).device.type == self._group.device.type:
             self._accelerator.make_equal([self._model])  # later, `prepare` has made the workers equal
         with self.deployment.deployed():

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
 from transformers import Trainer, TrainerState
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from dsgdac_accel.accelerator import GossipAccelerator
@@ -24,7 +23,6 @@ from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.equal_steps import inner_loader, known_length
 from dsgdac_accel.data.loaders import set_shared_epoch
 from dsgdac_accel.randomness import random_state
-from dsgdac_accel.trainer.sharding import load_deployed
 
 logger = logging.getLogger(__name__)
 
@@ -210,8 +208,15 @@ class TrainerCheckpoints:
         if self._resuming is None:
             return None
         accelerator = self._accelerator
-        if not self.has_worker_states:
-            self._start_from_one_model(state)
+        if not self.has_worker_states:  # the Trainer has loaded its model and schedule
+            if accelerator.gossip_config.on_other_worker_count == "refuse":
+                raise CheckpointError(
+                    f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with "
+                    f"save_only_model=True, by a Trainer without gossip, or incompletely. To start all workers from "
+                    f"its model, set on_other_worker_count='deployed' in GossipConfig."
+                )
+            for step in accelerator.gossip_steps:
+                step.mixer.start_at(state.global_step)
             return None
         with self._as_prepared():
             accelerator.load_state(self._resuming)
@@ -221,10 +226,8 @@ class TrainerCheckpoints:
         """Return the digests of the frozen tensors that workers' states need not hold.
 
         The Trainer's own file holds them, or PEFT leaves them to the base model. A Trainer that saves its model in
-        another way may lose some. Sharded workers keep all in their states, from which each reads its shards.
+        another way may lose some.
         """
-        if self._accelerator.group.row.mesh is not None:
-            return {}
         trainer, kind = self.trainer, type(self.trainer)
         own_way = any(getattr(kind, name) is not getattr(Trainer, name) for name in _SAVING_METHODS)
         if trainer.args.save_only_model or (own_way and not hasattr(trainer.model, "peft_config")):
@@ -235,39 +238,6 @@ class TrainerCheckpoints:
             for place, digest in self._accelerator.checkpoints.frozen_digests().items()
             if place.part != "caches" and not place.name.endswith(dropped)
         }
-
-    def _start_from_one_model(self, state: TrainerState) -> None:
-        """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already.
-
-        Sharded workers load it here, with the schedule but without the state of an optimizer.
-        """
-        accelerator = self._accelerator
-        if accelerator.gossip_config.on_other_worker_count == "refuse":
-            raise CheckpointError(
-                f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with save_only_model=True, by "
-                f"a Trainer without gossip, or incompletely. To start all workers from its model, set "
-                f"on_other_worker_count='deployed' in GossipConfig."
-            )
-        if accelerator.group.row.mesh is not None:
-            assert self._resuming is not None
-            load_deployed(self.trainer.model, self._resuming)
-            self._load_schedule(self._resuming / SCHEDULER_NAME)
-        for step in accelerator.gossip_steps:
-            step.mixer.start_at(state.global_step)
-
-    def _load_schedule(self, file: Path) -> None:
-        """Continue the lr schedule that a Trainer without gossip has saved, if there is one."""
-        if not file.is_file():
-            return
-        groups, saved = self.trainer.optimizer.param_groups, torch.load(file, map_location="cpu", weights_only=True)
-        if len(saved["_last_lr"]) != len(groups):
-            raise CheckpointError(
-                f"{file} has the lr of {len(saved['_last_lr'])} parameter groups, and the optimizer has {len(groups)}. "
-                f"Make the optimizer as it was when saved, or remove the file to begin the schedule anew."
-            )
-        self.trainer.lr_scheduler.load_state_dict(saved)
-        for group, lr in zip(groups, saved["_last_lr"], strict=True):
-            group["lr"] = lr  # the schedule itself sets it only after the next step
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Return whether training is in the middle of an epoch, whose first batches the Trainer skips on resuming."""

@@ -89,8 +89,9 @@ class ShardsInTrainer:
         """Leave optimizer and scheduler to the states of workers: the Trainer's files would hold worker 0's shards."""
 
     def load_model(self, original: Callable[..., Any], checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load this process's part of the deployed model, unless the checkpoint is refused or has workers' states."""
-        if self.trainer.accelerator.gossip_config.on_other_worker_count != "refuse" and not _has_states(checkpoint):
+        """Load this process's part of the deployed model, unless the workers' states follow or all is refused."""
+        starts_anew = self.trainer.accelerator.gossip_config.on_other_worker_count != "refuse"
+        if starts_anew and not (Path(checkpoint) / MANIFEST).exists():
             load_deployed(self.trainer.model, checkpoint)
 
     def load_schedule(self, original: Callable[..., Any], checkpoint: str | None) -> None:
