@@ -25,7 +25,7 @@ from dsgdac_accel.wrappers import eager_name
 
 
 class ShardsInTrainer:
-    """Stands in for methods of one Trainer. Each method gets the original first.
+    """Each method stands in for the one of its name of one Trainer, and gets the original first.
 
     Args:
         trainer: a Trainer with a GossipAccelerator whose workers are several processes each.
@@ -37,24 +37,12 @@ class ShardsInTrainer:
         if plugin is not None:  # otherwise a Trainer with FSDP saves no model at all
             plugin.set_state_dict_type("FULL_STATE_DICT")
         gather_for(trainer.model, "generate")
-        self.stand_ins: dict[str, Callable[..., Any]] = {
-            "create_accelerator_and_postprocess": self.refuse_search,
-            "_get_num_items_in_batch": self.count_items,
-            "evaluate": self.evaluate,
-            "predict": self.evaluate,
-            "_save": self.save,
-            "_save_optimizer_and_scheduler": self.save_nothing,
-            "_load_from_checkpoint": self.load_model,
-            "_load_optimizer_and_scheduler": self.load_schedule,
-            "_load_best_model": self.load_best_model,
-        }
-        """By the names of the methods."""
 
-    def refuse_search(self, original: Callable[..., Any]) -> None:
+    def create_accelerator_and_postprocess(self, original: Callable[..., Any]) -> None:
         """Refuse a hyperparameter search, which creates an Accelerator for each trial."""
         refuse_combinations(Setup(sharded=True, call="hyperparameter_search"))
 
-    def count_items(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the mean number of tokens per process of the worker; None if one does not know its own. Collective.
 
         The worker's gradient is the mean over its processes. Each divides its sum over tokens by this number, so that
@@ -77,7 +65,9 @@ class ShardsInTrainer:
             )
         return original(*args, **kwargs)
 
-    def save(
+    predict = evaluate
+
+    def _save(
         self, original: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> Any:
         """Save the whole model, gathered in worker 0. Collective."""
@@ -85,16 +75,18 @@ class ShardsInTrainer:
             state_dict = self.trainer.accelerator.get_state_dict(self.trainer.model)
         return original(output_dir, state_dict=state_dict)
 
-    def save_nothing(self, original: Callable[..., Any], output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, original: Callable[..., Any], output_dir: str) -> None:
         """Leave optimizer and scheduler to the states of workers: the Trainer's files would hold worker 0's shards."""
 
-    def load_model(self, original: Callable[..., Any], checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, original: Callable[..., Any], checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Load this process's part of the deployed model, unless the workers' states follow or all is refused."""
         starts_anew = self.trainer.accelerator.gossip_config.on_other_worker_count != "refuse"
         if starts_anew and not (Path(checkpoint) / MANIFEST).exists():
             load_deployed(self.trainer.model, checkpoint)
 
-    def load_schedule(self, original: Callable[..., Any], checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, original: Callable[..., Any], checkpoint: str | None) -> None:
         """Continue the lr schedule that a Trainer without gossip has saved, if there is one, without an optimizer."""
         if checkpoint is None or not (file := Path(checkpoint) / SCHEDULER_NAME).is_file():
             return
@@ -108,7 +100,7 @@ class ShardsInTrainer:
         for group, lr in zip(groups, saved["_last_lr"], strict=True):
             group["lr"] = lr  # the schedule itself sets it only after the next step
 
-    def load_best_model(self, original: Callable[..., Any]) -> None:
+    def _load_best_model(self, original: Callable[..., Any]) -> None:
         """Load this process's part of the best model. Collective."""
         self.trainer.accelerator.group.everyone.barrier("loading the best model")
         load_deployed(self.trainer.model, self.trainer.state.best_model_checkpoint)
