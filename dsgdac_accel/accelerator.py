@@ -208,7 +208,7 @@ class GossipAccelerator(Accelerator):
         refuse_unsupported_launch(self)
         config = supported_on(device_mesh, config, self)
         keep_average = keep_average and device_mesh is None
-        group = WorkerGroup.of_mesh(device_mesh, self.device, config.timeout)
+        group = WorkerGroup.make(device_mesh, self.device, config.timeout)
         self._begin_gossip(config, group, scheduler_ticks, keep_average, watch_average=True)
         if not (own_timeout or GossipAccelerator._user_owns_process_group):
             self.group.process_groups.limit_default_group()
@@ -247,9 +247,8 @@ class GossipAccelerator(Accelerator):
         if workers is not None:  # FSDP2 asks them for the dimensions to shard over when it prepares the model
             accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, workers.device_mesh
         # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
-        group = GossipAccelerator._adopted_group
-        if group is None or not group.serves(accelerator.device, config.timeout, device_mesh):
-            group = WorkerGroup.of_mesh(device_mesh, accelerator.device, config.timeout)
+        earlier = GossipAccelerator._adopted_group
+        group = WorkerGroup.make(device_mesh, accelerator.device, config.timeout, earlier)
         kind = type(accelerator)
         accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)

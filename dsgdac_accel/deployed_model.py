@@ -146,7 +146,12 @@ class Deployment:
         averages = [] if self.active else self.training.averages()
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
-            _require_equal_parameters(model, group)
+            group.require_equal(
+                [digest(values) for _, _, values in local_parameters(model)],
+                "parameters (digests)",
+                "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train with "
+                "an optimizer that went through `prepare(model, optimizer)`.",
+            )
         self.unmixed = self._unmixed(model) if steps else []
         average = deployed_model(
             model,
@@ -205,16 +210,6 @@ class Deployment:
                 for replica in replicas_of(one):
                     for tensor, value in zip(values_of(replica), average, strict=True):
                         tensor.copy_(value)
-
-
-def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
-    """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
-    group.require_equal(
-        [digest(values) for _, _, values in local_parameters(model)],
-        "parameters (digests)",
-        "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train "
-        "with an optimizer that went through `prepare(model, optimizer)`.",
-    )
 
 
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:

@@ -150,22 +150,35 @@ class WorkerGroup:
                 other.steps_taken = steps
 
     @classmethod
-    def of_mesh(cls, device_mesh: DeviceMesh | None, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
-        """Return the column of this process; without a mesh, the group of all. Collective over all processes.
-
-        Args:
-            device_mesh: as for `WorkerMesh`.
-            device, timeout: as in the constructor.
-        """
-        if device_mesh is None:
-            return cls(device, timeout)
-        mesh = WorkerMesh(device_mesh)
+    def of_mesh(cls, mesh: WorkerMesh, device: torch.device, timeout: float = 600.0) -> WorkerGroup:
+        """Return the column of this process. Collective over all processes. Arguments as in the constructor."""
         everyone = cls(device, timeout, line=mesh.everyone, exchanges=False)
         column = cls(device, timeout, line=mesh.column)
         column.row, column._everyone = Row(cls(device, timeout, line=mesh.row), mesh), everyone
         everyone._registered = column._registered  # it may connect beside an exchange of the column
         mesh.limit(timeout)
         return column
+
+    @classmethod
+    def make(
+        cls, device_mesh: DeviceMesh | None, device: torch.device, timeout: float, earlier: WorkerGroup | None = None
+    ) -> WorkerGroup:
+        """Return the group of all processes, or of those of this process's column in a device mesh. Collective.
+
+        Args:
+            device_mesh: as for `WorkerMesh`; None if every process is a worker.
+            device, timeout: as in the constructor.
+            earlier: a group of this process, which is returned if it `serves` without a mesh.
+        """
+        if device_mesh is not None:
+            return cls.of_mesh(WorkerMesh(device_mesh), device, timeout)
+        if earlier is not None and earlier.row.mesh is None and earlier.serves(device, timeout):
+            return earlier
+        return cls(device, timeout)
+
+    def refuse_combinations(self, **facts: Any) -> None:
+        """Raise ValueError if these workers do not go with what else is known of the run, as of `features.Setup`."""
+        refuse_combinations(Setup(sharded=self.row.size > 1, **facts))
 
     # ---- who is here
 
@@ -178,10 +191,6 @@ class WorkerGroup:
     def size(self) -> int:
         """Number of processes."""
         return self.members.size
-
-    def refuse_combinations(self, **facts: Any) -> None:
-        """Raise ValueError if these workers do not go with what else is known of the run, as of `features.Setup`."""
-        refuse_combinations(Setup(sharded=self.row.size > 1, **facts))
 
     # ---- who uses the group
 
@@ -227,16 +236,11 @@ class WorkerGroup:
         if self.closed:
             raise RuntimeError("training has ended (`end_training`); make a new accelerator to train on.")
 
-    def serves(self, device: torch.device, timeout: float, device_mesh: DeviceMesh | None = None) -> bool:
-        """Whether this group can be used again, for another training in the same process and process group.
-
-        Workers of a device mesh get groups of their own for every training.
-        """
+    def serves(self, device: torch.device, timeout: float) -> bool:
+        """Whether this group can be used again, for another training in the same process and process group."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         return (
             not self.closed
-            and device_mesh is None
-            and self.row.mesh is None
             and self.process_groups.world is world
             and (self.device, self.timeout) == (indexed(device), timeout)
         )

@@ -158,7 +158,7 @@ def joined(config: BenchmarkConfig) -> Iterator[Joined]:
 
 def _group(config: BenchmarkConfig, device: torch.device) -> WorkerGroup:
     mesh = None if config.shards == 1 else mesh_of(device.type, config.shards)
-    return WorkerGroup.of_mesh(mesh, device, config.gossip.timeout)
+    return WorkerGroup.make(mesh, device, config.gossip.timeout)
 
 
 def _rendezvous(network: NetworkConfig, shards: int, ended: contextlib.ExitStack) -> tuple[dist.Store, RelayClient]:
