@@ -57,6 +57,8 @@ from dsgdac_accel.distributed.group import WorkerGroup, refuse_copy
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.model_state import own_state
 from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
+from dsgdac_accel.distributed.sharded_workers import mesh_of_workers, with_workers, workers_in
+from dsgdac_accel.distributed.shards import gathering_modules, reshard
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
 from dsgdac_accel.gossip_training import GossipTraining
@@ -68,8 +70,6 @@ from dsgdac_accel.scheduler_ticks import (
     SchedulerTicks,
     TickSetting,
 )
-from dsgdac_accel.sharded_workers import mesh_of_workers, with_workers, workers_in
-from dsgdac_accel.shards import gathering_modules, reshard
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name
 

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.master_parameters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
+from dsgdac_accel.distributed.sharded_workers import ShardedWorkers
+from dsgdac_accel.distributed.shards import has_shards, refuse_other_splits
 from dsgdac_accel.features import Setup, refuse_combinations
-from dsgdac_accel.sharded_workers import ShardedWorkers
-from dsgdac_accel.shards import has_shards, refuse_other_splits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -32,9 +32,9 @@ from dsgdac_accel.core.master_parameters import SwapsAverage
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.shards import gathering_modules, local_parameters, reshard
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.shards import gathering_modules, local_parameters, reshard
 from dsgdac_accel.tensor_bytes import digest
 from dsgdac_accel.unmixed import averaged, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of

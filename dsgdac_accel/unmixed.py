@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import local_parameters
+from dsgdac_accel.distributed.shards import local_parameters
 from dsgdac_accel.tensor_bytes import as_words, digest
 from dsgdac_accel.virtual_workers import replicas_of
 

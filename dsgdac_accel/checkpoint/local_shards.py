@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 
 Dims = tuple[str, ...]
 """Names of the dimensions of a device mesh."""

@@ -44,8 +44,8 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.processes import by_worker
+from dsgdac_accel.distributed.shards import gathering_modules, has_unreduced_gradients, reshard
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
-from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import gathering_modules, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, reshard, whole_of
 
 
 def own_state(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
-from dsgdac_accel.shards import is_sharded, local_of
 
 T = TypeVar("T")
 

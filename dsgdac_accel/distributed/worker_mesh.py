@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.distributed.lines import Line
+from dsgdac_accel.distributed.shards import is_sharded, refuse_other_dimensions
 from dsgdac_accel.distributed.transport import nccl_limit
-from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

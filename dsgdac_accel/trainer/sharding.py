@@ -19,8 +19,8 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from dsgdac_accel.checkpoint import CheckpointError
 from dsgdac_accel.checkpoint.local_shards import fill_
 from dsgdac_accel.checkpoint.manifest import MANIFEST
+from dsgdac_accel.distributed.shards import gather_for, gathering_modules, has_shards, reshard
 from dsgdac_accel.features import Setup, refuse_combinations
-from dsgdac_accel.shards import gather_for, gathering_modules, has_shards, reshard
 from dsgdac_accel.wrappers import eager_name
 
 

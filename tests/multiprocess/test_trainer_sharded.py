@@ -41,7 +41,7 @@ from dsgdac_accel import (
     build_topology,
     compatibility,
 )
-from dsgdac_accel.shards import gathering_modules, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.tiny import build_model
 from tests.multiprocess.scenarios import fresh

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.accelerator import is_available
 
-from dsgdac_accel.shards import refuse_other_dimensions
+from dsgdac_accel.distributed.shards import refuse_other_dimensions
 
 _SIZES = ("dp_replicate_size", "dp_shard_size")
 _OTHER_DIMENSIONS = ("tp", "cp", "sp")
