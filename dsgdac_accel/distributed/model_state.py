@@ -41,7 +41,8 @@ def gathered_state(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
     """
     if group.rank > 0:
         return {}
-    keeps, wholes = group.row.rank == 0, dict[int, Tensor]()
+    keeps = group.row.rank == 0
+    wholes: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor) and id(value) not in wholes:

@@ -175,12 +175,9 @@ class TrainerCheckpoints:
         If all are damaged or of another version, return the newest of these, and with `even_incomplete` the newest of
         all: reading it raises the reason.
         """
-        numbered = {
-            int(path.name.rpartition("-")[2]): path
-            for path in Path(self.trainer.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            if path.is_dir() and path.name.rpartition("-")[2].isdigit()
-        }
-        found = [numbered[number] for number in sorted(numbered, reverse=True)]
+        folder, prefix = Path(self.trainer.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-"
+        numbers = [path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*") if path.is_dir()]
+        found = [folder / f"{prefix}{number}" for number in sorted(filter(str.isdigit, numbers), key=int, reverse=True)]
         complete = (path for path in found if is_complete(path) and _is_json(path / TRAINER_STATE_NAME))
         damaged = (path for path in found if (path / MANIFEST).exists() and not is_complete(path))
         return next(complete, None) or next(damaged, None) or next(iter(found if even_incomplete else ()), None)
