@@ -267,6 +267,8 @@ class GossipAccelerator(Accelerator):
         self.gossip_config = config
         self.group = group
         self.training = GossipTraining(self.group, config, self._models)
+        self._gathering: list[Any] = []
+        """The prepared modules to which FSDP2 was applied."""
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
@@ -312,6 +314,7 @@ class GossipAccelerator(Accelerator):
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
+        self._gathering = gathering_modules(self._models)
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
@@ -475,7 +478,7 @@ class GossipAccelerator(Accelerator):
         super().clip_grad_value_([p for mine in self._by_worker(parameters) for p in mine], clip_value)
 
     def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-        reshard(gathering_modules(self._models))  # before `model.parameters()` is read: shards have the gradients
+        reshard(self._gathering)  # before `model.parameters()` is read: the shards have the gradients
         listed = list(map(self.training.parameter_of, as_parameter_list(parameters)))
         return self.training.owners.by_worker(listed)
 
@@ -778,6 +781,7 @@ class GossipAccelerator(Accelerator):
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)
+        self._gathering = []
         self.training.restart(self._models)
         self.pass_average.loaders = self._dataloaders
         self.tick_rules.end_training()

@@ -104,7 +104,13 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         return dict(arguments)  # there, Accelerate does not look at variables for FSDP
     if AcceleratorState._shared_state:  # Accelerate keeps what the first accelerator of the process was told
-        _refuse_other(config)
+        kept = AcceleratorState._shared_state.get("parallelism_config")
+        given = kept if config is None else ShardedWorkers.of(config)
+        if any(getattr(kept, name, None) != getattr(given, name, None) for name in _SIZES):
+            raise ValueError(
+                "parallelism_config= has no effect here: Accelerate keeps the settings of the first accelerator of a "
+                "process. Pass it to the first one."
+            )
         return dict(arguments)
     if config is None and launched:
         config = ShardedWorkers()
@@ -155,17 +161,6 @@ def _splits_nothing(config: Any, launched: bool) -> bool:
     if config is None:
         return launched and ShardedWorkers().total_size == 1
     return isinstance(config, ParallelismConfig) and config.total_size == 1
-
-
-def _refuse_other(config: Any) -> None:
-    if config is None:
-        return
-    kept, config = AcceleratorState._shared_state.get("parallelism_config"), ShardedWorkers.of(config)
-    if any(getattr(kept, name, None) != getattr(config, name) for name in _SIZES):
-        raise ValueError(
-            "parallelism_config= has no effect here: Accelerate keeps the settings of the first accelerator of a "
-            "process. Pass it to the first one."
-        )
 
 
 def mesh_of_workers(config: Any, mesh: Any) -> Any:

@@ -134,11 +134,17 @@ def load_deployed(model: nn.Module, folder: str | Path) -> None:
     reshard(gathering_modules([model]))
     state = model.state_dict(keep_vars=True)
     own = {eager_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    if is_peft_model(model):
-        for adapter in cast(Any, model).peft_config:
-            _load(_adapter_of(model, adapter, own), [_adapter_file(Path(folder), adapter)])
-    else:
+    if not is_peft_model(model):
         _load(own, _files_in(Path(folder)), tuple(getattr(model, "_keys_to_ignore_on_save", None) or ()))
+        return
+    from peft import get_peft_model_state_dict  # optional
+
+    for adapter in cast(Any, model).peft_config:
+        file = (Path(folder) if adapter == "default" else Path(folder) / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist, which has the deployed adapter. Choose another checkpoint.")
+        # By the names that PEFT saves them under.
+        _load(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter), [file])
 
 
 def _load(own: dict[str, Tensor], files: list[Path], dropped: tuple[str, ...] = ()) -> None:
@@ -159,21 +165,6 @@ def _load(own: dict[str, Tensor], files: list[Path], dropped: tuple[str, ...] = 
     missing = [name for name, tensor in own.items() if id(tensor) not in filled and not name.endswith(dropped)]
     if missing:
         raise CheckpointError(f"{files[0].parent} has no values of {missing[0]}. Build the model as it was when saved.")
-
-
-def _adapter_of(model: nn.Module, adapter: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an adapter among the model's own by the names that PEFT saves them under."""
-    from peft import get_peft_model_state_dict  # optional
-
-    return get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
-
-
-def _adapter_file(folder: Path, adapter: str) -> Path:
-    """Return the file in which PEFT saves an adapter."""
-    file = (folder if adapter == "default" else folder / adapter) / ADAPTER_SAFE_WEIGHTS_NAME
-    if not file.is_file():
-        raise CheckpointError(f"{file} does not exist, which has the deployed adapter. Choose another checkpoint.")
-    return file
 
 
 def _files_in(folder: Path) -> list[Path]:
