@@ -34,10 +34,8 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
     Raises:
         ValueError: one of them is not a dense floating-point tensor and has no average.
     """
-    by_replica = [
-        [values for _, parameter, values in local_parameters(replica) if id(parameter) not in mixed]
-        for replica in replicas_of(model)
-    ]
+    replicas = map(local_parameters, replicas_of(model))
+    by_replica = [[values for _, parameter, values in named if id(parameter) not in mixed] for named in replicas]
     places = [list(tensors) for tensors in zip(*by_replica, strict=True)]
     if not places or group.size * len(by_replica) == 1:
         return []
