@@ -36,7 +36,7 @@ from dsgdac_accel.compatibility import (
     refuse_unsupported_launch,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
-    supported_with_shards,
+    supported_on,
     warn_of_single_worker,
 )
 from dsgdac_accel.config import GossipConfig
@@ -52,13 +52,15 @@ from dsgdac_accel.data.dataloader_state import (
 )
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
-from dsgdac_accel.deployed_model import Deployment, cloned, gathered_state
+from dsgdac_accel.deployed_model import Deployment
 from dsgdac_accel.distributed.group import WorkerGroup, refuse_copy
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
+from dsgdac_accel.distributed.model_state import own_state
 from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
+from dsgdac_accel.distributed.sharded_workers import mesh_of_workers, with_workers, workers_in
+from dsgdac_accel.distributed.shards import gathering_modules, reshard
 from dsgdac_accel.distributed.signals import STOP_SIGNALS
 from dsgdac_accel.distributed.stopping import StopOnSignals
-from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.metrics import ConsensusLogger
 from dsgdac_accel.pass_average import PassAverage
@@ -68,8 +70,6 @@ from dsgdac_accel.scheduler_ticks import (
     SchedulerTicks,
     TickSetting,
 )
-from dsgdac_accel.sharded_workers import mesh_of_workers, with_workers, workers_in
-from dsgdac_accel.shards import gathering_modules, reshard
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name
 
@@ -202,18 +202,14 @@ class GossipAccelerator(Accelerator):
             kwargs = with_workers(kwargs)
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         if device_mesh is None:
-            device_mesh = mesh_of_workers(self)
+            device_mesh = mesh_of_workers(self.parallelism_config, self.torch_device_mesh)
         else:
             refuse_parallelism_beside_mesh(self)
-        group = None
-        if device_mesh is not None:
-            mesh = WorkerMesh(device_mesh)
-            config = supported_with_shards(config, self)
-            keep_average = False
-            group = WorkerGroup.of_mesh(mesh, self.device, config.timeout)
-        self._begin_gossip(
-            config, group, scheduler_ticks=scheduler_ticks, keep_average=keep_average, watch_average=True
-        )
+        refuse_unsupported_launch(self)
+        config = supported_on(device_mesh, config, self)
+        keep_average = keep_average and device_mesh is None
+        group = WorkerGroup.make(device_mesh, self.device, config.timeout)
+        self._begin_gossip(config, group, scheduler_ticks, keep_average, watch_average=True)
         if not (own_timeout or GossipAccelerator._user_owns_process_group):
             self.group.process_groups.limit_default_group()
         if self.num_workers == 1 and not GossipAccelerator._warned_of_single_worker:
@@ -245,42 +241,34 @@ class GossipAccelerator(Accelerator):
             refuse_parallelism_beside_mesh(accelerator)
         workers = None if device_mesh is not None else workers_in(accelerator)
         refuse_unsupported_launch(accelerator, workers)
-        sharded = device_mesh is not None or (workers is not None and workers.total_size > workers.dp_replicate_size)
-        if sharded:
-            config = supported_with_shards(config, accelerator)
         if workers is not None:
-            if "dp_replicate" not in workers.device_mesh.mesh_dim_names:  # a single worker
-                workers.device_mesh = workers.build_device_mesh(accelerator.device.type)
-            device_mesh = workers.device_mesh
-        mesh = WorkerMesh(device_mesh) if sharded else None  # type: ignore[arg-type]
-        earlier = GossipAccelerator._adopted_group
-        kind = type(accelerator)
+            device_mesh = mesh_of_workers(workers, workers.device_mesh)
+        config = supported_on(device_mesh, config, accelerator)
         if workers is not None:  # FSDP2 asks them for the dimensions to shard over when it prepares the model
-            accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, device_mesh
+            accelerator.state.parallelism_config, accelerator.state.device_mesh = workers, workers.device_mesh
+        # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
+        earlier = GossipAccelerator._adopted_group
+        group = WorkerGroup.make(device_mesh, accelerator.device, config.timeout, earlier)
+        kind = type(accelerator)
         accelerator.__class__ = cls if kind is Accelerator else type(f"Gossip{kind.__name__}", (cls, kind), {})
         adopted = cast(GossipAccelerator, accelerator)
-        # A hyperparameter search makes an Accelerator per trial, and process groups cost threads and sockets: reuse.
-        reusable = earlier is not None and earlier.serves(accelerator.device, config.timeout)
-        group = earlier if reusable and mesh is None and earlier.row.mesh is None else None  # type: ignore[union-attr]
-        if mesh is not None:
-            group = WorkerGroup.of_mesh(mesh, accelerator.device, config.timeout)
         adopted._begin_gossip(config, group)
-        GossipAccelerator._adopted_group = adopted.group
+        GossipAccelerator._adopted_group = group
         return adopted
 
     def _begin_gossip(
         self,
         config: GossipConfig,
-        group: WorkerGroup | None = None,
-        *,
+        group: WorkerGroup,
         scheduler_ticks: TickSetting = "auto",
         keep_average: bool = False,
         watch_average: bool = False,
     ) -> None:
-        refuse_unsupported_launch(self)
         self.gossip_config = config
-        self.group = group or WorkerGroup(self.device, config.timeout)
+        self.group = group
         self.training = GossipTraining(self.group, config, self._models)
+        self._gathering: list[Any] = []
+        """The prepared modules to which FSDP2 was applied."""
         phase = TrainingPhase()
         self.deployment = Deployment(self.training, self.gradient_state, phase)
         self.sharding = LoaderSharding(self.group.everyone, phase)
@@ -326,6 +314,7 @@ class GossipAccelerator(Accelerator):
         first_model, first_optimizer = len(self._models), len(self._optimizers)
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
+        self._gathering = gathering_modules(self._models)
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
@@ -490,8 +479,7 @@ class GossipAccelerator(Accelerator):
         super().clip_grad_value_([p for mine in self._by_worker(parameters) for p in mine], clip_value)
 
     def _by_worker(self, parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-        if self.group.row.mesh is not None:  # before `model.parameters()` is read: the shards have the gradients
-            reshard(gathering_modules(self._models))
+        reshard(self._gathering)  # before `model.parameters()` is read: the shards have the gradients
         return self.training.owners.by_worker(as_parameter_list(parameters))
 
     # ---- the deployed model
@@ -577,18 +565,11 @@ class GossipAccelerator(Accelerator):
         """
         differs = self.training.taken_steps > 0 and self.num_workers > 1 and self.training.has_prepared(model)
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        state_of = super().get_state_dict
-
-        def copy_of(keyed: nn.Module) -> dict[str, Any]:
-            if self.group.row.mesh is not None:
-                return gathered_state(keyed, self.group)
-            return cloned(state_of(keyed, unwrap=False))
-
         with self.pass_average.shown() as average:
-            found = copy_of(keyed) if average or not differs else None
+            found = own_state(keyed, self.group) if average or not differs else None
         if found is None:
             with self._average_in(model):
-                found = copy_of(keyed)
+                found = own_state(keyed, self.group)
         # The keys of the eager model, also where a submodule is compiled.
         return {eager_name(name): value for name, value in found.items()} if unwrap else found
 
@@ -793,6 +774,7 @@ class GossipAccelerator(Accelerator):
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)
+        self._gathering = []
         self.training.restart(self._models)
         self.pass_average.loaders = self._dataloaders
         self.tick_rules.end_training()

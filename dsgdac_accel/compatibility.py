@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from dsgdac_accel.core.masters import refuse_untrainable
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
+from dsgdac_accel.distributed.sharded_workers import ShardedWorkers
+from dsgdac_accel.distributed.shards import has_shards, refuse_other_splits
 from dsgdac_accel.features import Setup, refuse_combinations
-from dsgdac_accel.sharded_workers import ShardedWorkers
-from dsgdac_accel.shards import has_shards, local_of, refuse_other_splits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -103,11 +103,13 @@ def refuse_parallelism_beside_mesh(accelerator: Accelerator) -> None:
         )
 
 
-def supported_with_shards(config: GossipConfig, accelerator: Accelerator) -> GossipConfig:
-    """Return the configuration for workers that are several processes each.
+def supported_on(device_mesh: DeviceMesh | None, config: GossipConfig, accelerator: Accelerator) -> GossipConfig:
+    """Return the configuration for the workers of a mesh, which are several processes each; without one, as it is.
 
     Raises ValueError for settings that need a worker to be one process.
     """
+    if device_mesh is None:
+        return config
     refuse_combinations(Setup(config=config, sharded=True, accelerator=accelerator))
     if accelerator.device.type == "cuda" and config.overlap:
         # Two NCCL communicators in flight need an order: the exchange ends before the next all-gather begins.
@@ -255,11 +257,8 @@ def refuse_unsupported_trainer(trainer: Trainer, setup: Setup) -> None:
 @torch.no_grad()
 def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
     """Log a warning if the gradients are the same on all workers, as with DDP or with the same batches. Collective."""
-    counted = [p.grad for p in model.parameters() if p.grad is not None]
-    own = math.hypot(*(float(local_of(gradient).to_dense().double().norm()) for gradient in counted))
-    what = "comparing the first gradients"
-    squares = group.row.sum(torch.tensor([own**2], dtype=torch.float64, device="cpu"), what)
-    by_worker = group.all_gather_object(math.sqrt(float(squares)), what)
+    gradients, what = [p.grad for p in model.parameters() if p.grad is not None], "comparing the first gradients"
+    by_worker = group.all_gather_object(group.row.norm(gradients, what), what)
     if len(by_worker) > 1 and 0 < by_worker[0] < math.inf and len(set(by_worker)) == 1:
         logger.warning(
             "the first gradients are the same on all workers: something averages them (a hook of yours, for example), "

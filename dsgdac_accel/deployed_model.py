@@ -11,7 +11,7 @@ Calibration of BatchNorm is in `calibration`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -29,14 +29,12 @@ from dsgdac_accel.calibration import (
     sharded_batches,
 )
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.parameters import memory_of
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.features import Setup, refuse_combinations
+from dsgdac_accel.distributed.shards import gathering_modules, local_parameters, reshard
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
 from dsgdac_accel.tensor_bytes import digest
 from dsgdac_accel.unmixed import averaged, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
@@ -81,7 +79,7 @@ def deployed_model(
     fixed = {*frozen, *frozen_layers(holder)}
     layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
     layers = layers_by_worker[0]
-    refuse_combinations(Setup(sharded=group.row.size > 1, calibrates=bool(layers) and calibrate is not None))
+    group.refuse_combinations(calibrates=bool(layers) and calibrate is not None)
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
     with preserved_state(holder), first_replica_only, ExitStack() as swapped:
         for average in averages:
@@ -148,7 +146,12 @@ class Deployment:
         averages = [] if self.active else [step.average for step in steps]
         frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
-            _require_equal_parameters(model, group)
+            group.require_equal(
+                [digest(values) for _, _, values in local_parameters(model)],
+                "parameters (digests)",
+                "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train with "
+                "an optimizer that went through `prepare(model, optimizer)`.",
+            )
         self.unmixed = self._unmixed(model) if steps else []
         average = deployed_model(
             model,
@@ -209,16 +212,6 @@ class Deployment:
                         tensor.copy_(value)
 
 
-def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
-    """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
-    group.require_equal(
-        [digest(local_of(parameter)) for parameter in model.parameters()],
-        "parameters (digests)",
-        "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train "
-        "with an optimizer that went through `prepare(model, optimizer)`.",
-    )
-
-
 def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:
     """Broadcast worker 0's buffers, except the running statistics of `layers` and caches that differ in shape."""
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
@@ -240,50 +233,6 @@ def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: Worker
             )
 
 
-# ---- state dictionaries with memory of their own
-
-
-def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dictionary with copied tensors. Names that share a whole tensor (tied weights) share the copy."""
-    copies: dict[tuple, Tensor] = {}
-
-    def copy_of(tensor: Tensor) -> Tensor:
-        own = tensor.detach().clone()
-        return copies.setdefault(memory_of(tensor), own) if tensor.numel() else own
-
-    return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-@torch.no_grad()
-def gathered_state(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
-    """Return the state dictionary of a sharded model with whole tensors, on the CPU, on one process.
-
-    The processes of worker 0 gather it, one tensor at a time, and the first of them returns it. All others return an
-    empty dictionary. Names of tied parameters share a tensor.
-
-    Raises:
-        WorkerLostError: not all processes of worker 0 called it within the timeout.
-    """
-    if group.rank > 0:
-        return {}
-    return group.everyone.guarded(lambda: _gathered(model, group), "gathering the whole model")
-
-
-def _gathered(model: nn.Module, group: WorkerGroup) -> dict[str, Any]:
-    reshard(gathering_modules([model]))
-    found: dict[str, Any] = {}
-    wholes: dict[int, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-            continue
-        if id(value) not in wholes:
-            whole = whole_of(value.detach())  # collective: every process of the worker gathers every parameter
-            wholes[id(value)] = whole.to("cpu", copy=True) if group.row.rank == 0 else whole.new_empty(0)
-        found[name] = wholes[id(value)]
-    return found if group.row.rank == 0 else {}
-
-
 # ---- restoring a model
 
 
@@ -294,12 +243,12 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     Parameters and gradients that were converted inside (`model.half()`) point to their old memory again. The VALUES of
     parameters are not restored here: that is the part of `Average`.
     """
-    slots = _buffer_slots(model)
-    # Shards stay where they are.
-    pointers = [
-        (p, None if is_sharded(p) else p.data, p.grad, None if p.grad is None or is_sharded(p) else p.grad.data)
-        for p in model.parameters()
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
     ]
+    pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass inside must not add to an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
@@ -308,25 +257,15 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, data, gradient, gradient_data in pointers:
-            if data is not None:
-                parameter.data = data
+            parameter.data = data
             if gradient is not None and gradient_data is not None:
                 gradient.data = gradient_data
             parameter.grad = gradient
         with torch.no_grad():
-            for module, name, buffer, value in slots:
+            for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # `model.half()` replaces the tensor objects
         for module, mode in modes:
             module.training = mode
         set_random_state(streams)
-
-
-def _buffer_slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
-    """Return every buffer's module and name, the buffer itself, and a copy of its values."""
-    return [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]

@@ -35,7 +35,6 @@ from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.devices import synchronize
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.version import __version__
@@ -127,8 +126,8 @@ def examine(
     if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds > 0; got {timeout}.")
     own_group = getattr(accelerator, "group", None)
-    sharded = isinstance(own_group, WorkerGroup) and own_group.row.mesh is not None
-    refuse_combinations(Setup(sharded=sharded, call="examine"))
+    if isinstance(own_group, WorkerGroup):
+        own_group.refuse_combinations(call="examine")
     findings: list[Finding] = []
     try:
         group = WorkerGroup(accelerator.device, timeout)

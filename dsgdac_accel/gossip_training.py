@@ -16,10 +16,10 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.fsdp_collectives import name_losses
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.shards import gathering_modules, is_sharded, local_of, reshard
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
-from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard
 from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_parameters
 from dsgdac_accel.tensor_bytes import as_words, digest
 from dsgdac_accel.virtual_workers import replicas_of
 
@@ -34,7 +34,8 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
     Raises:
         ValueError: one of them is not a dense floating-point tensor and has no average.
     """
-    by_replica = [[local_of(p) for p in replica.parameters() if id(p) not in mixed] for replica in replicas_of(model)]
+    replicas = map(local_parameters, replicas_of(model))
+    by_replica = [[values for _, parameter, values in named if id(parameter) not in mixed] for named in replicas]
     places = [list(tensors) for tensors in zip(*by_replica, strict=True)]
     if not places or group.size * len(by_replica) == 1:
         return []
@@ -47,7 +48,7 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
         if len({value for worker in everyone for value in worker[number]}) > 1:
             tensor = tensors[0]
             if type(tensor.data) is not Tensor or not tensor.is_floating_point():
-                name = next(name for name, p in model.named_parameters() if local_of(p) is tensor)
+                name = next(name for name, _, values in local_parameters(model) if values is tensor)
                 refusal = (
                     f"{name} ({tensor.dtype}) is not mixed, differs between the workers, and has no average. Give it "
                     f"equal values on all workers, or take it out of the model."

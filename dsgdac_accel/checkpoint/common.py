@@ -13,7 +13,7 @@ from dsgdac_accel.checkpoint.local_shards import Box, box_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_of
 from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
 MIN_BYTES = 1024

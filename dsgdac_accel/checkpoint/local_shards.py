@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 
 Dims = tuple[str, ...]
 """Names of the dimensions of a device mesh."""
@@ -128,6 +128,12 @@ def box_of(like: Tensor) -> Box:
         return Box.whole(tuple(like.shape))
     (chunk,) = like.__create_chunk_list__()  # type: ignore[attr-defined]
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+@torch.no_grad()
+def fill_(tensor: Tensor, whole: Tensor) -> None:
+    """Copy the values of a whole tensor into one of the same shape; of a DTensor into what this rank holds."""
+    local_of(tensor).copy_(whole[box_of(tensor).within(Box.whole(tuple(whole.shape)))])
 
 
 def placed(state: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsgdac_accel.checkpoint.local_shards import Box, Dims, KeyPath, LocalShard, box_of, local_shard, mapped, template
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
-from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.distributed.shards import is_sharded
 
 Saved = Tensor | LocalShard | Flattened
 """A tensor in a file: whole, the part that one rank held, or made of several."""

@@ -44,8 +44,8 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.data.dataloader_state import recorder_of
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.processes import Processes
+from dsgdac_accel.distributed.shards import gathering_modules, has_unreduced_gradients, reshard
 from dsgdac_accel.randomness import random_state, seed_workers_differently, set_random_state
-from dsgdac_accel.shards import gathering_modules, has_unreduced_gradients, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +126,11 @@ class AcceleratorCheckpoints:
             self._writer.save(folder, state, step=step, facts=noted, common=common)
 
     def frozen_digests(self) -> dict[Place, str]:
-        """Return the digests of the frozen tensors of the prepared models as they are now."""
-        return untrained_digests(self._models_by_index())
+        """Return the digests of the frozen tensors of the prepared models as they are now.
+
+        Of sharded models none: each process reads its own shards, which only the states of workers hold.
+        """
+        return {} if self.mesh else untrained_digests(self._models_by_index())
 
     def _models_by_index(self) -> dict[int, Any]:
         return {index: model_state(model) for index, model in enumerate(self.accelerator._models)}

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard, mapped
 from dsgdac_accel.checkpoint.staging import staged
-from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.distributed.shards import is_sharded
 from dsgdac_accel.tensor_bytes import as_bytes
 
 FORMAT = 6

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dsgdac_accel.checkpoint.local_shards import LocalShard
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.core.parameters import as_parameter_list
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_of
 from dsgdac_accel.tensor_bytes import as_bytes, is_plain, narrowed
 from dsgdac_accel.wrappers import eager_name, unwrapped
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from dsgdac_accel.core.copies import Copy, Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
-from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.distributed.shards import is_sharded
 
 
 @dataclass(frozen=True)

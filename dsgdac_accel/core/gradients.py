@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_of
 
 _SMALL = 2**12  # elements
 _IS_SPARSE = operator.attrgetter("is_sparse")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dsgdac_accel.shards import gathering_modules, reshard
+from dsgdac_accel.distributed.shards import gathering_modules, reshard
 
 
 class ModelWatch:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 
 MIXED_DTYPES = (torch.float32, torch.float64)
 LOAD_IN_FLOAT32 = (

@@ -23,7 +23,7 @@ from dsgdac_accel.core.parameters import as_parameter_list, memory_of, name_of, 
 from dsgdac_accel.devices import is_on
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import is_sharded, local_of
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _SHAPE = operator.attrgetter("shape")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dsgdac_accel.curvature.collective import summed
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.shards import is_sharded
+from dsgdac_accel.tensor_bytes import is_plain
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica
 from dsgdac_accel.wrappers import eager_name, unwrapped
 
@@ -116,9 +116,10 @@ def _require_measurable(model: nn.Module, trainable: Mapping[str, nn.Parameter])
         problem = "all parameters of the model are frozen. Unfreeze some." if some else "the model has none."
         raise ValueError(f"curvature needs a trainable parameter; {problem}")
     for name, parameter in trainable.items():
-        if is_sharded(parameter):
+        if not is_plain(parameter):
             raise ValueError(
-                f"curvature needs whole parameters; {name} is sharded. Load the saved average into an ordinary model."
+                f"curvature needs ordinary parameters; {name} is a {type(parameter.data).__name__}. Load the saved "
+                f"average into an ordinary model."
             )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(

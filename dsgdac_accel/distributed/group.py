@@ -9,7 +9,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from dsgdac_accel.distributed.watchdog import Pending, wait_until
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -159,6 +162,27 @@ class WorkerGroup:
         everyone._registered = column._registered  # it may connect beside an exchange of the column
         mesh.limit(timeout)
         return column
+
+    @classmethod
+    def make(
+        cls, device_mesh: DeviceMesh | None, device: torch.device, timeout: float, earlier: WorkerGroup | None = None
+    ) -> WorkerGroup:
+        """Return the group of all processes, or of those of this process's column in a device mesh. Collective.
+
+        Args:
+            device_mesh: as for `WorkerMesh`; None if every process is a worker.
+            device, timeout: as in the constructor.
+            earlier: a group of this process, which is returned if it `serves` without a mesh.
+        """
+        if device_mesh is not None:
+            return cls.of_mesh(WorkerMesh(device_mesh), device, timeout)
+        if earlier is not None and earlier.row.mesh is None and earlier.serves(device, timeout):
+            return earlier
+        return cls(device, timeout)
+
+    def refuse_combinations(self, **facts: Any) -> None:
+        """Raise ValueError if these workers do not go with what else is known of the run, as of `features.Setup`."""
+        refuse_combinations(Setup(sharded=self.row.size > 1, **facts))
 
     # ---- who is here
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
-from dsgdac_accel.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -37,8 +39,8 @@ class Row:
         """Number of processes of this worker."""
         return 1 if self.group is None else self.group.size
 
-    def sum(self, values: Tensor, what: str) -> Tensor:
-        """Return the sums of `values`, of any shape, over the row. `what` names the collective in errors.
+    def mean(self, values: Tensor, what: str) -> Tensor:
+        """Return the means of `values`, of any shape, over the row. `what` names the collective in errors.
 
         `values` may be on the CPU where a process has no elements: they travel from the device of the row, since all of
         its processes must take the same process group.
@@ -46,13 +48,22 @@ class Row:
         if self.size == 1:
             return values
         flat = values.to(self.group.device, copy=True).reshape(-1)
-        return self.group.all_reduce_mean_(flat, what).mul_(self.size).view(values.shape)
+        return self.group.all_reduce_mean_(flat, what).view(values.shape)
+
+    def sum(self, values: Tensor, what: str) -> Tensor:
+        """Return the sums of `values` over the row, like `mean`."""
+        return values if self.size == 1 else self.mean(values, what).mul_(self.size)
 
     def max(self, values: Tensor, what: str) -> Tensor:
         """Return the maxima of `values`, of any shape, over the row, like `sum`. They may lose NaN."""
         if self.size == 1:
             return values
         return self.group.all_reduce_max_(values.to(self.group.device, copy=True), what)
+
+    def norm(self, tensors: Iterable[Tensor], what: str) -> float:
+        """Return the Euclidean norm of the worker's tensors, dense or sparse. This process has its shards of them."""
+        own = math.hypot(*(float(local_of(tensor).to_dense().double().norm()) for tensor in tensors))
+        return math.sqrt(float(self.sum(torch.tensor([own**2], dtype=torch.float64, device="cpu"), what)))
 
     def any(self, flag: bool, what: str) -> bool:
         """Return whether `flag` is True on some process of the row."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsgdac_accel.devices import BACKENDS
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.shards import is_sharded, refuse_other_dimensions
 from dsgdac_accel.distributed.transport import limit_group
-from dsgdac_accel.shards import is_sharded, refuse_other_dimensions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ wraps the few methods of the Trainer that evaluate, save, log and resume, so tha
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,23 +32,17 @@ from dsgdac_accel.compatibility import (
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.features import Setup, refuse_combinations
+from dsgdac_accel.features import Setup
 from dsgdac_accel.metrics import PREFIX, ConsensusLogger, consensus_metrics
-from dsgdac_accel.randomness import set_random_state
 from dsgdac_accel.schedule import planned_lrs
-from dsgdac_accel.shards import has_shards
 from dsgdac_accel.trainer.checkpoints import TrainerCheckpoints
 from dsgdac_accel.trainer.deployment import TrainerDeployment
-from dsgdac_accel.trainer.sharding import (
-    ShardsInTrainer,
-    is_renamed,
-    items_of_worker,
-    load_deployed,
-)
+from dsgdac_accel.trainer.sharding import ShardsInTrainer, is_renamed
 from dsgdac_accel.trainer.stopping import SignalStop
 from dsgdac_accel.virtual_workers import VirtualWorkers, split_by_worker
 
-logger = logging.getLogger(__name__)
+Original = Callable[..., Any]
+"""A method of the Trainer as it was before the callback replaced it."""
 
 _WITH_TRAINING_LOSS = ("lr", "gamma", "radius", "neighbor_disagreement", "wait_seconds")
 _WITH_EVALUATION = ("gamma", "radius")
@@ -124,12 +118,10 @@ class GossipCallback(TrainerCallback):
         self._has_trained = False
         self._planned_lrs: list[float] | None = None
         self._gradients_checked = False
-        self._random_state: dict[str, Any] | None = None
-        """Random streams to restore once the skipped batches of a resumed pass have been read."""
 
     # ---- taking over a Trainer
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Take over the Trainer at the end of its construction."""
         self.attach(_trainer_under_construction(control))
 
@@ -170,6 +162,10 @@ class GossipCallback(TrainerCallback):
         trainer.args.average_tokens_across_devices = False
         if self._accelerator.num_workers == 1:
             warn_of_single_worker(self._group)
+        if sharded:
+            for name, stand_in in inspect.getmembers(ShardsInTrainer(trainer), inspect.ismethod):
+                if name != "__init__":
+                    self._wrap(name, stand_in)
         self._wrap("create_accelerator_and_postprocess", self._create_accelerator)
         self._wrap("create_scheduler", self._create_scheduler)
         self._wrap("_get_num_items_in_batch", self._count_items)
@@ -184,10 +180,6 @@ class GossipCallback(TrainerCallback):
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
         self._wrap("log", self._log)
-        if self._group.row.mesh is not None:
-            shards = ShardsInTrainer(trainer)
-            self._wrap("_save", shards.save)
-            self._wrap("_save_optimizer_and_scheduler", shards.save_nothing)
 
     def _begin_run(self) -> None:
         """Reset the state of one `train()`."""
@@ -195,7 +187,6 @@ class GossipCallback(TrainerCallback):
         self._stop = SignalStop(self.trainer)
         self._planned_lrs = None
         self._gradients_checked = False
-        self._random_state = None
 
     @property
     def trainer(self) -> Trainer:
@@ -250,15 +241,14 @@ class GossipCallback(TrainerCallback):
         options = getattr(trainer.gather_function, "keywords", {})
         trainer.gather_function = functools.partial(adopted.gather_for_metrics, **options)
 
-    def _create_accelerator(self, original: Callable[[], None]) -> None:
+    def _create_accelerator(self, original: Original) -> None:
         """Adopt the new Accelerator that a hyperparameter search creates for each trial."""
-        refuse_combinations(Setup(sharded=self._group.row.mesh is not None, call="hyperparameter_search"))
         original()
         self._adopt_accelerator(self.trainer)
 
     # ---- training
 
-    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kw: Any) -> Any:
+    def _train(self, original: Original, resume_from_checkpoint: Any = None, *args: Any, **kw: Any) -> Any:
         if self not in self.trainer.callback_handler.callbacks:
             raise ValueError(
                 "GossipCallback was removed from this Trainer, but its Accelerator still gossips. Build a new Trainer "
@@ -277,21 +267,19 @@ class GossipCallback(TrainerCallback):
             # A later Trainer without gossip would take the model for one that is wrapped in DDP already.
             vars(self._model).pop("_is_accelerate_prepared", None)
 
-    def _wrap_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_model(self, original: Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Prepare the `VirtualWorkers` of an earlier `train()` again: the Trainer takes them for wrapped already."""
         if isinstance(model, VirtualWorkers) and not self._accelerator.training.models:
             self._accelerator.prepare_model(model)
         return original(model, *args, **kwargs)
 
-    def _create_scheduler(self, original: Callable[..., Any], num_training_steps: int, *args: Any, **kw: Any) -> Any:
+    def _create_scheduler(self, original: Original, num_training_steps: int, *args: Any, **kw: Any) -> Any:
         """Compute the lr of every step while the scheduler is fresh, before a checkpoint is loaded into it."""
         scheduler = original(num_training_steps, *args, **kw)
         self._planned_lrs = planned_lrs(self.trainer.lr_scheduler, self.config.total_steps or num_training_steps)
         return scheduler
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Plan gamma, and restore every worker's own state where training resumes."""
         wrapper = self.trainer.model_wrapped
         if isinstance(getattr(wrapper, "_orig_mod", wrapper), DistributedDataParallel) or not self._steps:
@@ -304,70 +292,49 @@ class GossipCallback(TrainerCallback):
             if args.logging_strategy == "steps" and self.config.log_every:
                 # Measured inside the step, the radius needs no memory of its own.
                 step.config = replace(step.config, log_every=state.logging_steps)
-        self._random_state = self.checkpoints.restore(state)
+        self.checkpoints.restore(state)
         if self.stop_on_signals or self.stop_on_request:
             self._stop.listen(signals=self.stop_on_signals)
 
-    def _load_from_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16.
-
-        For sharded workers `TrainerCheckpoints.restore` loads everything.
-        """
-        if self._group.row.mesh is not None:
-            return None
+    def _load_from_checkpoint(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        """Keep the dtypes of the model: PEFT loads adapters in float32, even if they are trained in bf16."""
         dtypes = {name: parameter.dtype for name, parameter in self._model.named_parameters()}
         result = original(*args, **kwargs)
         for name, parameter in self._model.named_parameters():
-            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+            if parameter.dtype is not dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(dtypes[name])
         return result
 
-    def _load_optimizer_and_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Skip worker 0's optimizer if the checkpoint has every worker's own, or would not fit into shards."""
-        skips = self.checkpoints.has_worker_states or self._group.row.mesh is not None
-        return None if skips else original(*args, **kwargs)
+    def _load_optimizer_and_scheduler(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        """Skip worker 0's optimizer if the checkpoint has every worker's own."""
+        return None if self.checkpoints.has_worker_states else original(*args, **kwargs)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the epoch of the samplers, also in a run that resumes."""
         self._stop.on_epoch_begin()
-        self._restore_random_state(keep=self.checkpoints.begin_pass(state))
+        self.checkpoints.begin_pass(state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the random streams after the skipped batches of a resumed epoch, which have drawn from them."""
-        self._restore_random_state()
+        self.checkpoints.restore_random_state()
 
-    def _restore_random_state(self, keep: bool = False) -> None:
-        if self._random_state is not None:
-            set_random_state(self._random_state)
-            self._random_state = self._random_state if keep else None
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check at the first step that gradients are this worker's own."""
         if not self._gradients_checked:
             self._gradients_checked = True
             warn_of_equal_gradients(self._model, self._group)
 
-    def _count_items(self, original: Callable[..., Any], batches: list, *args: Any, **kwargs: Any) -> Any:
+    def _count_items(self, original: Original, batches: list, *args: Any, **kwargs: Any) -> Any:
         """Count the tokens of each worker of this process, shape (workers,), if the model divides its loss by them."""
         trainer, count = self.trainer, self._accelerator.workers_per_process
         trains = not self.deployment.active and bool(self._steps)  # otherwise an evaluation, of one model
-        if self._group.row.mesh is not None:
-            items = original(batches, *args, **kwargs)
-            counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-            return items_of_worker(items, self._group.row, trainer.args.device) if trains and counts else items
-        if not trains:
-            return original(batches, *args, **kwargs)
         model_computes_loss = (
             trainer.compute_loss_func is None
             and trainer.label_smoother is None
             and type(trainer).compute_loss is Trainer.compute_loss
         )
-        if count == 1 or not model_computes_loss or not all(isinstance(batch, Mapping) for batch in batches):
+        splits = count > 1 and trains and model_computes_loss
+        if not splits or not all(isinstance(batch, Mapping) for batch in batches):
             return original(batches, *args, **kwargs)
         labels = [{key: batch[key] for key in ("labels", "shift_labels") if key in batch} for batch in batches]
         by_worker = split_by_worker(filter(None, labels), count)
@@ -380,56 +347,42 @@ class GossipCallback(TrainerCallback):
         """Ask all workers to save and to stop after the same step; see `GossipAccelerator.request_stop`."""
         self._accelerator.request_stop(reason)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop with a checkpoint where all workers agreed to after a signal."""
         self._stop.on_step_end(state, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Stop in mid-epoch before the Trainer evaluates."""
         self._stop.on_epoch_end(control)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the average of the workers in the model, unless the best checkpoint has replaced it already."""
         self.deployment.deploy()
 
-    def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _load_best_model(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         self.deployment.deploy()  # collective: worker 0 has written the checkpoint before any worker reads it
-        if self._group.row.mesh is None:
-            return original(*args, **kwargs)
-        self._group.everyone.barrier("loading the best model")
-        return load_deployed(self._model, cast(str, self.trainer.state.best_model_checkpoint))
+        return original(*args, **kwargs)
 
     # ---- evaluating and saving
 
-    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.trainer.is_fsdp_enabled and not has_shards(self._model):
-            raise ValueError(
-                "FSDP2 shards the model in train(), so it cannot be evaluated before. Set eval_on_start=True to "
-                "evaluate it at the beginning of training."
-            )
+    def _evaluate(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         if not self._has_trained and next(self._model.parameters()).device.type == self._group.device.type:
             self._accelerator.make_equal([self._model])  # later, `prepare` has made the workers equal
         with self.deployment.deployed():
             return self._group.everyone.guarded(lambda: original(*args, **kwargs), "evaluation")
 
-    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluation_loop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """Give all workers worker 0's metrics, so that they agree on the best model and on an early stop."""
         with self.deployment.deployed():
             output = original(*args, **kwargs)
         metrics = self._group.everyone.all_gather_object(output.metrics, "agreeing on metrics")
         return output._replace(metrics=metrics[0])
 
-    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _save_model(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         with self.deployment.deployed():
             return original(*args, **kwargs)
 
-    def _save_checkpoint(
-        self, original: Callable[..., Any], model: nn.Module, trial: Any, *args: Any, **kw: Any
-    ) -> Any:
+    def _save_checkpoint(self, original: Original, model: nn.Module, trial: Any, *args: Any, **kw: Any) -> Any:
         """Save every worker's own state before the Trainer's part, which ends by deleting older checkpoints."""
         if not self.trainer.args.save_only_model:
             self.checkpoints.save(trial)
@@ -439,7 +392,7 @@ class GossipCallback(TrainerCallback):
 
     # ---- logging
 
-    def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _log(self, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Add the consensus metrics to what the Trainer logs in training, for all its trackers."""
         if not self._steps:
             return original(logs, *args, **kwargs)
@@ -447,9 +400,8 @@ class GossipCallback(TrainerCallback):
         if "loss" in logs and self.trainer.control.should_log and self.config.log_every and not self.deployment.active:
             self._accelerator.measure_consensus(again=False)
         metrics = self._logged_metrics(_WITH_TRAINING_LOSS if "loss" in logs else _WITH_EVALUATION)
-        merged = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)]).log(
-            logs, self.trainer.state.global_step
-        )
+        consensus = ConsensusLogger(lambda: metrics, [lambda values, step: original(values, *args, **kwargs)])
+        merged = consensus.log(logs, self.trainer.state.global_step)
         # The caller's dictionary gets what the Trainer adds (the epoch), but not the consensus metrics.
         logs.update({name: value for name, value in merged.items() if name not in metrics})
         return None

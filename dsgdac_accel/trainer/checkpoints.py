@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
 from transformers import Trainer, TrainerState
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
@@ -23,8 +22,7 @@ from dsgdac_accel.checkpoint.manifest import MANIFEST
 from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.equal_steps import inner_loader, known_length
 from dsgdac_accel.data.loaders import set_shared_epoch
-from dsgdac_accel.randomness import random_state
-from dsgdac_accel.trainer.sharding import load_deployed
+from dsgdac_accel.randomness import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +48,8 @@ class TrainerCheckpoints:
         """Optimizer step at which the current pass began."""
         self._loaded: dict[str, Any] | None = None
         """The checkpoint's data position, until the pass that it describes begins."""
+        self._random_state: dict[str, Any] | None = None
+        """Random streams to restore once the skipped batches of a resumed pass have been read."""
         self._base: dict[Place, str] | None = None
         """Digests of the frozen tensors that are there again when a run resumes; None before the first `train()`."""
 
@@ -87,11 +87,10 @@ class TrainerCheckpoints:
     def _loader(self) -> Any:
         return inner_loader(self.trainer.callback_handler.train_dataloader)
 
-    def begin_pass(self, state: TrainerState) -> bool:
-        """Set the samplers' epoch, and in a resumed run their state from when the pass began.
+    def begin_pass(self, state: TrainerState) -> None:
+        """Set the samplers' epoch, and in a resumed run their state from when the pass began, and the random streams.
 
-        Returns:
-            Whether the pass continues in its middle, so that the Trainer skips its first batches.
+        If the pass continues in its middle, the Trainer skips its first batches next.
         """
         loaded, self._loaded = self._loaded, None
         goes_on = self._pass < 0 and self._resuming is not None and self.in_mid_epoch(state)
@@ -104,7 +103,7 @@ class TrainerCheckpoints:
         self._began_at = state.global_step - steps
         set_shared_epoch(self._loader, math.floor((state.epoch or 0.0) + 1e-6))
         self._order = order_state(self._loader)
-        return goes_on
+        self.restore_random_state(again=goes_on)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the order of the current pass (at its end, the next one), its number, and its optimizer steps."""
@@ -159,47 +158,37 @@ class TrainerCheckpoints:
             resume: what the user passed. True and "auto" choose the newest complete checkpoint; with "auto" it is no
                 error that there is none. Anything else is returned as it is.
         """
-        self._resuming = self._loaded = None
+        self._resuming = self._loaded = self._random_state = None
         self._pass = -1
         if not resume:
             return resume
-        chosen = {True: self._newest, "auto": self._newest_complete}.get(resume, lambda: resume)()
+        chosen = self._newest(even_incomplete=resume is True) if resume in (True, "auto") else resume
         chosen = self._accelerator.group.everyone.all_gather_object(chosen and str(chosen), "choosing a checkpoint")[0]
         if chosen is None:
             return None if resume == "auto" else resume  # the Trainer raises
         self._resuming = Path(chosen)
         return chosen
 
-    def _newest(self) -> Path | None:
-        """Return the newest complete checkpoint. If there is none, the last one: reading it raises the reason."""
-        folder = Path(self.trainer.args.output_dir)
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        return self._newest_complete() or (Path(last) if last else None)
-
-    def _newest_complete(self) -> Path | None:
+    def _newest(self, even_incomplete: bool) -> Path | None:
         """Return the newest complete checkpoint: a run that is killed while saving leaves an incomplete one.
 
-        If all are damaged or of another version, return the newest of these: reading it raises the reason.
+        If all are damaged or of another version, return the newest of these, and with `even_incomplete` the newest of
+        all: reading it raises the reason.
         """
-        folder = Path(self.trainer.args.output_dir)
-        if not folder.is_dir():
-            return None
-        found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
-        found.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+        folder, prefix = Path(self.trainer.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-"
+        numbers = [path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*") if path.is_dir()]
+        found = [folder / f"{prefix}{number}" for number in sorted(filter(str.isdigit, numbers), key=int, reverse=True)]
         complete = (path for path in found if is_complete(path) and _is_json(path / TRAINER_STATE_NAME))
         damaged = (path for path in found if (path / MANIFEST).exists() and not is_complete(path))
-        return next(complete, None) or next(damaged, None)
+        return next(complete, None) or next(damaged, None) or next(iter(found if even_incomplete else ()), None)
 
     @property
     def has_worker_states(self) -> bool:
         """Whether the checkpoint to resume from has every worker's state, optimizer and schedule included."""
         return self._resuming is not None and (self._resuming / MANIFEST).exists()
 
-    def restore(self, state: TrainerState) -> dict[str, Any] | None:
+    def restore(self, state: TrainerState) -> None:
         """Restore this worker's own state if the Trainer resumes, and note which base the run has. Collective.
-
-        Returns:
-            The restored random streams; None if there are none.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or from another model or number of workers.
@@ -208,23 +197,34 @@ class TrainerCheckpoints:
         # What an earlier `train()` has changed, nobody else can load.
         self._base = found if known is None else {place: d for place, d in found.items() if known.get(place) == d}
         if self._resuming is None:
-            return None
+            return
         accelerator = self._accelerator
-        if not self.has_worker_states:
-            self._start_from_one_model(state)
-            return None
+        if not self.has_worker_states:  # the Trainer has loaded its model and schedule
+            if accelerator.gossip_config.on_other_worker_count == "refuse":
+                raise CheckpointError(
+                    f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with "
+                    f"save_only_model=True, by a Trainer without gossip, or incompletely. To start all workers from "
+                    f"its model, set on_other_worker_count='deployed' in GossipConfig."
+                )
+            for step in accelerator.gossip_steps:
+                step.mixer.start_at(state.global_step)
+            return
         with self._as_prepared():
             accelerator.load_state(self._resuming)
-        return random_state()
+        self._random_state = random_state()
+
+    def restore_random_state(self, again: bool = False) -> None:
+        """Restore the random streams of the checkpoint, if they were not; `again`: the next call does so, too."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = self._random_state if again else None
 
     def _loaded_by_the_trainer(self) -> dict[Place, str]:
         """Return the digests of the frozen tensors that workers' states need not hold.
 
         The Trainer's own file holds them, or PEFT leaves them to the base model. A Trainer that saves its model in
-        another way may lose some. Sharded workers keep all in their states, from which each reads its shards.
+        another way may lose some.
         """
-        if self._accelerator.group.row.mesh is not None:
-            return {}
         trainer, kind = self.trainer, type(self.trainer)
         own_way = any(getattr(kind, name) is not getattr(Trainer, name) for name in _SAVING_METHODS)
         if trainer.args.save_only_model or (own_way and not hasattr(trainer.model, "peft_config")):
@@ -235,39 +235,6 @@ class TrainerCheckpoints:
             for place, digest in self._accelerator.checkpoints.frozen_digests().items()
             if place.part != "caches" and not place.name.endswith(dropped)
         }
-
-    def _start_from_one_model(self, state: TrainerState) -> None:
-        """Start all workers from a checkpoint without their states, which the Trainer itself has loaded already.
-
-        Sharded workers load it here, with the schedule but without the state of an optimizer.
-        """
-        accelerator = self._accelerator
-        if accelerator.gossip_config.on_other_worker_count == "refuse":
-            raise CheckpointError(
-                f"{self._resuming} holds no states of workers ({MANIFEST}): it was saved with save_only_model=True, by "
-                f"a Trainer without gossip, or incompletely. To start all workers from its model, set "
-                f"on_other_worker_count='deployed' in GossipConfig."
-            )
-        if accelerator.group.row.mesh is not None:
-            assert self._resuming is not None
-            load_deployed(self.trainer.model, self._resuming)
-            self._load_schedule(self._resuming / SCHEDULER_NAME)
-        for step in accelerator.gossip_steps:
-            step.mixer.start_at(state.global_step)
-
-    def _load_schedule(self, file: Path) -> None:
-        """Continue the lr schedule that a Trainer without gossip has saved, if there is one."""
-        if not file.is_file():
-            return
-        groups, saved = self.trainer.optimizer.param_groups, torch.load(file, map_location="cpu", weights_only=True)
-        if len(saved["_last_lr"]) != len(groups):
-            raise CheckpointError(
-                f"{file} has the lr of {len(saved['_last_lr'])} parameter groups, and the optimizer has {len(groups)}. "
-                f"Make the optimizer as it was when saved, or remove the file to begin the schedule anew."
-            )
-        self.trainer.lr_scheduler.load_state_dict(saved)
-        for group, lr in zip(groups, saved["_last_lr"], strict=True):
-            group["lr"] = lr  # the schedule itself sets it only after the next step
 
     def in_mid_epoch(self, state: TrainerState) -> bool:
         """Return whether training is in the middle of an epoch, whose first batches the Trainer skips on resuming."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from transformers import Trainer
 
 from dsgdac_accel.accelerator import GossipAccelerator
@@ -27,7 +26,7 @@ class TrainerDeployment:
     """
 
     def __init__(self, trainer: Trainer, calibrate: bool | Iterable[Any], calibration_forward: Forward | None) -> None:
-        self.trainer = trainer
+        self.trainer: Any = trainer  # Any: its model is typed as optional
         self.calibrate = calibrate
         self.calibration_forward = calibration_forward
         self.active = False
@@ -37,11 +36,7 @@ class TrainerDeployment:
 
     @property
     def _accelerator(self) -> GossipAccelerator:
-        return cast(GossipAccelerator, self.trainer.accelerator)
-
-    @property
-    def _model(self) -> nn.Module:
-        return cast(nn.Module, self.trainer.model)
+        return self.trainer.accelerator
 
     @property
     def _step(self) -> int:
@@ -58,8 +53,10 @@ class TrainerDeployment:
         before = len(loaders)
         self.active = True
         try:
-            with self._accelerator.deployed_model(self._model, self._calibration_data(), self.calibration_forward):
-                self._statistics.apply(self._model, self._step)
+            with self._accelerator.deployed_model(
+                self.trainer.model, self._calibration_data(), self.calibration_forward
+            ):
+                self._statistics.apply(self.trainer.model, self._step)
                 yield
         finally:
             self.active = False
@@ -69,8 +66,8 @@ class TrainerDeployment:
         """End the gossip and leave the average in the model. Does nothing the second time."""
         if self._accelerator.gossip_steps:
             step = self._step  # `deploy` ends the GossipStep
-            self._accelerator.deploy(self._model, self._calibration_data(), self.calibration_forward)
-            self._statistics.apply(self._model, step)
+            self._accelerator.deploy(self.trainer.model, self._calibration_data(), self.calibration_forward)
+            self._statistics.apply(self.trainer.model, step)
 
     def _calibration_data(self) -> Iterable[Any] | None:
         """Return the data to calibrate on; None to pool, or where this step's statistics are known already."""
@@ -81,7 +78,7 @@ class TrainerDeployment:
         loader = self.trainer.callback_handler.train_dataloader
         if loader is not None and known_length(loader) is not None:
             return loader
-        if not self._warned_of_pooling and calibrated_layers(self._model):
+        if not self._warned_of_pooling and calibrated_layers(self.trainer.model):
             self._warned_of_pooling = True
             logger.warning(
                 "the training data has no length, so the deployed model's BatchNorm statistics are pooled from the "

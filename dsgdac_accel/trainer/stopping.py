@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 from transformers import Trainer, TrainerControl, TrainerState
 
@@ -27,7 +27,7 @@ class SignalStop:
 
     @property
     def _accelerator(self) -> GossipAccelerator:
-        return cast(GossipAccelerator, self.trainer.accelerator)
+        return self.trainer.accelerator
 
     def __enter__(self) -> SignalStop:
         return self

@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 from accelerate import Accelerator
 
 from dsgdac_accel import WorkerGroup, WorkerLostError
-from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.topology import Topology, build_topology
 from tasks.benchmarks import LAUNCHED
 from tasks.benchmarks.config import BenchmarkConfig, NetworkConfig
@@ -158,9 +157,8 @@ def joined(config: BenchmarkConfig) -> Iterator[Joined]:
 
 
 def _group(config: BenchmarkConfig, device: torch.device) -> WorkerGroup:
-    if config.shards == 1:
-        return WorkerGroup(device, config.gossip.timeout)
-    return WorkerGroup.of_mesh(WorkerMesh(mesh_of(device.type, config.shards)), device, config.gossip.timeout)
+    mesh = None if config.shards == 1 else mesh_of(device.type, config.shards)
+    return WorkerGroup.make(mesh, device, config.gossip.timeout)
 
 
 def _rendezvous(network: NetworkConfig, shards: int, ended: contextlib.ExitStack) -> tuple[dist.Store, RelayClient]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_of
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

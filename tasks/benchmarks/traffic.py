@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from dsgdac_accel import GossipConfig, WorkerGroup
-from dsgdac_accel.shards import local_of
+from dsgdac_accel.distributed.shards import local_of
 from dsgdac_accel.topology import Topology, build_topology
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dsgdac_accel.curvature import CurvatureReport
-from dsgdac_accel.deployed_model import cloned
+from dsgdac_accel.distributed.model_state import cloned
 from tasks.common.algorithms import make_accelerator
 from tasks.common.checkpoints import checkpoint_to_resume, step_of_own
 from tasks.common.diagnostics import curvature_line, curvature_metrics, measure_in_training

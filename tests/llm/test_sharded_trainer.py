@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from dsgdac_accel import AdaptiveConsensus, GossipCallback, GossipConfig, build_topology
-from dsgdac_accel.shards import gathering_modules, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.fine_tuning import lora, rows
 from tests.llm.tiny import arguments, build_model, build_tokenizer

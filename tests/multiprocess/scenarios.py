@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dsgdac_accel import AdaptiveConsensus, GossipAccelerator, GossipConfig, build_topology
 from dsgdac_accel import simulation as simulation_module
 from dsgdac_accel.core import exchange
-from dsgdac_accel.shards import gathering_modules, local_of, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, local_of, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from dsgdac_accel.topology import Topology
 from tests.held import held

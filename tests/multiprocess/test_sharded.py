@@ -24,15 +24,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
-from dsgdac_accel import (
-    Gossip,
-    GossipAccelerator,
-    GossipConfig,
-    NonFiniteError,
-    sharded_workers,
-)
-from dsgdac_accel.compatibility import supported_with_shards
-from dsgdac_accel.shards import local_of, whole_of
+from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, NonFiniteError
+from dsgdac_accel.compatibility import supported_on
+from dsgdac_accel.distributed import sharded_workers
+from dsgdac_accel.distributed.shards import local_of, whole_of
 from tests.multiprocess.scenarios import Net, Scenario, World, fresh, require_equal, train
 from tests.workers import run_workers, try_workers
 
@@ -167,7 +162,8 @@ def new_accelerator(mesh: Any, **gossip: Any) -> GossipAccelerator:
 
 
 def refuse_fp16() -> None:
-    supported_with_shards(GossipConfig(), SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu")))
+    accelerator = SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"))
+    supported_on(SimpleNamespace(), GossipConfig(), accelerator)
 
 
 def named_mesh(*names: str) -> Any:

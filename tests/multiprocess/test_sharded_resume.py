@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from dsgdac_accel import GossipAccelerator, GossipConfig
 from dsgdac_accel.checkpoint import CheckpointError, WorkerCountError, is_complete, load_worker, read_manifest
 from dsgdac_accel.core.parameters import as_parameter_list
-from dsgdac_accel.shards import gathering_modules, local_of, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, local_of, reshard, whole_of
 from tests import workers as launches
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

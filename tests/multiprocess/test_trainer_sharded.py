@@ -41,7 +41,7 @@ from dsgdac_accel import (
     build_topology,
     compatibility,
 )
-from dsgdac_accel.shards import gathering_modules, reshard, whole_of
+from dsgdac_accel.distributed.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
 from tests.llm.tiny import build_model
 from tests.multiprocess.scenarios import fresh
@@ -340,6 +340,8 @@ def run(rank: int, folder: str, world: tuple[int, int], by: str, resume: Any, st
     steps = Steps(stop_at=6 if stop and rank == 3 else None)
     frozen = Tokens(dropout=0.2)
     frozen.norm.weight.requires_grad_(False)
+    base = torch.arange(512.0, dtype=torch.float64)  # large enough to leave out of the states of whole workers
+    frozen.base = nn.Parameter(base, requires_grad=False)
     trainer = trainer_of(
         folder,
         world,

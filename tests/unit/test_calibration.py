@@ -14,7 +14,8 @@ from dsgdac_accel.calibration import (
     pool_batch_norm,
     run_model,
 )
-from dsgdac_accel.deployed_model import cloned, deployed_model
+from dsgdac_accel.deployed_model import deployed_model
+from dsgdac_accel.distributed.model_state import cloned
 
 BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
 

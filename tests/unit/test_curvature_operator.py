@@ -603,6 +603,16 @@ def test_models_without_exact_parameters_are_refused():
         HessianOperator(nn.Linear(3, 2).requires_grad_(False), squared, batches)
 
 
+def test_parameters_that_are_not_ordinary_tensors_are_refused_by_name():
+    class Shard(torch.Tensor):
+        pass
+
+    net = nn.Linear(2, 1)
+    net.bias = nn.Parameter(torch.zeros(1).as_subclass(Shard))
+    with pytest.raises(ValueError, match="ordinary parameters; bias is a Shard"):
+        flatten(net)
+
+
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.ParameterList([torch.zeros(0)])])
 def test_a_model_without_parameters_is_not_called_frozen(model):
     with pytest.raises(ValueError, match="needs a trainable parameter; the model has none"):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 
 from dsgdac_accel import WorkerGroup
-from dsgdac_accel.deployed_model import gathered_state
 from dsgdac_accel.distributed import failure_detection, failure_reports
 from dsgdac_accel.distributed.failure_detection import Failure, FailureDetector
 from dsgdac_accel.distributed.failure_reports import FailureReports, this_machine
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.model_state import gathered_state
 from dsgdac_accel.distributed.poster import Poster, result_within
 from dsgdac_accel.distributed.transport import Gloo
 

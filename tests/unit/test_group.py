@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from dsgdac_accel import WorkerGroup, WorkerLostError
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.row import Row
 
 
 def workers(count, size=25):
@@ -35,8 +36,21 @@ def test_a_group_serves_another_training_until_it_is_closed():
     assert group.serves(cpu, 5.0)
     assert not group.serves(cpu, 6.0)
     assert not group.serves(torch.device("meta"), 5.0)
+    assert WorkerGroup.make(None, cpu, 5.0, group) is group
+    assert WorkerGroup.make(None, cpu, 6.0, group) is not group
+    group.row.mesh = object()  # the column of a mesh
+    assert WorkerGroup.make(None, cpu, 5.0, group) is not group
     group.close()
     assert not group.serves(cpu, 5.0)
+
+
+def test_the_workers_refuse_what_does_not_go_with_shards():
+    group = WorkerGroup(torch.device("cpu"))
+    group.refuse_combinations(call="examine")
+    group.row = Row(WorkerGroup(torch.device("cpu")))
+    group.row.group.members = Members(0, 2)
+    with pytest.raises(ValueError, match="examine does not work with sharded workers"):
+        group.refuse_combinations(call="examine")
 
 
 @pytest.mark.parametrize("peer", [None, 0])

@@ -50,7 +50,7 @@ from dsgdac_accel.checkpoint.resharding import Targets, put_together, targets_of
 from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.shards import is_sharded, local_of, whole_of
+from dsgdac_accel.distributed.shards import is_sharded, local_of, whole_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from dsgdac_accel import GossipAccelerator, sharded_workers
+from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.compatibility import refuse_parallelism_beside_mesh, refuse_unsupported_model
+from dsgdac_accel.distributed import sharded_workers
+from dsgdac_accel.distributed.sharded_workers import ShardedWorkers, with_workers, workers_in
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
-from dsgdac_accel.sharded_workers import ShardedWorkers, with_workers, workers_in
 from tests.llm.tiny import build_model
 
 FSDP1, FSDP2 = SimpleNamespace(fsdp_version=1), SimpleNamespace(fsdp_version=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,12 @@ def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is in this process, in the tensor's own memory; an ordinary tensor as it is."""
     sharded: Any = tensor
     return sharded._local_tensor if is_sharded(tensor) else tensor
+
+
+def local_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield the name of each parameter of a model, the parameter, and its values in this process, see `local_of`."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter, local_of(parameter)
 
 
 def has_shards(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.accelerator import is_available
 
-from dsgdac_accel.shards import refuse_other_dimensions
+from dsgdac_accel.distributed.shards import refuse_other_dimensions
 
 _SIZES = ("dp_replicate_size", "dp_shard_size")
 _OTHER_DIMENSIONS = ("tp", "cp", "sp")
@@ -104,7 +104,13 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         return dict(arguments)  # there, Accelerate does not look at variables for FSDP
     if AcceleratorState._shared_state:  # Accelerate keeps what the first accelerator of the process was told
-        _refuse_other(config)
+        kept = AcceleratorState._shared_state.get("parallelism_config")
+        given = kept if config is None else ShardedWorkers.of(config)
+        if any(getattr(kept, name, None) != getattr(given, name, None) for name in _SIZES):
+            raise ValueError(
+                "parallelism_config= has no effect here: Accelerate keeps the settings of the first accelerator of a "
+                "process. Pass it to the first one."
+            )
         return dict(arguments)
     if config is None and launched:
         config = ShardedWorkers()
@@ -118,7 +124,7 @@ def with_workers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def workers_in(accelerator: Any) -> ShardedWorkers | None:
     """Return the `ShardedWorkers` for an Accelerator that somebody else has made; None if it splits nothing.
 
-    Its mesh is that of the accelerator. If that has no workers, since there is only one, call `build_device_mesh`.
+    Its mesh is that of the accelerator, or a new one if that has no workers, since there is only one.
 
     Raises:
         ValueError: shards without FSDP2, or the other way round; FSDP1; another dimension than `dp_shard` inside a
@@ -132,6 +138,8 @@ def workers_in(accelerator: Any) -> ShardedWorkers | None:
     _refuse_unfit(1 if workers is None else workers.dp_shard_size, with_fsdp, version)
     if workers is not None:
         workers.device_mesh = accelerator.torch_device_mesh
+        if "dp_replicate" not in workers.device_mesh.mesh_dim_names:
+            workers.device_mesh = workers.build_device_mesh(accelerator.device.type)
     return workers
 
 
@@ -155,22 +163,9 @@ def _splits_nothing(config: Any, launched: bool) -> bool:
     return isinstance(config, ParallelismConfig) and config.total_size == 1
 
 
-def _refuse_other(config: Any) -> None:
-    if config is None:
-        return
-    kept, config = AcceleratorState._shared_state.get("parallelism_config"), ShardedWorkers.of(config)
-    if any(getattr(kept, name, None) != getattr(config, name) for name in _SIZES):
-        raise ValueError(
-            "parallelism_config= has no effect here: Accelerate keeps the settings of the first accelerator of a "
-            "process. Pass it to the first one."
-        )
-
-
-def mesh_of_workers(accelerator: Any) -> Any:
-    """Return the device mesh of an accelerator whose workers are several processes each; None for others."""
-    mesh = accelerator.torch_device_mesh
-    workers = isinstance(accelerator.parallelism_config, ShardedWorkers)
-    return mesh if workers and mesh is not None and mesh.ndim > 1 else None
+def mesh_of_workers(config: Any, mesh: Any) -> Any:
+    """Return `mesh`, which Accelerate made for `config`, if the workers are several processes each; else None."""
+    return mesh if isinstance(config, ShardedWorkers) and mesh is not None and mesh.ndim > 1 else None
 
 
 def on_cpu(arguments: Mapping[str, Any]) -> bool:
