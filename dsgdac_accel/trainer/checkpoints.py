@@ -63,6 +63,8 @@ class TrainerCheckpoints:
         """Write the workers' states into the checkpoint folder that the Trainer is about to fill. Collective."""
         trainer, accelerator = self.trainer, self._accelerator
         folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        # The Trainer saves the average next, which measures the radius and drops the exchange: a resumed run has both.
+        accelerator.training.measure_consensus(again=False)
         with self._as_prepared():
             accelerator.checkpoints.save(folder, elsewhere=self._base)
         if accelerator.is_main_process:
