@@ -7,8 +7,9 @@ computes with the rounded masters.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -72,19 +73,13 @@ class Masters(SlotSource):
         self._pairs: list[tuple[Parameter, Parameter]] = []
         """The parameters in the optimizer that have a master, and that."""
         self._blocks: list[_Block] = []
+        self._own_load: Any = None
+        """The optimizer's own `load_state_dict`, if a script has set one on it."""
         self._addresses: list[int] = []
         """Of the parameters in `_pairs`, when their ties were those of the masters."""
         refuse_untrainable([p for p in as_parameter_list(optimizer.param_groups) if p.requires_grad], names)
         if hasattr(optimizer, "check_overrides"):  # bitsandbytes looks its settings up by the model's parameters, once
             optimizer.check_overrides()
-        load = optimizer.load_state_dict
-
-        @functools.wraps(load)
-        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            with self.in_optimizer():  # it would round what it loads to the dtypes of its parameters
-                return load(*args, **kwargs)
-
-        vars(optimizer)["load_state_dict"] = load_state_dict
 
     # ---- a source of slots
 
@@ -92,6 +87,8 @@ class Masters(SlotSource):
         """Make masters of the parameters of the optimizer that need one and have none."""
         new = [p for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad and p not in self._masters]
         refuse_untrainable(new, self.names)
+        if new and not self._masters:
+            self._load_into_masters()
         known = {memory_of(p): master for p, master in self._masters.items() if p.numel()}
         for parameter in new:
             tied = known.get(memory_of(parameter)) if parameter.numel() else None  # tied memory stays tied
@@ -245,12 +242,29 @@ class Masters(SlotSource):
 
     def release(self) -> None:
         """Forget the masters: gradients and state have the dtype of their parameters again."""
-        vars(self.optimizer).pop("load_state_dict", None)
+        if self._masters:
+            del vars(self.optimizer)["load_state_dict"]
+            if self._own_load is not None:
+                vars(self.optimizer)["load_state_dict"] = self._own_load
         for parameter in self._masters:
             _set_gradient_dtype(parameter, parameter.dtype)
             self._convert_state(parameter, torch.float32, parameter.dtype)
         self._masters.clear()
         self._pairs, self._blocks = [], []
+
+    def _load_into_masters(self) -> None:
+        """Let the optimizer have the masters while it loads a state, or it rounds that to its parameters' dtypes."""
+        masters, owner = weakref.ref(self), weakref.ref(self.optimizer)  # all ends with the last reference
+        own = self._own_load = vars(self.optimizer).get("load_state_dict")
+        of_class: Any = type(self.optimizer).load_state_dict
+
+        @functools.wraps(of_class)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            found = masters()
+            with nullcontext() if found is None else found.in_optimizer():
+                return of_class(owner(), *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        vars(self.optimizer)["load_state_dict"] = load_state_dict
 
     def _convert_state(self, parameter: Parameter, before: torch.dtype, after: torch.dtype) -> None:
         """Convert what is as large and as precise as the parameter in its state."""

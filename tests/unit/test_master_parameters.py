@@ -309,6 +309,21 @@ def test_masters_of_parameters_that_are_gone_are_freed():
     assert gone() is None
 
 
+def test_masters_end_with_their_last_reference():
+    gc.disable()
+    try:
+        accelerator, model, optimizer = prepared(linear(), LoadsByItself)
+        model(X).float().sum().backward()
+        optimizer.step()
+        ends = [weakref.ref(each) for each in (model.weight, held(accelerator, model.weight), optimizer.optimizer)]
+        raw = copy.deepcopy(optimizer.optimizer)
+        del accelerator, model, optimizer
+        assert [end() for end in ends] == [None] * 3
+        raw.load_state_dict(raw.state_dict())
+    finally:
+        gc.enable()
+
+
 def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
     accelerator = GossipAccelerator(cpu=True, gradient_accumulation_steps=2)
     model = linear()
