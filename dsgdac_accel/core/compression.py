@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.formats import FORMATS, Format, mixes_dtypes
 from dsgdac_accel.core.rounds import Outgoing
 from dsgdac_accel.core.update import Update
-from dsgdac_accel.features import Setup, refuse_combinations
-from dsgdac_accel.topology import RoundPlan, Topology
+from dsgdac_accel.topology import RoundPlan
 
 _PIECE = 2**17  # elements worked on at a time on a CPU: the working space stays in the cache
 _PIECE_ELSEWHERE = 2**22  # on other devices, to bound the working space
@@ -292,8 +290,3 @@ class Compressor:
     def release(self) -> None:
         """Free messages and references."""
         self.outgoing, self.references, self.rounding = [], [], []
-
-
-def require_symmetric_rounds(topology: Topology, comm_dtype: str) -> None:
-    """Raise ValueError if a round is directed: neighbors could not take opposite steps."""
-    refuse_combinations(Setup(config=GossipConfig(comm_dtype=comm_dtype), topology=topology))  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.agreement import Agreement
-from dsgdac_accel.core.compression import Compressor, require_symmetric_rounds
+from dsgdac_accel.core.compression import Compressor
 from dsgdac_accel.core.copies import Copies, Use
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.headers import Headers
@@ -27,6 +28,7 @@ from dsgdac_accel.core.slots import Slots, SlotSource
 from dsgdac_accel.core.update import Update, form_updates
 from dsgdac_accel.devices import follow
 from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.topology import Topology
 
 
@@ -77,7 +79,7 @@ class Mixer:
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         if compressed:
-            require_symmetric_rounds(topology, comm_dtype)
+            refuse_combinations(Setup(config=GossipConfig(comm_dtype=comm_dtype), topology=topology))  # type: ignore[arg-type]
         self.slots = Slots(parameters, names, local_workers, worker_of, source)
         self.copies = Copies()
         self.exchange = Exchange(group, self.rounds)
