@@ -146,7 +146,7 @@ class GossipAccelerator(Accelerator):
             for `Accelerator`. "auto" finds out and says so, see `SchedulerTicks.decide`.
         keep_average: whether to keep the average of the workers from the last step of a pass until the next step, for
             evaluation passes and `save_pretrained`, see `PassAverage`. It takes one reduction of the size of the model
-            per pass, and host memory for one copy. It ends with the first `deployed_model`, and is not kept of sharded
+            per pass. It ends with the first `deployed_model`, and is not kept of sharded
             models.
         device_mesh: the processes as workers that are several processes each, which shard the model: a mesh of all
             processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard` (FSDP2). Shard the
@@ -287,7 +287,7 @@ class GossipAccelerator(Accelerator):
         self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
         self.consensus_logger = ConsensusLogger(self.training.metrics)
         self.pass_average = PassAverage(
-            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
+            self.training, self.deployment, self.gradient_state, keep_average, watch_average
         )
         phase.enter_for_passes(self.pass_average.during_pass)
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
@@ -600,17 +600,17 @@ class GossipAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `Accelerator.gather_for_metrics`; warns as `gather`."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As `Accelerator.reduce`; warns as `gather`."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().reduce(tensor, reduction, scale)
 
     # ---- checkpoints
@@ -794,7 +794,6 @@ class GossipAccelerator(Accelerator):
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)
         self.training.restart(self._models)
-        self.pass_average.loaders = self._dataloaders
         self.tick_rules.end_training()
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
         return released

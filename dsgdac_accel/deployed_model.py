@@ -2,7 +2,7 @@
 
 On exit every byte is restored, also after an exception:
 
-- parameters: `Average.restore` copies back what `Average.swap_in` has kept in the send buffers;
+- parameters: `Shown` copies back those that are mixed from the send buffers, and others from copies;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
 - the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel.calibration import (
@@ -25,11 +26,12 @@ from dsgdac_accel.calibration import (
     calibrate_batch_norm,
     calibrated_layers,
     frozen_layers,
-    pool_batch_norm,
+    pooled_batch_norm,
     sharded_batches,
 )
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.parameters import memory_of
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -38,7 +40,7 @@ from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
 from dsgdac_accel.tensor_bytes import digest
-from dsgdac_accel.unmixed import averaged, unmixed_parameters
+from dsgdac_accel.unmixed import means_of, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
 
@@ -78,26 +80,47 @@ def deployed_model(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
     holder, model = model, first_replica(model)
-    fixed = {*frozen, *frozen_layers(holder)}
-    layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
-    layers = layers_by_worker[0]
+    layers = _calibrated_by_worker(holder, frozen)[0]
     refuse_combinations(Setup(sharded=group.row.size > 1, calibrates=bool(layers) and calibrate is not None))
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with preserved_state(holder), first_replica_only, ExitStack() as swapped:
-        for average in averages:
-            swapped.callback(average.restore)
-            average.swap_in()
-        with averaged(unmixed, group):
-            _deploy_buffers(model, layers, group.everyone)
-            if calibrate is None:
-                pool_batch_norm(layers_by_worker, group.everyone)
-            else:
+    with preserved_state(holder), first_replica_only:
+        shown = form_average([holder], averages, group, frozen, unmixed, pooled=calibrate is None)
+        try:
+            shown.show()
+            if calibrate is not None:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 local_workers = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
                 batches = sharded_batches(calibrate, group, device, local_workers=local_workers)
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
             holder.eval()
             yield model
+        finally:
+            shown.restore()
+
+
+def form_average(
+    models: Iterable[nn.Module],
+    averages: Sequence[Average],
+    group: WorkerGroup,
+    frozen: Collection[nn.Module],
+    unmixed: Sequence[Sequence[Tensor]],
+    pooled: bool = True,
+) -> Shown:
+    """Form the average of the workers and everything that models show with it; nothing of them changes. Collective.
+
+    Args:
+        models: whose buffers are shared, perhaps in `VirtualWorkers`.
+        averages, group, frozen, unmixed: as for `deployed_model`.
+        pooled: whether to pool BatchNorm statistics, which are to be calibrated otherwise.
+    """
+    places = [place for average in averages for place in average.form()]
+    beside = means_of(unmixed, group)
+    for model in models:
+        layers_by_worker = _calibrated_by_worker(model, frozen)
+        beside += _shared_buffers(model, layers_by_worker[0], group.everyone)
+        beside += pooled_batch_norm(layers_by_worker, group.everyone) if pooled else []
+    places += [(tensor, tensor.detach().clone(), value) for tensor, value in beside]
+    return Shown(places, [average.copies for average in averages])
 
 
 class Deployment:
@@ -113,8 +136,6 @@ class Deployment:
         self.training = training
         self.gradient_state = gradient_state
         self.phase = phase
-        self.unmixed: list[list[Tensor]] = []
-        """The parameters without an optimizer that the newest context has averaged, see `unmixed_parameters`."""
         self._deployments = 0
 
     @property
@@ -146,18 +167,17 @@ class Deployment:
         reshard(gathering)
         references = list(self.gradient_state.dataloader_references)
         averages = [] if self.active else [step.average for step in steps]
-        frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             _require_equal_parameters(model, group)
-        self.unmixed = self._unmixed(model) if steps else []
+        others = [] if self.active else [other for other in self.training.models if other is not model]
         average = deployed_model(
             model,
             averages,
             group,
             calibrate=calibrate,
             calibration_forward=calibration_forward,
-            frozen=frozen,
-            unmixed=self.unmixed,
+            frozen=self._frozen,
+            unmixed=self._unmixed([model, *others]) if steps else [],
         )
         self._deployments += 1
         try:
@@ -171,12 +191,21 @@ class Deployment:
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.
             self.gradient_state.dataloader_references = references
 
-    def _unmixed(self, model: nn.Module) -> list[list[Tensor]]:
-        """Return what `unmixed_parameters` finds in `model` and, in the outermost context, all prepared models."""
-        others = [] if self.active else [other for other in self.training.models if other is not model]
+    def form(self) -> Shown:
+        """Form the average of all trained models, which they can show until the next step. Collective."""
+        training = self.training
+        averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
+        return form_average(training.trained_models, averages, training.group, self._frozen, unmixed)
+
+    @property
+    def _frozen(self) -> list[nn.Module]:
+        return [layer for step in self.training.steps for layer in step.watch.frozen]
+
+    def _unmixed(self, models: Iterable[nn.Module]) -> list[list[Tensor]]:
+        """Return what `unmixed_parameters` finds in the models."""
         known, found = set(self.training.mixed), []
-        for one in (model, *others):
-            new = unmixed_parameters(one, known, self.training.group)
+        for model in models:
+            new = unmixed_parameters(model, known, self.training.group)
             known.update(id(tensor) for tensors in new for tensor in tensors)
             found += new
         return found
@@ -195,14 +224,20 @@ class Deployment:
         first = self.training.owners.wrapper_of(model)
         models = [first, *(other for other in self.training.models if other is not first)]
 
+        inside = {id(p) for one in models for p in one.parameters()}
+        slots = (slot for step in self.training.steps for mine in step.mixer.slots.of_workers for slot in mine)
+        loose = [slot.shown() for slot in slots if id(slot.parameters[0]) not in inside]
         averages = []
         with ExitStack() as contexts:
             for one in models:
                 data = (calibrate, calibration_forward) if one is first else (None, None)
                 deployed = contexts.enter_context(self.deployed(one, loaders, *data))
                 averages.append([tensor.detach().clone() for tensor in values_of(deployed)])
+            loose_averages = [tensor.detach().clone() for tensor in loose]
         self.training.end()
         with torch.no_grad():
+            for tensor, value in zip(loose, loose_averages, strict=True):
+                tensor.copy_(value)
             for one, average in zip(models, averages, strict=True):
                 for replica in replicas_of(one):
                     for tensor, value in zip(values_of(replica), average, strict=True):
@@ -219,25 +254,37 @@ def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
     )
 
 
-def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:
-    """Broadcast worker 0's buffers, except the running statistics of `layers` and caches that differ in shape."""
+def _calibrated_by_worker(model: nn.Module, frozen: Collection[nn.Module]) -> list[list[_BatchNorm]]:
+    """Return the BatchNorm layers of each replica of a model whose statistics training has not kept fixed."""
+    fixed = {*frozen, *frozen_layers(model)}
+    return [calibrated_layers(replica, fixed) for replica in replicas_of(model)]
+
+
+def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
+    """Return buffers with worker 0's values, except the statistics of `layers` and caches that differ in shape."""
+    first, *others = replicas_of(model)
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
-    others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
+    named = {name: buffer for name, buffer in first.named_buffers() if id(buffer) not in measured}
+    in_others = [dict(replica.named_buffers()) for replica in others]
     mine = {
         name: (tuple(buffer.shape), str(buffer.dtype), buffer.device.type)  # which decides the way that it is sent
-        for name, buffer in others.items()
+        for name, buffer in named.items()
     }
     layouts = group.all_gather_object(mine, "comparing the buffers of the model")
-    stored = model.state_dict().keys()
-    for name, buffer in others.items():
+    stored, pairs = first.state_dict().keys(), []
+    for name, buffer in named.items():
         if all(layout.get(name) == mine[name] for layout in layouts):
-            group.broadcast_(buffer, f"sharing buffer {name} for the deployed model")
+            value = buffer.detach().clone()
+            group.broadcast_(value, f"sharing buffer {name} for the deployed model")
+            replicated = [buffers[name] for buffers in in_others if name in buffers]
+            pairs += [(each, value) for each in (buffer, *replicated) if each.shape == buffer.shape]
         elif name in stored:
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
                 f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
                 f"Keep its shape fixed, or register it with persistent=False so that each worker keeps its own."
             )
+    return pairs
 
 
 # ---- state dictionaries with memory of their own
@@ -292,9 +339,13 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, train/eval modes and random streams on exit. Gradients are None inside.
 
     Parameters and gradients that were converted inside (`model.half()`) point to their old memory again. The VALUES of
-    parameters are not restored here: that is the part of `Average`.
+    parameters are not restored here: that is the part of `Shown`.
     """
-    slots = _buffer_slots(model)
+    slots = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     # Shards stay where they are.
     pointers = [
         (p, None if is_sharded(p) else p.data, p.grad, None if p.grad is None or is_sharded(p) else p.grad.data)
@@ -316,17 +367,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in slots:
                 if buffer is not None and value is not None:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)
                 module._buffers[name] = buffer  # `model.half()` replaces the tensor objects
         for module, mode in modes:
             module.training = mode
         set_random_state(streams)
-
-
-def _buffer_slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
-    """Return every buffer's module and name, the buffer itself, and a copy of its values."""
-    return [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]

@@ -134,6 +134,12 @@ class GossipTraining:
         slots = (slot for step in self.steps for mine in step.mixer.slots.of_workers for slot in mine)
         return {id(parameter) for slot in slots for parameter in slot.parameters}
 
+    @property
+    def trained_models(self) -> list[nn.Module]:
+        """The prepared models with a parameter that an optimizer mixes."""
+        mixed = self.mixed
+        return [model for model in self.models if any(id(p) in mixed for p in model.parameters())]
+
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
         return any(self.owners.wrapper_of(model) is prepared for prepared in self.models)
