@@ -82,7 +82,7 @@ class GossipOptimizer(AcceleratedOptimizer):
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
     ended = False
-    """Whether `deploy` has ended the gossip. Then no step is taken until the optimizer is given to `prepare` again."""
+    """Whether the gossip has ended. Then no step is taken until the optimizer is given to `prepare` again."""
 
     __reduce__ = refuse_copy
 
@@ -97,8 +97,13 @@ class GossipOptimizer(AcceleratedOptimizer):
 
         Raises:
             ValueError: `start_epoch` is set and no prepared loader is being read.
-            RuntimeError: the step lies in an evaluation pass.
+            RuntimeError: the step lies in an evaluation pass, or the gossip has ended.
         """
+        if self.ended and self.gradient_state.sync_gradients:
+            raise RuntimeError(
+                "gossip has ended (`deploy` or `free_memory`), and this step would train each worker alone. Give model "
+                "and optimizer to `prepare` again to train on."
+            )
         if self.gossip is None or not self.gradient_state.sync_gradients:
             super().step(closure)
             return None
@@ -327,6 +332,7 @@ class GossipAccelerator(Accelerator):
         with self.tick_rules.preparing():
             prepared = super().prepare(*args, device_placement=device_placement)
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
+        self.deployment.start_from_average(self._models[first_model:], new_optimizers)
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
             if not isinstance(optimizer, GossipOptimizer):
@@ -518,6 +524,7 @@ class GossipAccelerator(Accelerator):
         self.pass_average.enabled = False  # the script looks after the average itself
         with self._average_in(model, calibrate, calibration_forward) as deployed:
             yield deployed
+            self.pass_average.warn_of_edited_average()
 
     @contextmanager
     def _average_in(
@@ -575,7 +582,10 @@ class GossipAccelerator(Accelerator):
         Raises:
             WorkerLostError: not all workers called it within `timeout`.
         """
-        differs = self.training.taken_steps > 0 and self.num_workers > 1 and self.training.has_prepared(model)
+        prepared = self.training.has_prepared(model)
+        if not prepared:
+            self.pass_average.warn_of_unprepared(model)
+        differs = self.training.taken_steps > 0 and self.num_workers > 1 and prepared
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         state_of = super().get_state_dict
 
@@ -785,11 +795,15 @@ class GossipAccelerator(Accelerator):
     # ---- ending
 
     def free_memory(self, *objects: Any) -> Any:
-        """As `Accelerator.free_memory`; also ends the gossip and frees its buffers."""
+        """As `Accelerator.free_memory`; also ends the gossip and frees its buffers.
+
+        Every worker keeps its own weights. The next `prepare` of these starts all workers from their average.
+        """
         self.pass_average.end()
         self.training.end()
         for optimizer in self._optimizers:
             optimizer.gossip = optimizer.pass_average = None  # the next `prepare` makes a new GossipStep
+            optimizer.ended = self.num_workers > 1
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)

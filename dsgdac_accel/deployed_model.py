@@ -30,7 +30,7 @@ from dsgdac_accel.calibration import (
     sharded_batches,
 )
 from dsgdac_accel.core.consensus import Average
-from dsgdac_accel.core.parameters import memory_of
+from dsgdac_accel.core.parameters import as_parameter_list, memory_of
 from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
@@ -39,7 +39,7 @@ from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
-from dsgdac_accel.tensor_bytes import digest
+from dsgdac_accel.tensor_bytes import bits_differ, digest
 from dsgdac_accel.unmixed import means_of, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
@@ -191,11 +191,24 @@ class Deployment:
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.
             self.gradient_state.dataloader_references = references
 
+    def is_edited(self) -> bool:
+        """Return whether a script has written other weights into models that hold the average. Waits once."""
+        places = (place for step in self.training.steps for place in step.average.places())
+        return any(bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in places))
+
     def form(self) -> Shown:
         """Form the average of all trained models, which they can show until the next step. Collective."""
         training = self.training
         averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
         return form_average(training.trained_models, averages, training.group, self._frozen, unmixed)
+
+    def start_from_average(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
+        trained = nn.ParameterList(p for each in optimizers for p in as_parameter_list(each.param_groups))
+        earlier = self.training.mixed_earlier
+        again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
+        if again:
+            form_average(again, [], self.training.group, (), self._unmixed(again)).show()
 
     @property
     def _frozen(self) -> list[nn.Module]:

@@ -26,6 +26,11 @@ from dsgdac_accel.virtual_workers import first_replica
 
 logger = logging.getLogger(__name__)
 
+_COPY_FIRST = (
+    "To average weights such as those of an EMA over the workers, copy them into the prepared model on all workers "
+    "(`ema.copy_to`), and evaluate and save then, by `deployed_model` and `save_model`."
+)
+
 
 class PassAverage:
     """Keeps the average of the workers from the last optimizer step of a pass until the next step.
@@ -207,6 +212,8 @@ class PassAverage:
                         self.warn_of_own_evaluation()
                     yield pass_
                 return
+            if not training:
+                self.warn_of_edited_average()
             if training and not self._in_eval_mode:  # an evaluation pass was left, and its iterator lives on
                 self._showing.clear()
                 self._hide()
@@ -300,6 +307,25 @@ class PassAverage:
                 "own pass",
                 f"this evaluation at step {self.training.taken_steps} scores each worker's own model, not the average "
                 f"of the workers. Evaluate inside `with accelerator.deployed_model(model):`, on all workers.",
+            )
+
+    def warn_of_unprepared(self, model: nn.Module) -> None:
+        """Warn once if the state of `model` is saved, and the workers may each have another one."""
+        if self._differ and not any(id(p) in self.training.mixed for p in model.parameters()):
+            self._say(
+                "unprepared",
+                f"get_state_dict() of a model that was not prepared has this worker's own weights at step "
+                f"{self.training.taken_steps}. {_COPY_FIRST}",
+            )
+
+    def warn_of_edited_average(self) -> None:
+        """Warn once if a script has written weights of its own into models that are deployed now."""
+        topic = "edited average"
+        if topic not in self._said and self._differ and self.deployment.active and self.deployment.is_edited():
+            self._say(
+                topic,
+                f"weights were written into the deployed model at step {self.training.taken_steps}: they are each "
+                f"worker's own, not the average of the workers. {_COPY_FIRST}",
             )
 
     def _say(self, topic: str, message: str) -> None:

@@ -93,8 +93,12 @@ class Average:
         """
         self.mixer.prepare_average()
         self._form(f"averaging the workers at step {self.mixer.step}")
+        return self.places()
+
+    def places(self) -> list[Place]:
+        """Return what `form` returned, while it is kept or shown."""
         grouped = self.copies.layout.grouped
-        assert self.copies.mean is not None
+        assert self.copies.mean is not None, "no average is kept"
         return [
             (slot.shown(), x, x_bar)
             for own, mine in zip(self.copies.own, self.mixer.slots.of_workers, strict=True)
