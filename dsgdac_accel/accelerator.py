@@ -82,7 +82,7 @@ class GossipOptimizer(AcceleratedOptimizer):
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
     ended = False
-    """Whether `deploy` has ended the gossip. Then no step is taken until the optimizer is given to `prepare` again."""
+    """Whether the gossip has ended. Then no step is taken until the optimizer is given to `prepare` again."""
 
     __reduce__ = refuse_copy
 
@@ -97,8 +97,13 @@ class GossipOptimizer(AcceleratedOptimizer):
 
         Raises:
             ValueError: `start_epoch` is set and no prepared loader is being read.
-            RuntimeError: the step lies in an evaluation pass.
+            RuntimeError: the step lies in an evaluation pass, or the gossip has ended.
         """
+        if self.ended and self.gradient_state.sync_gradients:
+            raise RuntimeError(
+                "gossip has ended (`deploy` or `free_memory`), and this step would train each worker alone. Give model "
+                "and optimizer to `prepare` again to train on."
+            )
         if self.gossip is None or not self.gradient_state.sync_gradients:
             super().step(closure)
             return None
@@ -146,7 +151,7 @@ class GossipAccelerator(Accelerator):
             for `Accelerator`. "auto" finds out and says so, see `SchedulerTicks.decide`.
         keep_average: whether to keep the average of the workers from the last step of a pass until the next step, for
             evaluation passes and `save_pretrained`, see `PassAverage`. It takes one reduction of the size of the model
-            per pass, and host memory for one copy. It ends with the first `deployed_model`, and is not kept of sharded
+            per pass. It ends with the first `deployed_model`, and is not kept of sharded
             models.
         device_mesh: the processes as workers that are several processes each, which shard the model: a mesh of all
             processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard` (FSDP2). Shard the
@@ -275,7 +280,7 @@ class GossipAccelerator(Accelerator):
         self.tick_rules = SchedulerTicks(scheduler_ticks, self.group.everyone.size, config.total_steps)
         self.consensus_logger = ConsensusLogger(self.training.metrics)
         self.pass_average = PassAverage(
-            self.training, self.deployment, self._dataloaders, self.gradient_state, keep_average, watch_average
+            self.training, self.deployment, self.gradient_state, keep_average, watch_average
         )
         phase.enter_for_passes(self.pass_average.during_pass)
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
@@ -316,6 +321,7 @@ class GossipAccelerator(Accelerator):
             prepared = super().prepare(*args, device_placement=device_placement)
         self._gathering = gathering_modules(self._models)
         new_optimizers = [prepared_optimizer.optimizer for prepared_optimizer in self._optimizers[first_optimizer:]]
+        self.deployment.start_from_average(self._models[first_model:], new_optimizers)
         self.training.start_equal(self._models[first_model:], new_optimizers)
         for optimizer in self._optimizers:
             if not isinstance(optimizer, GossipOptimizer):
@@ -506,6 +512,7 @@ class GossipAccelerator(Accelerator):
         self.pass_average.enabled = False  # the script looks after the average itself
         with self._average_in(model, calibrate, calibration_forward) as deployed:
             yield deployed
+            self.pass_average.warn_of_edited_average()
 
     @contextmanager
     def _average_in(
@@ -563,7 +570,10 @@ class GossipAccelerator(Accelerator):
         Raises:
             WorkerLostError: not all workers called it within `timeout`.
         """
-        differs = self.training.taken_steps > 0 and self.num_workers > 1 and self.training.has_prepared(model)
+        prepared = self.training.has_prepared(model)
+        if not prepared:
+            self.pass_average.warn_of_unprepared(model)
+        differs = self.training.taken_steps > 0 and self.num_workers > 1 and prepared
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         with self.pass_average.shown() as average:
             found = own_state(keyed, self.group) if average or not differs else None
@@ -581,17 +591,17 @@ class GossipAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """As `Accelerator.gather`; warns once if results of this worker's own model are gathered in eval mode."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `Accelerator.gather_for_metrics`; warns as `gather`."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As `Accelerator.reduce`; warns as `gather`."""
-        self.pass_average.warn_of_gathered_evaluation()
+        self.pass_average.warn_of_own_evaluation(gathered=True)
         return super().reduce(tensor, reduction, scale)
 
     # ---- checkpoints
@@ -766,17 +776,20 @@ class GossipAccelerator(Accelerator):
     # ---- ending
 
     def free_memory(self, *objects: Any) -> Any:
-        """As `Accelerator.free_memory`; also ends the gossip and frees its buffers."""
+        """As `Accelerator.free_memory`; also ends the gossip and frees its buffers.
+
+        Every worker keeps its own weights. The next `prepare` of these starts all workers from their average.
+        """
         self.pass_average.end()
         self.training.end()
         for optimizer in self._optimizers:
             optimizer.gossip = optimizer.pass_average = None  # the next `prepare` makes a new GossipStep
+            optimizer.ended = self.num_workers > 1
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)  # so that a plain Accelerator wraps it in DDP again
         released = super().free_memory(*objects)
         self._gathering = []
         self.training.restart(self._models)
-        self.pass_average.loaders = self._dataloaders
         self.tick_rules.end_training()
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
         return released

@@ -158,7 +158,9 @@ def _merge_over_workers(layers: Sequence[_BatchNorm], mine: Sequence[_Moments], 
             "BatchNorm calibration saw activations that are not finite: the deployed model has diverged. Train with a "
             "lower learning rate, or deploy an earlier checkpoint."
         )
-    _set_statistics(layers, [(total.mean, total.squares / max(1, total.count - 1)) for total in totals])
+    statistics = [(total.mean, total.squares / max(1, total.count - 1)) for total in totals]
+    for buffer, value in _with_buffers([layers], statistics):
+        buffer.data.copy_(value)
 
 
 def _device_of(layer: _BatchNorm) -> torch.device:
@@ -176,27 +178,30 @@ def _of_layers(values: Tensor, layers: Sequence[_BatchNorm]) -> Iterator[tuple[T
     return zip(parts, parts, strict=True)
 
 
-def _set_statistics(layers: Sequence[_BatchNorm], statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Set running mean and variance of each layer; everything is moved to the device at once."""
-    everything = _joined(statistics).to(_device_of(layers[0]))
-    for layer, (mean, variance) in zip(layers, _of_layers(everything, layers), strict=True):
-        layer.running_mean.copy_(mean)  # type: ignore[union-attr]
-        layer.running_var.copy_(variance)  # type: ignore[union-attr]
+def _with_buffers(
+    layers_of: Sequence[Sequence[_BatchNorm]], statistics: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Any, Tensor]]:
+    """Return the buffers of each worker's layers with mean and variance; all are moved to the device at once."""
+    everything, pairs = _joined(statistics).to(_device_of(layers_of[0][0])), []
+    for layers in layers_of:
+        for layer, (mean, variance) in zip(layers, _of_layers(everything, layers), strict=True):
+            pairs += [(layer.running_mean, mean), (layer.running_var, variance)]
+    return pairs
 
 
 @torch.no_grad()
-def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGroup) -> None:
-    """Pool the workers' running statistics by the law of total variance, where there is no data. Collective.
+def pooled_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
+    """Return the layers' buffers with the workers' statistics, pooled by the law of total variance. Collective.
 
     A worker whose running statistics are not finite is left out, unless that holds for all of them.
 
     Args:
-        layers_of: the layers of each worker of this process, in the same order. The first worker's are overwritten.
+        layers_of: the layers of each worker of this process, in the same order.
         group: the processes.
     """
     first = layers_of[0]
     if not first:
-        return
+        return []
     mine = [_joined([(layer.running_mean, layer.running_var) for layer in layers]) for layers in layers_of]
     gathered = group.all_gather_object(torch.stack(mine).cpu(), "pooling BatchNorm statistics")
     pooled = []
@@ -205,7 +210,7 @@ def pool_batch_norm(layers_of: Sequence[Sequence[_BatchNorm]], group: WorkerGrou
         finite = torch.isfinite(means).all(1) & torch.isfinite(variances).all(1)
         used = finite if bool(finite.any()) else ~finite
         pooled.append((means[used].mean(0), variances[used].mean(0) + means[used].var(0, correction=0)))
-    _set_statistics(first, pooled)
+    return _with_buffers(layers_of, pooled)
 
 
 class StatisticsCache:
@@ -228,7 +233,7 @@ class StatisticsCache:
             self._kept = step, [tensor.clone() for tensor in current]
             return
         for tensor, kept in zip(current, self._kept[1], strict=True):
-            tensor.copy_(kept)
+            tensor.data.copy_(kept)
 
 
 # ---- batches of any form

@@ -2,7 +2,7 @@
 
 On exit every byte is restored, also after an exception:
 
-- parameters: `Average.restore` copies back what `Average.swap_in` has kept in the send buffers;
+- parameters: `Shown` copies back those that are mixed from the send buffers, and others from copies;
 - gradients, buffers, train/eval modes, random streams, and parameters that were re-pointed: `preserved_state`;
 - the position of prepared loaders and samplers: `preserved_loaders`, which `Deployment.deployed` enters.
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from dsgdac_accel.calibration import (
@@ -25,18 +26,20 @@ from dsgdac_accel.calibration import (
     calibrate_batch_norm,
     calibrated_layers,
     frozen_layers,
-    pool_batch_norm,
+    pooled_batch_norm,
     sharded_batches,
 )
 from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.parameters import as_parameter_list
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.shards import gathering_modules, local_parameters, reshard
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.tensor_bytes import digest
-from dsgdac_accel.unmixed import averaged, unmixed_parameters
+from dsgdac_accel.tensor_bytes import bits_differ, digest
+from dsgdac_accel.unmixed import means_of, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
 
 
@@ -76,26 +79,47 @@ def deployed_model(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # DDP's forward broadcasts buffers, and waits where workers have unequally many batches
     holder, model = model, first_replica(model)
-    fixed = {*frozen, *frozen_layers(holder)}
-    layers_by_worker = [calibrated_layers(replica, fixed) for replica in replicas_of(holder)]
-    layers = layers_by_worker[0]
+    layers = _calibrated_by_worker(holder, frozen)[0]
     group.refuse_combinations(calibrates=bool(layers) and calibrate is not None)
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with preserved_state(holder), first_replica_only, ExitStack() as swapped:
-        for average in averages:
-            swapped.callback(average.restore)
-            average.swap_in()
-        with averaged(unmixed, group):
-            _deploy_buffers(model, layers, group.everyone)
-            if calibrate is None:
-                pool_batch_norm(layers_by_worker, group.everyone)
-            else:
+    with preserved_state(holder), first_replica_only:
+        shown = form_average([holder], averages, group, frozen, unmixed, pooled=calibrate is None)
+        try:
+            shown.show()
+            if calibrate is not None:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 local_workers = holder.num_workers if isinstance(holder, VirtualWorkers) else 1
                 batches = sharded_batches(calibrate, group, device, local_workers=local_workers)
                 calibrate_batch_norm(model, batches, group, layers=layers, forward=calibration_forward)
             holder.eval()
             yield model
+        finally:
+            shown.restore()
+
+
+def form_average(
+    models: Iterable[nn.Module],
+    averages: Sequence[Average],
+    group: WorkerGroup,
+    frozen: Collection[nn.Module],
+    unmixed: Sequence[Sequence[Tensor]],
+    pooled: bool = True,
+) -> Shown:
+    """Form the average of the workers and everything that models show with it; nothing of them changes. Collective.
+
+    Args:
+        models: whose buffers are shared, perhaps in `VirtualWorkers`.
+        averages, group, frozen, unmixed: as for `deployed_model`.
+        pooled: whether to pool BatchNorm statistics, which are to be calibrated otherwise.
+    """
+    places = [place for average in averages for place in average.form()]
+    beside = means_of(unmixed, group)
+    for model in models:
+        layers_by_worker = _calibrated_by_worker(model, frozen)
+        beside += _shared_buffers(model, layers_by_worker[0], group.everyone)
+        beside += pooled_batch_norm(layers_by_worker, group.everyone) if pooled else []
+    places += [(tensor, tensor.detach().clone(), value) for tensor, value in beside]
+    return Shown(places, [average.copies for average in averages])
 
 
 class Deployment:
@@ -111,8 +135,6 @@ class Deployment:
         self.training = training
         self.gradient_state = gradient_state
         self.phase = phase
-        self.unmixed: list[list[Tensor]] = []
-        """The parameters without an optimizer that the newest context has averaged, see `unmixed_parameters`."""
         self._deployments = 0
 
     @property
@@ -144,7 +166,6 @@ class Deployment:
         reshard(gathering)
         references = list(self.gradient_state.dataloader_references)
         averages = [] if self.active else [step.average for step in steps]
-        frozen = [layer for step in steps for layer in step.watch.frozen]
         if not (steps or self.active) and group.size > 1:
             group.require_equal(
                 [digest(values) for _, _, values in local_parameters(model)],
@@ -152,15 +173,15 @@ class Deployment:
                 "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train with "
                 "an optimizer that went through `prepare(model, optimizer)`.",
             )
-        self.unmixed = self._unmixed(model) if steps else []
+        others = [] if self.active else [other for other in self.training.models if other is not model]
         average = deployed_model(
             model,
             averages,
             group,
             calibrate=calibrate,
             calibration_forward=calibration_forward,
-            frozen=frozen,
-            unmixed=self.unmixed,
+            frozen=self._frozen,
+            unmixed=self._unmixed([model, *others]) if steps else [],
         )
         self._deployments += 1
         try:
@@ -174,12 +195,34 @@ class Deployment:
             # Otherwise a pass that was left by `break` inside would count as the one that is being read.
             self.gradient_state.dataloader_references = references
 
-    def _unmixed(self, model: nn.Module) -> list[list[Tensor]]:
-        """Return what `unmixed_parameters` finds in `model` and, in the outermost context, all prepared models."""
-        others = [] if self.active else [other for other in self.training.models if other is not model]
+    def is_edited(self) -> bool:
+        """Return whether a script has written other weights into models that hold the average. Waits once."""
+        places = (place for step in self.training.steps for place in step.average.places())
+        return any(bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in places))
+
+    def form(self) -> Shown:
+        """Form the average of all trained models, which they can show until the next step. Collective."""
+        training = self.training
+        averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
+        return form_average(training.trained_models, averages, training.group, self._frozen, unmixed)
+
+    def start_from_average(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
+        trained = nn.ParameterList(p for each in optimizers for p in as_parameter_list(each.param_groups))
+        earlier = self.training.mixed_earlier
+        again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
+        if again:
+            form_average(again, [], self.training.group, (), self._unmixed(again)).show()
+
+    @property
+    def _frozen(self) -> list[nn.Module]:
+        return [layer for step in self.training.steps for layer in step.watch.frozen]
+
+    def _unmixed(self, models: Iterable[nn.Module]) -> list[list[Tensor]]:
+        """Return what `unmixed_parameters` finds in the models."""
         known, found = set(self.training.mixed), []
-        for one in (model, *others):
-            new = unmixed_parameters(one, known, self.training.group)
+        for model in models:
+            new = unmixed_parameters(model, known, self.training.group)
             known.update(id(tensor) for tensors in new for tensor in tensors)
             found += new
         return found
@@ -198,39 +241,57 @@ class Deployment:
         first = self.training.owners.wrapper_of(model)
         models = [first, *(other for other in self.training.models if other is not first)]
 
+        inside = {id(p) for one in models for p in one.parameters()}
+        slots = (slot for step in self.training.steps for mine in step.mixer.slots.of_workers for slot in mine)
+        loose = [slot.shown() for slot in slots if id(slot.parameters[0]) not in inside]
         averages = []
         with ExitStack() as contexts:
             for one in models:
                 data = (calibrate, calibration_forward) if one is first else (None, None)
                 deployed = contexts.enter_context(self.deployed(one, loaders, *data))
                 averages.append([tensor.detach().clone() for tensor in values_of(deployed)])
+            loose_averages = [tensor.detach().clone() for tensor in loose]
         self.training.end()
         with torch.no_grad():
+            for tensor, value in zip(loose, loose_averages, strict=True):
+                tensor.copy_(value)
             for one, average in zip(models, averages, strict=True):
                 for replica in replicas_of(one):
                     for tensor, value in zip(values_of(replica), average, strict=True):
                         tensor.copy_(value)
 
 
-def _deploy_buffers(model: nn.Module, layers: Sequence[nn.Module], group: WorkerGroup) -> None:
-    """Broadcast worker 0's buffers, except the running statistics of `layers` and caches that differ in shape."""
+def _calibrated_by_worker(model: nn.Module, frozen: Collection[nn.Module]) -> list[list[_BatchNorm]]:
+    """Return the BatchNorm layers of each replica of a model whose statistics training has not kept fixed."""
+    fixed = {*frozen, *frozen_layers(model)}
+    return [calibrated_layers(replica, fixed) for replica in replicas_of(model)]
+
+
+def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
+    """Return buffers with worker 0's values, except the statistics of `layers` and caches that differ in shape."""
+    first, *others = replicas_of(model)
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
-    others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in measured}
+    named = {name: buffer for name, buffer in first.named_buffers() if id(buffer) not in measured}
+    in_others = [dict(replica.named_buffers()) for replica in others]
     mine = {
         name: (tuple(buffer.shape), str(buffer.dtype), buffer.device.type)  # which decides the way that it is sent
-        for name, buffer in others.items()
+        for name, buffer in named.items()
     }
     layouts = group.all_gather_object(mine, "comparing the buffers of the model")
-    stored = model.state_dict().keys()
-    for name, buffer in others.items():
+    stored, pairs = first.state_dict().keys(), []
+    for name, buffer in named.items():
         if all(layout.get(name) == mine[name] for layout in layouts):
-            group.broadcast_(buffer, f"sharing buffer {name} for the deployed model")
+            value = buffer.detach().clone()
+            group.broadcast_(value, f"sharing buffer {name} for the deployed model")
+            replicated = [buffers[name] for buffers in in_others if name in buffers]
+            pairs += [(each, value) for each in (buffer, *replicated) if each.shape == buffer.shape]
         elif name in stored:
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
                 f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
                 f"Keep its shape fixed, or register it with persistent=False so that each worker keeps its own."
             )
+    return pairs
 
 
 # ---- restoring a model
@@ -241,7 +302,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, train/eval modes and random streams on exit. Gradients are None inside.
 
     Parameters and gradients that were converted inside (`model.half()`) point to their old memory again. The VALUES of
-    parameters are not restored here: that is the part of `Average`.
+    parameters are not restored here: that is the part of `Shown`.
     """
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -264,7 +325,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)
                 module._buffers[name] = buffer  # `model.half()` replaces the tensor objects
         for module, mode in modes:
             module.training = mode

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.model_watch import ModelWatch
@@ -20,7 +22,7 @@ from dsgdac_accel.distributed.shards import gathering_modules, is_sharded, local
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
-from dsgdac_accel.virtual_workers import ParameterOwners, first_replica
+from dsgdac_accel.virtual_workers import ParameterOwners, first_replica, values_of
 
 
 class GossipTraining:
@@ -39,6 +41,8 @@ class GossipTraining:
         """One per prepared optimizer."""
         self._plans: dict[tuple[int, int], int] = {}
         """The ticks with which each step has looked ahead along a scheduler."""
+        self.mixed_earlier: Any = WeakTensorKeyDictionary()
+        """The parameters that were mixed until the gossip ended; the values do not count."""
         self.restart(models)
 
     def restart(self, models: Sequence[nn.Module]) -> None:
@@ -52,24 +56,36 @@ class GossipTraining:
     def start_equal(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """Start newly prepared models on all workers from worker 0's state, and optimizers on all replicas. Collective.
 
-        Virtual workers get a random stream each.
+        What is mixed or in a model that trains already stays as it is. Virtual workers get a random stream each.
         """
         name_losses(gathering_modules(models), self.group.row)
         for optimizer in optimizers:
             for virtual in self.owners.virtual_models:
                 virtual.complete(optimizer)
-        self.make_equal(models, optimizers)
         new = {id(model) for model in models}
+        running = [model for model in self.trained_models if id(model) not in new]
+        keep = self.mixed.union(id(tensor) for model in running for tensor in values_of(model))
+        self.make_equal(models, optimizers, keep)
         numbered = [(number, v) for number, v in enumerate(self.owners.virtual_models) if id(v) in new]
         if numbered:
             seed, local = shared_seed(self.group), self.config.workers_per_process
             for number, virtual in numbered:
                 virtual.streams.seed(seed + number, range(self.group.rank * local, (self.group.rank + 1) * local))
 
-    def make_equal(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def make_equal(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        keep: Collection[int] = (),
+    ) -> None:
         """Give all workers worker 0's parameters, frozen ones included, and buffers. Collective.
 
         Only tensors whose digests differ are sent.
+
+        Args:
+            models: their parameters and buffers, without those whose `id` is in `keep`.
+            optimizers: their parameters, without those that are mixed already.
+            keep: see `models`.
 
         Raises:
             ValueError: names, shapes or dtypes differ between the workers, or quantized weights do.
@@ -78,11 +94,14 @@ class GossipTraining:
             return
         self.restart_exchange()
         reshard(gathering_modules(models))
+        mixed = self.mixed
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
+        named = [(name, tensor) for name, tensor in named if id(tensor) not in keep]
         named += [
             (f"optimizer parameter {number}", parameter)
             for optimizer in optimizers
             for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
+            if id(parameter) not in mixed
         ]
         distinct: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:  # the model's names come first, and win
@@ -133,6 +152,12 @@ class GossipTraining:
         """`id` of every parameter that an optimizer mixes."""
         slots = (slot for step in self.steps for mine in step.mixer.slots.of_workers for slot in mine)
         return {id(parameter) for slot in slots for parameter in slot.parameters}
+
+    @property
+    def trained_models(self) -> list[nn.Module]:
+        """The prepared models with a parameter that an optimizer mixes."""
+        mixed = self.mixed
+        return [model for model in self.models if any(id(p) in mixed for p in model.parameters())]
 
     def has_prepared(self, model: nn.Module) -> bool:
         """Return whether a model, or the `VirtualWorkers` around it, is prepared."""
@@ -200,6 +225,8 @@ class GossipTraining:
     def end(self) -> None:
         """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""
         for step in self.steps:
+            for slot in chain.from_iterable(step.mixer.slots.of_workers):
+                self.mixed_earlier.update(dict.fromkeys(slot.parameters))
             step.mixer.release()
             step.masters.release()
         self.steps.clear()

@@ -1,8 +1,8 @@
-"""The average of the workers at the end of a pass over the training data, for scripts that evaluate and save there.
+"""When scripts see the average of the workers that evaluate and save at the end of a pass over the training data.
 
-All workers take the last optimizer step of a pass together. `PassAverage` forms their average right after it and keeps
-a copy. Until the next step, evaluation passes and `save_pretrained` show the copy, without communication, so that
-nothing waits if a single worker evaluates or saves.
+All workers take the last optimizer step of a pass together. `PassAverage` lets `Deployment` form their average right
+after it, beside the models. Until the next step, evaluation passes and `save_pretrained` show it, without
+communication, so that nothing waits if a single worker evaluates or saves.
 """
 
 from __future__ import annotations
@@ -10,50 +10,33 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.state import GradientState
 from accelerate.utils import extract_model_from_parallel
-from torch import Tensor, nn
+from torch import nn
 
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.data.dataloader_state import OpenPass, recorder_of
 from dsgdac_accel.deployed_model import Deployment
 from dsgdac_accel.gossip_training import GossipTraining
-from dsgdac_accel.tensor_bytes import as_bytes
-from dsgdac_accel.virtual_workers import first_replica, replicas_of, values_of
+from dsgdac_accel.virtual_workers import first_replica
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class _Kept:
-    """A tensor of a model with its value on this worker and in the average; one of them is in the tensor."""
-
-    tensor: Tensor
-    other: Tensor
-    """In host memory: the value that is not in the tensor."""
-    own: int
-    """Checksum of this worker's value."""
-    average: int
-    """Checksum of the average."""
-
-    def exchange(self) -> None:
-        """Put the other value into the tensor."""
-        value = _on_host(self.tensor)
-        self.tensor.data.copy_(self.other)
-        self.other = value
+_COPY_FIRST = (
+    "To average weights such as those of an EMA over the workers, copy them into the prepared model on all workers "
+    "(`ema.copy_to`), and evaluate and save then, by `deployed_model` and `save_model`."
+)
 
 
 class PassAverage:
     """Keeps the average of the workers from the last optimizer step of a pass until the next step.
 
     It is formed after the last step of a pass over a prepared loader, and after the last step of the learning rate
-    schedule, since scripts often leave the last pass by `break`. It stays in host memory, and each worker shows it by
-    itself:
+    schedule, since scripts often leave the last pass by `break`. Each worker shows it by itself:
 
     - in a pass over a prepared loader that has not been trained on and does not count as training when it begins, see
       `TrainingPhase.is_training`;
@@ -65,7 +48,6 @@ class PassAverage:
     Args:
         training: the models and GossipSteps of the accelerator.
         deployment: forms the average.
-        loaders: the accelerator's list of prepared loaders, whose position is preserved.
         gradient_state: Accelerate's record of the loaders that are being read.
         enabled: whether to keep averages.
         watching: whether to show them, and to warn where there is none to show. False where a framework evaluates and
@@ -76,21 +58,19 @@ class PassAverage:
         self,
         training: GossipTraining,
         deployment: Deployment,
-        loaders: Sequence[Any],
         gradient_state: GradientState,
         enabled: bool,
         watching: bool,
     ) -> None:
         self.training = training
         self.deployment = deployment
-        self.loaders = loaders
         self.gradient_state = gradient_state
         self.enabled = enabled
         self.watching = watching
         self.last_steps: set[int] = set()
         """Optimizer steps with which the run may end."""
-        self._kept: list[_Kept] = []
-        self._steps: list[int] = []
+        self._kept: Shown | None = None
+        """The average that was formed after the last step."""
         self._in_models = False  # whether the models hold the average
         self._showing: set[object] = set()  # the `shown` contexts that are open
         self._passes: list[OpenPass] = []  # over recorded loaders, the outermost first
@@ -99,6 +79,8 @@ class PassAverage:
         self._trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
         self._said: set[str] = set()
         self._hooks: list[Any] = []
+        self._saving: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The models whose `save_pretrained` shows the average."""
         deployment.phase.ask_for_evaluations(self.evaluates_in)
 
     # ---- keeping
@@ -114,7 +96,7 @@ class PassAverage:
                 "this optimizer step lies in a pass with the model in eval mode, which reads the average of the "
                 "workers. Call model.train() before a pass that trains, or pass GossipAccelerator(keep_average=False)."
             )
-        self._kept = []
+        self._kept = None
         self._showing.clear()
         loader, self._at_end = self._pass_of_this_step()
         if loader is not None:
@@ -147,46 +129,21 @@ class PassAverage:
         """Keep the average if this was the last step of a pass or of the schedule. Then collective."""
         if not self.enabled or self.training.num_workers == 1:
             return
-        if self._at_end or self._position[0] in self.last_steps:
-            self._kept = self._take()
-            self._steps = self._position
-
-    def _take(self) -> list[_Kept]:
-        averages: dict[int, tuple[Tensor, Tensor]] = {}
-        with ExitStack() as contexts:
-            for model in self._models:
-                contexts.enter_context(self.deployment.deployed(model, self.loaders, None, None))
-                by_replica = [_may_differ(replica) for replica in replicas_of(model)]
-                for tensors in [*zip(*by_replica, strict=True), *self.deployment.unmixed]:
-                    average = _on_host(tensors[0])
-                    averages |= {id(tensor): (tensor, average) for tensor in tensors}
-        checksums = {id(average): _checksum(average) for _, average in averages.values()}
-        return [
-            _Kept(tensor, average, _checksum(tensor), checksums[id(average)]) for tensor, average in averages.values()
-        ]
+        if self._at_end or self.training.steps[0].steps_taken in self.last_steps:
+            self._kept = self.deployment.form()
 
     def drop(self) -> None:
         """Forget the average, because the parameters change or the script evaluates by itself."""
         self._showing.clear()
         self._hide()
-        self._kept = []
-
-    @property
-    def _models(self) -> list[nn.Module]:
-        """The prepared models that are trained."""
-        mixed = self.training.mixed
-        return [model for model in self.training.models if any(id(p) in mixed for p in model.parameters())]
-
-    @property
-    def _position(self) -> list[int]:
-        return [step.mixer.step for step in self.training.steps]
+        self._kept = None
 
     # ---- showing
 
     @property
     def available(self) -> bool:
         """Whether the average of the present parameters is there, kept or deployed."""
-        return self.deployment.active or (bool(self._kept) and self._steps == self._position)
+        return self.deployment.active or self._kept is not None
 
     @contextmanager
     def shown(self) -> Iterator[bool]:
@@ -198,15 +155,9 @@ class PassAverage:
         if self.deployment.active:
             yield True
             return
-        if not self._in_models:
-            if not self.available:
-                yield False
-                return
-            if any(_checksum(kept.tensor) != kept.own for kept in self._kept):
-                self._kept = []  # such as by an average of the script's own, which is what it evaluates
-                yield False
-                return
-            self._show()
+        if not self._in_models and not self._show():
+            yield False
+            return
         context = object()
         self._showing.add(context)
         try:
@@ -226,26 +177,24 @@ class PassAverage:
         try:
             yield
         finally:
-            if shown and self._showing and not self._in_models and self.available:
+            if shown and self._showing and not self._in_models:
                 self._show()
 
-    def _show(self) -> None:
+    def _show(self) -> bool:
+        """Show the kept average, and return whether there is one."""
+        if self._kept is None or not self._kept.is_current():
+            self._kept = None  # a script has written weights, such as an average of its own, which it evaluates
+            return False
         self._in_models = True
-        for kept in self._kept:
-            kept.exchange()
+        self._kept.show()
+        return True
 
     def _hide(self) -> None:
-        if not self._in_models:
-            return
-        self._in_models = False
-        # Parameters that were changed inside, such as by `load_state_dict`, are what the script wants.
-        changed = {id(kept) for kept in self._kept if _checksum(kept.tensor) != kept.average}
-        replaced = any(id(kept) in changed and isinstance(kept.tensor, nn.Parameter) for kept in self._kept)
-        for kept in self._kept:
-            if not (replaced and id(kept) in changed):
-                kept.exchange()
-        if replaced:
-            self._kept = []
+        if self._in_models and self._kept is not None:
+            self._in_models = False
+            # Weights that were written inside, such as by `load_state_dict`, are what the script wants.
+            if self._kept.restore(keep_edits=True):
+                self._kept = None
 
     @contextmanager
     def during_pass(self, loader: Any) -> Iterator[OpenPass]:
@@ -263,6 +212,8 @@ class PassAverage:
                         self.warn_of_own_evaluation()
                     yield pass_
                 return
+            if not training:
+                self.warn_of_edited_average()
             if training and not self._in_eval_mode:  # an evaluation pass was left, and its iterator lives on
                 self._showing.clear()
                 self._hide()
@@ -282,13 +233,18 @@ class PassAverage:
 
     @property
     def _in_eval_mode(self) -> bool:
-        models = self._models or self.training.models  # a script that only evaluates has no optimizer
+        models = self.training.trained_models or self.training.models  # a script that only evaluates has no optimizer
         return bool(models) and not any(model.training for model in models)
 
     @property
     def _differ(self) -> bool:
         """Whether the workers have taken a step, and what they evaluate and save is watched."""
-        return self.watching and self.training.num_workers > 1 and any(self._position)
+        return self.watching and self.training.num_workers > 1 and self.training.taken_steps > 0
+
+    @property
+    def _own_are_read(self) -> bool:
+        """Whether what is read from the models now is this worker's own, while the workers differ."""
+        return self._differ and not self.deployment.active and not self._in_models
 
     # ---- saving
 
@@ -300,10 +256,10 @@ class PassAverage:
             inner: Any = extract_model_from_parallel(first_replica(model), keep_torch_compile=False)
             self._hooks.append(inner.register_state_dict_pre_hook(_WarnOfOwnState(self, inner)))
             if hasattr(type(inner), "save_pretrained") or "save_pretrained" in vars(inner):
-                _AVERAGES[inner] = weakref.ref(self)
+                self._saving.add(inner)
                 patched = vars(inner).get("save_pretrained")  # by the script
                 own = patched.own if isinstance(patched, _SavePretrained) else patched
-                inner.save_pretrained = _SavePretrained(inner, own)
+                inner.save_pretrained = _SavePretrained(inner, own, self)
 
     def end(self) -> None:
         """Drop the average, and no longer watch the models."""
@@ -311,10 +267,9 @@ class PassAverage:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for model in [model for model, average in _AVERAGES.items() if average() is self]:
-            del _AVERAGES[model]
+        for model in self._saving:
             present = vars(model).get("save_pretrained")
-            if isinstance(present, _SavePretrained):
+            if isinstance(present, _SavePretrained) and present.average() is self:
                 del model.save_pretrained
                 if present.own is not None:
                     model.save_pretrained = present.own  # type: ignore[assignment]
@@ -326,39 +281,57 @@ class PassAverage:
         if self._differ and not self.deployment.active:
             self._say(
                 what,
-                f"{what} reads the average of the workers after step {max(self._position)}, the deployed model; "
+                f"{what} reads the average of the workers after step {self.training.taken_steps}, the deployed model; "
                 f"training goes on from each worker's own weights. To turn this off, pass "
                 f"GossipAccelerator(keep_average=False).",
             )
 
     def warn_of_own_state(self, what: str) -> None:
         """Warn once if `what` takes this worker's own weights now."""
-        if self._differ and not self.deployment.active and not self._in_models:
+        if self._own_are_read:
             self._say(
                 "own state",
-                f"{what} at step {max(self._position)} has this worker's own weights, not the average of the workers. "
-                f"To save the average, write on all workers: `accelerator.save_model(model, folder)`, or "
+                f"{what} at step {self.training.taken_steps} has this worker's own weights, not the average of the "
+                f"workers. To save the average, write on all workers: `accelerator.save_model(model, folder)`, or "
                 f"`state_dict = accelerator.get_state_dict(model)`.",
             )
 
-    def warn_of_own_evaluation(self) -> None:
-        """Warn once if the models are evaluated now with this worker's own weights."""
-        if self._differ and not self.deployment.active and not self._in_models:
+    def warn_of_own_evaluation(self, gathered: bool = False) -> None:
+        """Warn once if the models are evaluated now with this worker's own weights.
+
+        Args:
+            gathered: whether its results are gathered, which only counts if the models are in eval mode.
+        """
+        if "own pass" not in self._said and self._own_are_read and (self._in_eval_mode or not gathered):
             self._say(
                 "own pass",
-                f"this evaluation at step {max(self._position)} scores each worker's own model, not the average of the "
-                f"workers. Evaluate inside `with accelerator.deployed_model(model):`, on all workers.",
+                f"this evaluation at step {self.training.taken_steps} scores each worker's own model, not the average "
+                f"of the workers. Evaluate inside `with accelerator.deployed_model(model):`, on all workers.",
             )
 
-    def warn_of_gathered_evaluation(self) -> None:
-        """The same, for results that are gathered: only if the models are in eval mode."""
-        if "own pass" not in self._said and self._differ and self._in_eval_mode:
-            self.warn_of_own_evaluation()
+    def warn_of_unprepared(self, model: nn.Module) -> None:
+        """Warn once if the state of `model` is saved, and the workers may each have another one."""
+        if self._differ and not any(id(p) in self.training.mixed for p in model.parameters()):
+            self._say(
+                "unprepared",
+                f"get_state_dict() of a model that was not prepared has this worker's own weights at step "
+                f"{self.training.taken_steps}. {_COPY_FIRST}",
+            )
+
+    def warn_of_edited_average(self) -> None:
+        """Warn once if a script has written weights of its own into models that are deployed now."""
+        topic = "edited average"
+        if topic not in self._said and self._differ and self.deployment.active and self.deployment.is_edited():
+            self._say(
+                topic,
+                f"weights were written into the deployed model at step {self.training.taken_steps}: they are each "
+                f"worker's own, not the average of the workers. {_COPY_FIRST}",
+            )
 
     def _say(self, topic: str, message: str) -> None:
         if topic not in self._said and self.training.group.everyone.rank == 0:
-            self._said.add(topic)
             logger.warning(message)
+        self._said.add(topic)
 
 
 class _WarnOfOwnState:
@@ -377,10 +350,6 @@ class _WarnOfOwnState:
         return _WarnOfOwnState, ()
 
 
-_AVERAGES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PassAverage]] = weakref.WeakKeyDictionary()
-"""The average of each prepared model with a `save_pretrained`. Copies of a model are not in it."""
-
-
 class _SavePretrained:
     """The model's own `save_pretrained`, with the weights of the kept average.
 
@@ -389,18 +358,19 @@ class _SavePretrained:
     Args:
         model: the model.
         own: the model's `save_pretrained` where the script has set one on the model itself; otherwise its class's.
+        average: what to show.
     """
 
-    def __init__(self, model: Any, own: Callable[..., Any] | None = None) -> None:
+    def __init__(self, model: Any, own: Callable[..., Any] | None, average: PassAverage | None) -> None:
         self.model = weakref.ref(model)
         self.own = own
+        self.average = (lambda: None) if average is None else weakref.ref(average)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model()
         save = functools.partial(type(model).save_pretrained, model) if self.own is None else self.own
         own = functools.partial(save, *args, **kwargs)
-        reference = _AVERAGES.get(model)
-        average = None if reference is None else reference()
+        average = self.average()
         if average is None:
             return own()
         with average.shown() as shown:
@@ -411,18 +381,4 @@ class _SavePretrained:
             return own()
 
     def __reduce__(self) -> tuple:
-        return _SavePretrained, (self.model(), self.own)
-
-
-def _may_differ(replica: nn.Module) -> list[Tensor]:
-    """Return the tensors of a model that may differ between the workers: trained parameters, and buffers."""
-    return [tensor for tensor in values_of(replica) if tensor.requires_grad or not isinstance(tensor, nn.Parameter)]
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = as_bytes(tensor.to("cpu"))
-    return zlib.crc32(data.numpy().data) if data.numel() else 0
+        return _SavePretrained, (self.model(), self.own, None)

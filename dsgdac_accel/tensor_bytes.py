@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -44,6 +44,27 @@ def as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
         octets = octets.clone()
     whole = octets.numel() // 8 * 8
     return octets[:whole].view(torch.int64), octets[whole:].clone()  # without the memory of the others
+
+
+def on_host(scalars: Sequence[Tensor]) -> list[Any]:
+    """Return the values of tensors of shape () and one dtype. The host waits once for each device."""
+    found: list[Any] = [None] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        here = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        for place, value in zip(here, torch.stack([scalars[place] for place in here]).tolist(), strict=True):
+            found[place] = value
+    return found
+
+
+def bits_differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Return for each two dense tensors of one dtype whether they have other elements. Waits like `on_host`."""
+    differ = []
+    for pair in pairs:
+        (words, rest), (other_words, other_rest) = map(as_words, pair)
+        same = (words.device, words.shape, rest.shape) == (other_words.device, other_words.shape, other_rest.shape)
+        flag = (words != other_words).any() | (rest != other_rest).any() if same else words.new_ones(())
+        differ.append(flag.bool())
+    return on_host(differ)
 
 
 def narrowed(tensor: Tensor, like: Tensor) -> Tensor:

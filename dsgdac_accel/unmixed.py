@@ -1,4 +1,4 @@
-"""Parameters that no optimizer mixes but that differ between the workers, averaged for a while.
+"""Parameters that no optimizer mixes but that differ between the workers, and their means.
 
 Such are the target networks of BYOL, MoCo and mean teachers, which a script updates by itself, and averaged copies of a
 model that were not prepared.
@@ -6,8 +6,7 @@ model that were not prepared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.shards import local_parameters
-from dsgdac_accel.tensor_bytes import as_words, digest
+from dsgdac_accel.tensor_bytes import as_words, digest, on_host
 from dsgdac_accel.virtual_workers import replicas_of
 
 
@@ -61,42 +60,22 @@ def unmixed_parameters(model: nn.Module, mixed: Collection[int], group: WorkerGr
 
 
 def _compared_by(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the sums of the bits of tensors, which take less time than digests; of a quantized tensor its digest.
-
-    The host waits for their device once.
-    """
-    found: list[Any] = [None] * len(tensors)
-    sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
-        if type(tensor.data) is not Tensor:
-            found[number] = digest(tensor)
-            continue
-        words, rest = as_words(tensor)
+    """Return the sums of the bits of tensors, which take less time than digests; of a quantized tensor its digest."""
+    plain = [number for number, tensor in enumerate(tensors) if type(tensor.data) is Tensor]
+    sums = []
+    for words, rest in (as_words(tensors[number]) for number in plain):
         last = torch.nn.functional.pad(rest, (0, -len(rest) % 8)).view(torch.int64)
-        sums.setdefault(tensor.device, []).append((number, words.sum() + last.sum()))  # modulo 2^64
-    for numbered in sums.values():
-        for (number, _), value in zip(numbered, torch.stack([s for _, s in numbered]).tolist(), strict=True):
-            found[number] = value
-    return found
+        sums.append(words.sum() + last.sum())  # modulo 2^64
+    known = dict(zip(plain, on_host(sums), strict=True))
+    return [known[number] if number in known else digest(tensor) for number, tensor in enumerate(tensors)]
 
 
-@contextmanager
-def averaged(unmixed: Sequence[Sequence[Tensor]], group: WorkerGroup) -> Iterator[None]:
-    """Inside, the tensors that `unmixed_parameters` returned are their mean over the workers. Collective.
-
-    On exit every byte is restored.
-    """
-    kept = [[tensor.detach().clone() for tensor in tensors] for tensors in unmixed]
-    try:
-        with torch.no_grad():
-            for tensors in unmixed:
-                mean, *others = [tensor.detach().flatten().clone() for tensor in tensors]
-                group.all_reduce_mean_(mean, "averaging parameters that are not mixed", others=others)
-                for tensor in tensors:
-                    tensor.copy_(mean.view(tensor.shape))
-        yield
-    finally:
-        with torch.no_grad():
-            for tensors, values in zip(unmixed, kept, strict=True):
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
+@torch.no_grad()
+def means_of(unmixed: Sequence[Sequence[Tensor]], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
+    """Return each of the tensors that `unmixed_parameters` returned with its mean over the workers. Collective."""
+    pairs = []
+    for tensors in unmixed:
+        mean, *others = [tensor.detach().flatten().clone() for tensor in tensors]
+        group.all_reduce_mean_(mean, "averaging parameters that are not mixed", others=others)
+        pairs += [(tensor, mean.view(tensor.shape)) for tensor in tensors]
+    return pairs

@@ -173,6 +173,13 @@ class AcceleratorCheckpoints:
             self._on_all(lambda: folder.mkdir(parents=True, exist_ok=True), f"cannot make the folder {folder}")
         for hook in hooks.values():
             hook(models, remaining, str(folder))
+            left = self.everyone.all_gather_object(len(remaining), "comparing the weights that a hook has left to save")
+            if len(set(left)) > 1:
+                raise CheckpointError(
+                    f"{getattr(hook, '__qualname__', hook)} of register_save_state_pre_hook leaves {left} models to "
+                    f"save on the processes, and the weights of some workers would be lost. Let it pop weights on all "
+                    f"processes or on none, so that each worker saves its own."
+                )
         return {index: state for index, state in enumerate(weights) if any(state is kept for kept in remaining)}
 
     def _training_state(self, models: dict[int, Any]) -> dict[str, Any]:

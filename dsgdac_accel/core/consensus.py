@@ -1,4 +1,4 @@
-"""The consensus error of the workers, and their average in place of their own parameters for a while."""
+"""The consensus error of the workers, and their average."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dsgdac_accel.core.copies import Copy, Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
-from dsgdac_accel.distributed.shards import is_sharded
+from dsgdac_accel.core.shown import Place
 
 
 @dataclass(frozen=True)
@@ -33,23 +32,19 @@ class Consensus:
 
 
 class Average:
-    """Measures how far apart the workers are, and swaps in their average.
+    """Forms the average of the workers in the copies, and measures how far they are from it.
 
-    Every method that reduces over the workers is collective and costs a reduction of the size of the model.
+    Every method that reduces over the workers is collective and costs a reduction of the size of the model. Nothing of
+    a model changes; what was formed is kept until the next step.
 
     Args:
-        mixer: of the parameters; this class changes them between `swap_in` and `restore`.
+        mixer: of the parameters.
     """
 
     def __init__(self, mixer: Mixer) -> None:
         self.mixer = mixer
         self.group = mixer.group
         self.copies = mixer.copies
-        self._own: list[Copy] = []
-        """[local worker] its own parameters while they are the average: the backup."""
-        self._mean: Copy | None = None
-        self._places: list[list[tuple[Parameter, Tensor]]] = []
-        """[local worker] the parameter of each slot when the average was swapped in, and its memory then."""
         self._latest = Consensus(0.0, 0.0, step=0) if mixer.topology.num_workers == 1 else None
         self._arriving: tuple[HostCopy, int, int] | None = None
         """Means over the workers of ||x_i - x_bar|| and its square, number of workers, and step of a measurement that
@@ -87,13 +82,37 @@ class Average:
             self._latest, self._arriving = Consensus(0.0, 0.0, self.mixer.step), None
             return
         self.mixer.prepare_measurement()
-        self._form_mean(f"measuring the consensus radius at step {self.mixer.step}")
+        self._form(f"measuring the consensus radius at step {self.mixer.step}")
 
-    def _form_mean(self, what: str) -> tuple[list[Copy], Copy]:
-        """Return the workers' own parameters and their mean, in copies; also measures the consensus. Collective."""
-        own = self.copies.sent
+    @torch.no_grad()
+    def form(self) -> list[Place]:
+        """Form the average of the workers, and measure the consensus. Collective.
+
+        Returns:
+            The parameters of all local workers with their own values and their mean, for `Shown`.
+        """
+        self.mixer.prepare_average()
+        self._form(f"averaging the workers at step {self.mixer.step}")
+        return self.places()
+
+    def places(self) -> list[Place]:
+        """Return what `form` returned, while it is kept or shown."""
+        grouped = self.copies.layout.grouped
+        assert self.copies.mean is not None, "no average is kept"
+        return [
+            (slot.shown(), x, x_bar)
+            for own, mine in zip(self.copies.own, self.mixer.slots.of_workers, strict=True)
+            for views, means, slots in zip(own.views, self.copies.mean.views, grouped(mine), strict=True)
+            for slot, x, x_bar in zip(slots, views, means, strict=True)
+        ]
+
+    def _form(self, what: str) -> None:
+        own = self.copies.sent or [Copy(self.copies.layout)]  # a single worker has nothing to send
         for copy, values in zip(own, self.mixer.slots.values(), strict=True):
             copy.read(values)
+        if self.mixer.topology.num_workers == 1:
+            self.copies.keep(own, own[0])
+            return
         received = self.copies.received[0]
         mean = Copy(own[0].layout, received[0] if received and self.mixer.compressor is None else None)
         squares: list[list[Tensor]] = [[] for _ in own]
@@ -103,45 +122,8 @@ class Average:
             self.group.all_reduce_mean_(total, what, others=others)
             for mine, x in zip(squares, (first, *others), strict=True):
                 mine.append(_squared_distance(total, x))
+        self.copies.keep(own, mean)
         self._measured(squares)
-        return own, mean
-
-    @torch.no_grad()
-    def swap_in(self) -> None:
-        """Overwrite the parameters by their mean over the workers until `restore`; also measures the consensus.
-
-        Collective. `restore` must follow, also after an exception.
-        """
-        if self.swapped_in:
-            return
-        self.mixer.prepare_average()
-        slots = self.mixer.slots
-        self._places = [[(slot.parameters[0], slot.shown().detach()) for slot in mine] for mine in slots.of_workers]
-        if self.mixer.topology.num_workers == 1:
-            self._own = [Copy(self.copies.layout)]
-            self._own[0].read([value for _, value in self._places[0]])
-            self._mean = self._own[0]
-        else:
-            self._own, self._mean = self._form_mean(f"averaging the workers at step {self.mixer.step}")
-            for places in self._places:
-                self._mean.write([value for _, value in places])
-        self.copies.use = Use.BACKUP
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the workers of this process their own parameters back, every byte; does nothing without an average.
-
-        They get them in the memory that they had, also where a script has re-pointed them since.
-        """
-        if not self.swapped_in:
-            return
-        for copy, places in zip(self._own, self._places, strict=True):
-            for parameter, value in places:
-                if not is_sharded(parameter) and parameter.data_ptr() != value.data_ptr():
-                    parameter.data = value
-            copy.write([value for _, value in places])
-        self._own, self._mean, self._places = [], None, []
-        self.copies.use = Use.FREE
 
     @property
     def swapped_in(self) -> bool:
@@ -150,24 +132,24 @@ class Average:
 
     @torch.no_grad()
     def errors(self) -> list[dict[int, Tensor]]:
-        """Return x_i - x_bar of each local worker while the average is swapped in; no communication.
+        """Return x_i - x_bar of each local worker while the average is shown; no communication.
 
         Returns:
             A dictionary for each local worker, with a tensor for the `id` of each parameter of the FIRST local worker.
 
         Raises:
-            RuntimeError: the average is not swapped in.
+            RuntimeError: the average is not shown.
         """
         if not self.swapped_in:
             raise RuntimeError(
                 "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
             )
-        assert self._mean is not None
+        assert self.copies.mean is not None
         errors: list[dict[int, Tensor]] = []
         slots = self.copies.layout.grouped(self.mixer.slots.of_workers[0])
-        for copy in self._own:
+        for copy in self.copies.own:
             of_worker: dict[int, Tensor] = {}
-            for group, own, mean in zip(slots, copy.views, self._mean.views, strict=True):
+            for group, own, mean in zip(slots, copy.views, self.copies.mean.views, strict=True):
                 for slot, x, x_bar in zip(group, own, mean, strict=True):
                     of_worker |= dict.fromkeys(map(id, slot.parameters), x - x_bar)
             errors.append(of_worker)

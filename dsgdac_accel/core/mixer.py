@@ -113,6 +113,7 @@ class Mixer:
             return
         self._stream = follow(self._stream, self.group.device)
         self.copies.refuse(Use.UPDATE, Use.BACKUP, Use.RELEASED)
+        self.copies.drop()
         self._follow_changes(lr)
         if not self._mixes_now or self.topology.num_workers == 1:
             self.exchange.bytes_sent = 0

@@ -18,6 +18,7 @@ from torch import nn
 from dsgdac_accel import AdaptiveConsensus, Gossip, GossipAccelerator, GossipConfig, Mixer, WorkerGroup, build_topology
 from dsgdac_accel.core import rounds
 from dsgdac_accel.core.consensus import Average
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.simulation import Simulation
 from tests.selection import slow_except
 from tests.workers import run_workers, try_workers
@@ -294,9 +295,10 @@ def interrupt(rank: int) -> bool:
         mixer.drain()
     transport.wait = wait
     average = Average(mixer)
-    average.swap_in()
+    shown = Shown(average.form(), [average.copies])
+    shown.show()
     right = bool((x == 0.5).all())
-    average.restore()
+    shown.restore()
     return right and bool((x == float(rank)).all())
 
 

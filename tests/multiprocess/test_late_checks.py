@@ -174,7 +174,7 @@ def diverge(rank: int, topology: str, options: dict, then: str) -> str:
         if then == "save":
             gossip.state_dict()
         if then == "average":
-            gossip.average.swap_in()
+            gossip.average.form()
         if then == "release":
             gossip.mixer.release()
     except NonFiniteError as error:

@@ -39,7 +39,7 @@ MOMENTS = {
     "writing the manifest": ("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.commit", ""),
     "finishing a checkpoint": ("dsgdac_accel.checkpoint.writer", "PendingCheckpoint.conclude", ""),
     "deleting an old checkpoint": ("dsgdac_accel.checkpoint.manifest", "shutil.rmtree", ""),
-    "averaging the workers": ("dsgdac_accel.core.consensus", "Average.swap_in", ""),
+    "averaging the workers": ("dsgdac_accel.core.consensus", "Average.form", ""),
     "in calibration": ("dsgdac_accel.calibration", "_Moments.add", ""),
     "in evaluation": ("dsgdac_accel.distributed.group", "WorkerGroup.all_gather_object", "evaluating"),
     "in decoding": ("tasks.translation.decoding", "_translate_batch", ""),

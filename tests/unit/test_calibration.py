@@ -11,7 +11,7 @@ from dsgdac_accel.calibration import (
     StatisticsCache,
     calibrate_batch_norm,
     frozen_layers,
-    pool_batch_norm,
+    pooled_batch_norm,
     run_model,
 )
 from dsgdac_accel.deployed_model import deployed_model
@@ -33,13 +33,18 @@ def layers_with(*variances):
     return layers
 
 
+def pool(layers, group):
+    for buffer, value in pooled_batch_norm([[layer] for layer in layers], group):
+        buffer.copy_(value)
+
+
 def test_statistics_of_diverged_workers_are_left_out_unless_all_have_diverged(group):
     for variances, expected in (((2.0, 4.0), 3.0), ((2.0, math.nan), 2.0), ((math.inf, 4.0), 4.0)):
         layers = layers_with(*variances)
-        pool_batch_norm([[layer] for layer in layers], group)
+        pool(layers, group)
         assert layers[0].running_var.tolist() == [expected] * 2
     layers = layers_with(math.nan, math.nan)
-    pool_batch_norm([[layer] for layer in layers], group)
+    pool(layers, group)
     assert layers[0].running_var.isnan().all()
 
 

@@ -13,6 +13,7 @@ from dsgdac_accel import Mixer, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.copies import ALIGNMENT, Copy, Layout
 from dsgdac_accel.core.parameters import as_parameter_list, extent, refuse_unmixable
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.core.slots import Slots
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
@@ -245,13 +246,14 @@ def test_a_deployed_average_gives_back_memory_and_bytes():
     step(mixer, 0.5)
     own, average = [first.data, second.data], Average(mixer)
     values = [value.clone() for value in own]
-    average.swap_in()
+    shown = Shown(average.form(), [average.copies])
+    shown.show()
     assert first.tolist() == second.tolist() == [2.0] * 3
     second.data = torch.zeros(5)
     first.data.fill_(9.0)
     with pytest.raises(RuntimeError, match="deployed average"):
         mixer.start_exchange()
-    average.restore()
+    shown.restore()
     for parameter, memory, value in zip((first, second), own, values, strict=True):
         assert parameter.data_ptr() == memory.data_ptr()
         assert torch.equal(parameter, value)

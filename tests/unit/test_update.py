@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from dsgdac_accel import GossipConfig, Mixer, NonFiniteError, WorkerGroup, build_topology
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.kernels import add_scaled
+from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.core.update import Update, group_update, neighbors_update, pair_update
 from dsgdac_accel.simulation import gossip_step
@@ -131,7 +132,7 @@ def test_the_average_is_refused_before_the_update_is_added():
     average = Average(mixer)
     updates = mixer.consensus_update(1.0)
     with pytest.raises(RuntimeError, match="not added yet"):
-        average.swap_in()
+        average.form()
     with pytest.raises(RuntimeError, match="not added yet"):
         average.measure()
     mixer.add(updates)
@@ -142,13 +143,14 @@ def test_the_average_is_refused_before_the_update_is_added():
 def test_training_is_refused_inside_the_average_and_after_the_end():
     mixer, parameters = two_workers()
     average = Average(mixer)
-    average.swap_in()
+    shown = Shown(average.form(), [average.copies])
+    shown.show()
     assert average.swapped_in
     assert [p.tolist() for (p,) in parameters] == [[0.5] * 3, [0.5] * 3]
     assert [errors[id(parameters[0][0])].tolist() for errors in average.errors()] == [[-0.5] * 3, [0.5] * 3]
     with pytest.raises(RuntimeError, match="deployed average"):
         mixer.consensus_update(1.0)
-    average.restore()
+    shown.restore()
     assert [p.tolist() for (p,) in parameters] == [[0.0] * 3, [1.0] * 3]
     with pytest.raises(RuntimeError, match="ask inside"):
         average.errors()
@@ -171,8 +173,9 @@ def test_after_parameters_that_are_not_finite_the_average_can_still_be_had():
     with pytest.raises(NonFiniteError, match="worker 1 are not finite at step 0"):
         mixer.consensus_update(1.0)
     assert parameters[0][0].tolist() == [0.0] * 3, "it was mixed"
-    average.swap_in()
-    average.restore()
+    shown = Shown(average.form(), [average.copies])
+    shown.show()
+    shown.restore()
 
 
 @pytest.mark.parametrize("alike", [True, False])

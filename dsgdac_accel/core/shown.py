@@ -1,0 +1,72 @@
+"""Other values that tensors show for a while: the average of the workers in the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dsgdac_accel.core.copies import Copies, Use
+from dsgdac_accel.tensor_bytes import bits_differ
+
+Place = tuple[Tensor, Tensor, Tensor]
+"""A tensor that a script sees, a copy of its own value, and the value to show."""
+
+
+class Shown:
+    """Shows other values in tensors, and gives them their own back, every byte.
+
+    Autograd does not notice: the versions of the tensors stay.
+
+    Args:
+        places: the tensors. Copies and values are left alone; they are rounded to the dtype of the tensor.
+        copies: those that hold a kept average of which these are the places.
+    """
+
+    def __init__(self, places: Sequence[Place], copies: Sequence[Copies] = ()) -> None:
+        self.places = places
+        self.copies = copies
+        self._memory: list[Tensor] = []
+        """The memory of each tensor when it was overwritten."""
+
+    def is_current(self) -> bool:
+        """Return whether the average is kept, and no script has written into the tensors since. Waits once."""
+        return all(copies.use is Use.KEPT for copies in self.copies) and not any(
+            bits_differ((tensor, own.to(tensor.dtype)) for tensor, own, _ in self.places)
+        )
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Overwrite the tensors until `restore`, which must follow."""
+        for copies in self.copies:
+            copies.use = Use.BACKUP
+        self._memory = [tensor.data for tensor, _, _ in self.places]
+        for memory, (_, _, value) in zip(self._memory, self.places, strict=True):
+            memory.copy_(value)
+
+    @torch.no_grad()
+    def restore(self, keep_edits: bool = False) -> bool:
+        """Give the tensors their own values back, in the memory that they had, also if they were re-pointed since.
+
+        Args:
+            keep_edits: if a script has written into parameters since `show`, whatever it has written stays. To find
+                out, the host waits once.
+
+        Returns:
+            Whether something stays.
+        """
+        edited = [False] * len(self.places)
+        if keep_edits:
+            edited = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
+        written = zip(self.places, edited, strict=True)
+        stays = any(edit and isinstance(tensor, Parameter) for (tensor, _, _), edit in written)
+        for memory, (tensor, own, _), edit in zip(self._memory, self.places, edited, strict=True):
+            if not (edit and stays):
+                if tensor.data_ptr() != memory.data_ptr():
+                    tensor.data = memory
+                memory.copy_(own)
+        for copies in self.copies:
+            copies.use = Use.KEPT
+        return stays

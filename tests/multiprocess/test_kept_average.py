@@ -1,0 +1,210 @@
+"""What the average at the end of a pass holds, and what it leaves alone until a script reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel.core.copies import Use
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.multiprocess
+DATA = torch.randn(16, 3, generator=torch.Generator().manual_seed(7))
+
+
+def started(**settings) -> GossipAccelerator:
+    torch.manual_seed(0)
+    return GossipAccelerator(gossip=GossipConfig(power=2, max_lr=1.0, log_every=0, timeout=30, **settings))
+
+
+def loaders(accelerator: GossipAccelerator) -> list:
+    return [accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=train)) for train in (True, False)]
+
+
+def values(*modules: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().float() for module in modules for p in module.parameters()])
+
+
+def mean(accelerator: GossipAccelerator, *modules: nn.Module) -> Tensor:
+    return accelerator.group.all_reduce_mean_(values(*modules), "the test's own mean")
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def one_pass(accelerator: GossipAccelerator, loss_of, optimizer, train) -> None:
+    for x in train:
+        accelerator.backward(loss_of(x * (1 + accelerator.process_index)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def close(one: Tensor, other: Tensor, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+# ---- one list
+
+
+def frozen_later(rank: int, folder: str) -> None:
+    accelerator = started()
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    train, test = loaders(accelerator)
+    for frozen in (False, True):
+        model[0].requires_grad_(not frozen)
+        one_pass(accelerator, lambda x: model(x).square().mean(), optimizer, train)
+    own, expected = values(model), mean(accelerator, model)
+    assert float((own - expected)[: model[0].weight.numel()].abs().max()) > 1e-3, "the frozen layer differs"
+    model.eval()
+    for _ in test:
+        close(values(model), expected)
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, folder)
+    for found in (state, load_file(Path(folder) / "model.safetensors")):
+        close(torch.cat([found[name].flatten() for name, _ in model.named_parameters()]), expected)
+    assert torch.equal(values(model), own)
+
+
+def test_a_layer_that_is_frozen_later_is_averaged_wherever_the_average_is_read(tmp_path):
+    run_workers(frozen_later, 2, str(tmp_path))
+
+
+def head_outside(rank: int) -> None:
+    accelerator = started()
+    encoder, head = network(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.3)
+    encoder, optimizer = accelerator.prepare(encoder, optimizer)
+    train, test = loaders(accelerator)
+    one_pass(accelerator, lambda x: head(encoder(x)).square().mean(), optimizer, train)
+    own, expected = values(encoder, head), mean(accelerator, encoder, head)
+    assert float((own - expected)[-3:].abs().max()) > 1e-3
+    encoder.eval()
+    for _ in test:
+        close(values(encoder, head), expected)
+    assert torch.equal(values(encoder, head), own)
+
+
+def test_what_only_the_optimizer_has_is_averaged_in_an_evaluation():
+    run_workers(head_outside, 2)
+
+
+# ---- between a forward pass and its backward
+
+
+def adversarial(rank: int) -> None:
+    """DCGAN's order: the generator's graph is from before the step of the critic."""
+    accelerator = started()
+    generator, critic = network(), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    generator, critic, optimizer, critic_optimizer = accelerator.prepare(generator, critic, *optimizers)
+    train, test = loaders(accelerator)
+    for x in train:
+        critic_optimizer.zero_grad()
+        optimizer.zero_grad()
+        fake = generator(x * (1 + rank))
+        accelerator.backward(critic(fake.detach()).square().mean())
+        loss = fake.square().mean()
+        critic_optimizer.step()
+        accelerator.backward(loss)
+        optimizer.step()
+    expected = mean(accelerator, generator, critic)
+    norms = [model[1] for model in (generator, critic)]
+    statistics = [accelerator.group.all_reduce_mean_(norm.running_mean.clone(), "a mean") for norm in norms]
+    generator.eval()
+    critic.eval()
+    for _ in test:
+        close(values(generator, critic), expected)
+        for norm, running_mean in zip(norms, statistics, strict=True):
+            close(norm.running_mean, running_mean)
+
+
+def test_the_last_step_of_a_pass_may_lie_between_a_forward_and_its_backward():
+    run_workers(adversarial, 2)
+
+
+def read_inside(rank: int, how: str) -> None:
+    """Read the average between a forward and its backward."""
+    accelerator = started()
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train, test = loaders(accelerator)
+    one_pass(accelerator, lambda x: model(x).square().mean(), optimizer, train)
+    model[1].eval()  # its statistics are read in the forward and in the backward
+    model(DATA).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    before = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+    loss = model(DATA).square().mean()
+    if how == "pass":
+        with torch.no_grad():
+            seen = [values(model) for _ in test]
+    else:
+        with accelerator.deployed_model(model, calibrate=train if how == "calibrated" else None) as deployed:
+            seen = [values(deployed)]
+    assert float((seen[0] - values(model)).abs().max()) > 1e-3
+    for tensor, value in zip((*model.parameters(), *model.buffers()), before, strict=True):
+        assert torch.equal(tensor, value)
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("how", ["pass", "pooled", "calibrated"])
+def test_the_average_may_be_read_between_a_forward_and_its_backward(how):
+    run_workers(read_inside, 2, how)
+
+
+# ---- where it is kept
+
+
+def untouched(rank: int, settings: dict, dtype: torch.dtype, inside: str) -> None:
+    accelerator = started(**settings)
+    model = network()
+    model[0].to(dtype)
+    model[2].to(dtype)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    train, test = loaders(accelerator)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model[2](model[1](model[0](x.to(dtype)).float()).to(dtype)).square().mean()
+
+    one_pass(accelerator, loss_of, optimizer, train)
+    (gossip,) = accelerator.gossip_steps
+    assert gossip.mixer.copies.use is Use.KEPT
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in (*tensors, *gossip.masters.values())]
+    versions = [tensor._version for tensor in tensors]
+    expected, atol = mean(accelerator, model), 1e-6 if dtype == torch.float32 else 5e-3
+    model.eval()
+    for _ in test:
+        close(values(model), expected, atol)
+        if inside == "measured":
+            assert accelerator.measure_consensus()["gossip/radius"] > 0
+        if inside == "saved":
+            accelerator.get_state_dict(model)
+    assert all(map(torch.equal, (*tensors, *gossip.masters.values()), before))
+    assert [tensor._version for tensor in tensors] == versions
+    model.train()
+    one_pass(accelerator, loss_of, optimizer, train)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "inside"),
+    [
+        ({}, torch.float32, "measured"),
+        ({"comm_dtype": "int8"}, torch.float32, "saved"),
+        ({}, torch.bfloat16, "measured"),
+        ({"comm_dtype": "int8"}, torch.bfloat16, ""),
+        ({"overlap": False}, torch.bfloat16, "saved"),
+    ],
+)
+def test_the_average_is_shown_in_a_pass_and_every_byte_and_version_is_back_after_it(settings, dtype, inside):
+    run_workers(untouched, 2, settings, dtype, inside)
