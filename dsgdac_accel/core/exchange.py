@@ -135,11 +135,15 @@ class Exchange:
                     if posted.done():
                         self._posted = None
             while self._works:
-                group.guarded(
-                    lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
-                    self._what,
-                    self._works[0][1],
-                )
+                work, peer = self._works[0]
+                # gloo completes a message in the first `wait`, and an interrupt may come right after that. A second one
+                # would time out.
+                if peer is None or not work.is_completed():
+                    group.guarded(
+                        lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
+                        self._what,
+                        peer,
+                    )
                 del self._works[0]
         finally:
             self._stopwatch.stop()

@@ -104,7 +104,8 @@ class Masters(SlotSource):
             for block in [one for one in self._blocks if not tied.isdisjoint(m.data_ptr() for _, m in one.pairs)]:
                 self._blocks.remove(block)
                 joined += block.pairs
-            self._add_blocks(joined)
+            for block in self._add_blocks(joined):
+                block.adopt(block.find_edits(self.names))  # of parameters that were out of the optimizer for a while
 
     def master_of(self, parameter: Parameter) -> Parameter | None:
         """Return the master of a parameter; None if it has none."""
@@ -112,6 +113,7 @@ class Masters(SlotSource):
 
     def arrange(self, slots: Sequence[Sequence[Slot]], copies: Copies) -> None:
         """Move the masters of these slots, [local worker], into the send buffers, where they can be in them."""
+        self.read()  # a block takes what it finds in the model for what was written
         before, self._blocks = self._blocks, []
         for mine, sent in zip(slots, copies.sent, strict=False):
             if sent.holds_masters:
@@ -127,11 +129,14 @@ class Masters(SlotSource):
                 master.data = master.data.clone()  # else it would keep the old buffer
 
     @torch.inference_mode(False)
-    def _add_blocks(self, pairs: Iterable[tuple[Parameter, Parameter]]) -> None:
+    @torch.no_grad()
+    def _add_blocks(self, pairs: Iterable[tuple[Parameter, Parameter]]) -> list[_Block]:
         alike: dict[tuple, list[tuple[Parameter, Parameter]]] = {}
         for parameter, master in pairs:
             alike.setdefault((parameter.dtype, parameter.device), []).append((parameter, master))
-        self._blocks += map(_Block, alike.values())
+        added = list(map(_Block, alike.values()))
+        self._blocks += added
+        return added
 
     @torch.no_grad()
     def read(self) -> None:
@@ -148,13 +153,13 @@ class Masters(SlotSource):
     def write(self) -> None:
         """Round the masters into the model."""
         for block in self._blocks:
-            block.note()
-            torch._foreach_copy_([p.data for p in block.parameters], block.written.views[0])
+            block.mark_written()
+            torch._foreach_copy_([*block.parameters], block.written.views[0])
 
-    def note(self) -> None:
+    def mark_written(self) -> None:
         """Take the masters, rounded, for what was written last: what the model has other than this is an edit."""
         for block in self._blocks:
-            block.note()
+            block.mark_written()
 
     @torch.no_grad()
     def is_edited(self) -> bool:
@@ -164,12 +169,14 @@ class Masters(SlotSource):
     # ---- for checkpoints
 
     def values(self) -> list[Parameter]:
-        """Return the masters, in the order of the optimizer's parameters."""
+        """Return the masters, in the order of the optimizer's parameters, as they are now."""
+        self.follow(as_parameter_list(self.optimizer.param_groups))
         return [master for _, master in self._pairs]
 
     @torch.no_grad()
     def edited_values(self) -> list[Tensor]:
         """Return copies of `values`, with what a script has written into the model since `write`."""
+        self.follow(as_parameter_list(self.optimizer.param_groups))
         found = dict(chain.from_iterable(block.edited_values(self.names) for block in self._blocks))
         return [found[id(parameter)] for parameter, _ in self._pairs]
 
@@ -225,15 +232,15 @@ class Masters(SlotSource):
             if gradient is not None and gradient.dtype != master.dtype:  # `model.bfloat16()` converts it, too
                 gradient = parameter.grad = gradient.to(master.dtype)
             master.grad = gradient
-        self._exchange({id(parameter): master for parameter, master in self._pairs})
+        self._swap({id(parameter): master for parameter, master in self._pairs})
 
     @torch.compiler.disable
     def _leave(self) -> None:
-        self._exchange({id(master): parameter for parameter, master in self._pairs})
+        self._swap({id(master): parameter for parameter, master in self._pairs})
         for _, master in self._pairs:
             master.grad = None
 
-    def _exchange(self, other: Mapping[int, Parameter]) -> None:
+    def _swap(self, other: Mapping[int, Parameter]) -> None:
         state = self.optimizer.state
         for group in self.optimizer.param_groups if other else ():
             group["params"][:] = [other.get(id(parameter), parameter) for parameter in group["params"]]
@@ -267,10 +274,13 @@ class Masters(SlotSource):
         vars(self.optimizer)["load_state_dict"] = load_state_dict
 
     def _convert_state(self, parameter: Parameter, before: torch.dtype, after: torch.dtype) -> None:
-        """Convert what is as large and as precise as the parameter in its state."""
+        """Convert what is as precise as the parameter in its state; of other optimizers than torch's also as large."""
         state = self.optimizer.state.get(parameter, {})
+        of_torch = type(self.optimizer).__module__.startswith("torch.optim")  # others may mix precisions
         for name, value in state.items():
-            if type(value) is Tensor and value.dtype == before and value.shape == parameter.shape:
+            if type(value) is not Tensor or value.dtype != before:
+                continue
+            if value.shape == parameter.shape or (of_torch and value.ndim > 0):
                 state[name] = value.to(after)
 
 
@@ -301,20 +311,21 @@ class _Block:
         """What was written into the model last."""
         self.now = Copy(rounded)
         """Room for what is in the model now."""
-        self.note()
+        self.mark_written()
 
     @torch.no_grad()
-    def note(self) -> None:
+    def mark_written(self) -> None:
         """Take the rounded masters for what is written into the model."""
         self.written.buffers[0].copy_(self.masters.buffers[0])
 
     def find_edits(self, names: Mapping[int, str]) -> Tensor:
         """Read the model, and return which elements have other bits than those that were written, (D,)."""
         for parameter, place in zip(self.parameters, self.now.views[0], strict=True):
-            if parameter.shape != place.shape:
+            if parameter.shape != place.shape or parameter.dtype != place.dtype:
                 raise RuntimeError(
-                    f"{name_of(parameter, names)} became {tuple(parameter.shape)} after {tuple(place.shape)} between "
-                    f"two steps; give the resized parameter to the optimizer as a new one, on all workers."
+                    f"{name_of(parameter, names)} became {tuple(parameter.shape)}, {parameter.dtype}, after "
+                    f"{tuple(place.shape)}, {place.dtype}, which its float32 master cannot follow. Convert the model "
+                    f"before `prepare`, and give a resized parameter to the optimizer as a new one, on all workers."
                 )
         self.now.read(self.parameters)
         (now,), (written,) = self.now.buffers, self.written.buffers

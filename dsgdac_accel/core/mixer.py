@@ -146,7 +146,7 @@ class Mixer:
             for sent, saved in zip(self.copies.sent, before, strict=True):
                 for s, value in zip(sent.buffers, saved, strict=True):
                     s.copy_(value)
-            self.slots.source.note()
+            self.slots.source.mark_written()
 
     def _post(
         self, round_: int, list_code: int, lr: float, received: Sequence[Sequence[Sequence[Tensor]]] | None = None
@@ -228,10 +228,10 @@ class Mixer:
         if self.copies.use is Use.UPDATE:
             self.copies.drop()  # the local step before failed
         self.agreement.resolve()
-        sent = self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED)
-        if not sent:
+        sent_earlier = self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED) or self._sent_before is not None
+        if not sent_earlier:
             self.slots.source.read()
-            self.start_exchange(lr)
+        self.start_exchange(lr)
         self.drain()
         updates: list[Update] = []
         if not self._mixes_now:
@@ -245,7 +245,7 @@ class Mixer:
                 updates = form_updates(gamma, self._round, self.rounds, self.copies)
             else:
                 updates = self.compressor.form_updates(gamma, self._round)
-        if sent:  # what a script has written since then is added to what is mixed
+        if sent_earlier:  # what a script has written since then is added to what is mixed
             self.slots.source.read()
         self.slots.look()
         self._looked = True
@@ -426,6 +426,7 @@ class Mixer:
             "disagreement": self.parameter_guard.disagreement,
             "bytes_sent": self.exchange.bytes_sent,
             "mixed": self.slots.mixed_places(),
+            "mixed_first": self._mixed_first,
             "was_sent": self._sizes() if self.copies.use is Use.RECEIVED else None,
         }
         if self.copies.use is Use.RECEIVED and self._is_edited():
@@ -450,6 +451,7 @@ class Mixer:
         self.parameter_guard.disagreement = state["disagreement"]
         self.exchange.bytes_sent = state["bytes_sent"]
         self._sent_before, self._was_sent = state.get("sent"), state.get("was_sent")
+        self._mixed_first = state.get("mixed_first")
         self.slots.mix_places(state["mixed"])
         if self.compressor is not None:
             self.compressor.load_state_dict(state)

@@ -77,7 +77,7 @@ class SlotSource:
     def write(self) -> None:
         """Write the masters into the model."""
 
-    def note(self) -> None:
+    def mark_written(self) -> None:
         """Take the masters for what was written last: what the model has other than this is an edit."""
 
     def is_edited(self) -> bool:
@@ -370,6 +370,7 @@ class Slots:
             for other in replicas[1:]:
                 if other.shape == first.shape:
                     self.value_of(other).detach().copy_(value.detach())
+        self.source.write()
         self._started_equal.update(dict.fromkeys(newcomers))
         self._last_list = self._equal_list = self.find()
 

@@ -129,6 +129,7 @@ class GossipStep:
                 yield
         except BaseException:
             self.mixer.copies.drop()
+            self.masters.write()  # the optimizer may have moved some
             raise
 
     @torch.compiler.disable

@@ -283,14 +283,20 @@ def test_weights_that_a_script_loads_are_mixed_at_once_if_the_exchange_is_restar
     assert min(run_workers(load_apart, 2, False)) > 0.1
 
 
-def interrupt(rank: int) -> bool:
-    """Interrupt both workers while they wait, and return whether their average is right."""
+def interrupt(rank: int, at_the_end: bool) -> bool:
+    """Interrupt both workers while they wait, or right after that, and return whether their average is right."""
     group = WorkerGroup(torch.device("cpu"), 30)
     x = nn.Parameter(torch.full((3_000_000,), float(rank)))
     mixer = Mixer([x], build_topology("one_peer_ring", 2), group)
     mixer.start_exchange()
     transport, wait = group.process_groups.transport, group.process_groups.transport.wait
-    transport.wait = lambda *arguments: exec("raise KeyboardInterrupt")
+
+    def interrupted(*arguments: Any) -> None:
+        if at_the_end:
+            wait(*arguments)
+        raise KeyboardInterrupt
+
+    transport.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         mixer.drain()
     transport.wait = wait
@@ -302,8 +308,9 @@ def interrupt(rank: int) -> bool:
     return right and bool((x == float(rank)).all())
 
 
-def test_an_exchange_goes_on_after_an_interrupt_by_the_user():
-    assert run_workers(interrupt, 2) == [True, True]
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_exchange_goes_on_after_an_interrupt_by_the_user(at_the_end):
+    assert run_workers(interrupt, 2, at_the_end) == [True, True]
 
 
 def freeze_and_resume(rank: int, folder: Path) -> bool:

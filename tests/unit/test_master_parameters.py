@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig
+from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, VirtualWorkers
 from dsgdac_accel.core import masters as masters_module
 from dsgdac_accel.core.copies import Copies
 from dsgdac_accel.core.masters import Masters
@@ -140,9 +140,13 @@ def test_edits_are_compared_by_bits():
     model.weight.data[1, 1] = torch.nan
     before = master(accelerator, model.bias).clone()
     model.bias.data = torch.zeros(3, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="resized"):
+    with pytest.raises(RuntimeError, match=r"bias became \(3,\)"):
         optimizer.step()
     model.bias.data = before.bfloat16()
+    model.float()
+    with pytest.raises(RuntimeError, match=r"weight became.* torch.float32, after.* torch.bfloat16"):
+        optimizer.step()
+    model.bfloat16()
     accelerator.gossip_steps[0].masters.read()
     weight = master(accelerator, model.weight)
     assert bool(weight[0, 0].signbit())
@@ -166,7 +170,8 @@ def test_frozen_parameters_stay_as_they_are_and_are_trained_once_unfrozen():
     assert torch.equal(model[0].weight, master(accelerator, model[0].weight).bfloat16())
 
 
-def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master():
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master_and_what_was_written(edited):
     model = nn.Sequential(linear(), nn.Linear(2, 2).bfloat16())
     accelerator = GossipAccelerator(cpu=True)
     raw = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
@@ -176,12 +181,15 @@ def test_a_parameter_that_leaves_the_optimizer_for_a_while_keeps_its_master():
         if turn == 1:
             optimizer.param_groups.pop(0)
         if turn == 2:
+            if edited:
+                model[0].weight.data.fill_(2)
             optimizer.add_param_group({"params": list(model[0].parameters())})
         accelerator.backward(model(X).float().sum())
         optimizer.step()
         optimizer.zero_grad()
     assert held(accelerator, model[0].weight) is first
     assert torch.equal(model[0].weight, first.bfloat16())
+    assert (model[0].weight.mean().item() > 1.5) == edited
 
 
 def test_the_optimizer_gets_the_model_back_and_can_be_prepared_again():
@@ -322,6 +330,96 @@ def test_masters_end_with_their_last_reference():
         raw.load_state_dict(raw.state_dict())
     finally:
         gc.enable()
+
+
+def test_a_plain_loop_that_saved_an_edit_resumes_with_it():
+    runs = []
+    for _ in range(2):
+        model = VirtualWorkers(linear(), 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs.append((Gossip(model, optimizer, GossipConfig(workers_per_process=2, power=0)), model, optimizer))
+
+    def train(gossip: Gossip, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        model(torch.cat([X, 2 * X])).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [value.detach().clone() for value in gossip.steps[0].masters.values()]
+
+    train(*runs[0])
+    runs[0][1].replicas[1].weight.data.fill_(2)
+    saved = copy.deepcopy([part.state_dict() for part in runs[0]])
+    for part, state in zip(runs[1], saved, strict=True):
+        part.load_state_dict(state)
+    for one, other in zip(train(*runs[0]), train(*runs[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_layer_that_was_unfrozen_just_before_saving_is_resumed(tmp_path):
+    found = []
+    for resumed in (False, True):
+        model = nn.Sequential(linear(), nn.Linear(2, 2).bfloat16())
+        model[0].requires_grad_(False)
+        accelerator, model, optimizer = prepared(model, torch.optim.AdamW)
+        model[0].requires_grad_(True)
+        if resumed:
+            accelerator.load_state(tmp_path / "c")
+        else:
+            accelerator.save_state(tmp_path / "c")
+        accelerator.backward(model(X).float().square().sum())
+        optimizer.step()
+        found.append(master(accelerator, model[0].weight).clone())
+    assert torch.equal(*found)
+
+
+def test_newcomers_that_are_measured_before_their_first_step_start_equal():
+    accelerator, model, optimizer = prepared(linear(), workers_per_process=2, power=0, topology="complete")
+    late = [nn.Parameter(torch.full((2,), float(value), dtype=torch.bfloat16)) for value in (1, 2)]
+    for replica, parameter in zip(model.replicas, late, strict=True):
+        replica.late = parameter
+        optimizer.param_groups[0]["params"].append(parameter)
+    accelerator.measure_consensus()
+    optimizer.step()
+    assert [parameter.tolist() for parameter in late] == [[1.0, 1.0]] * 2
+
+
+def test_a_local_step_that_was_interrupted_after_it_moved_the_masters_leaves_them_in_the_model():
+    accelerator, model, optimizer = prepared(linear())
+    accelerator.backward(model(X).float().sum())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = model.weight.detach().clone()
+    optimizer.optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert torch.equal(model.weight, master(accelerator, model.weight).bfloat16())
+    assert not torch.equal(model.weight, before)
+
+
+def test_states_of_every_shape_follow_the_masters():
+    model = linear()
+    raw = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    for turn in range(3):
+        if turn == 1:
+            accelerator = GossipAccelerator(cpu=True)
+            model, optimizer = accelerator.prepare(model, raw)
+        if turn == 2:
+            accelerator.free_memory()
+        model(X).float().square().sum().backward()
+        (optimizer if turn == 1 else raw).step()
+        dtype = torch.float32 if turn == 1 else torch.bfloat16
+        assert raw.state[model.weight]["row_var"].dtype == dtype
+        raw.zero_grad()
+
+
+def test_a_backward_pass_through_the_graph_of_an_earlier_step_is_an_error():
+    _, model, optimizer = prepared(nn.Sequential(linear(), nn.Linear(2, 2).bfloat16()))
+    loss = model(X).float().square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
 
 
 def test_gradients_inside_an_accumulation_window_are_saved_in_float32(tmp_path):
