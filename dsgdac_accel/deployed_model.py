@@ -12,7 +12,7 @@ Calibration of BatchNorm is in `calibration`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.shards import gathering_modules, is_sharded, local_of, reshard, whole_of
 from dsgdac_accel.tensor_bytes import bits_differ, digest
 from dsgdac_accel.unmixed import means_of, unmixed_parameters
-from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of
 
 
 @contextmanager
@@ -198,9 +198,12 @@ class Deployment:
 
     def form(self) -> Shown:
         """Form the average of all trained models, which they can show until the next step. Collective."""
+        return self._form(self.training.trained_models)
+
+    def _form(self, models: Sequence[nn.Module]) -> Shown:
         training = self.training
         averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
-        return form_average(training.trained_models, averages, training.group, self._frozen, unmixed)
+        return form_average(models, averages, training.group, self._frozen, unmixed)
 
     def start_from_average(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
@@ -208,7 +211,7 @@ class Deployment:
         earlier = self.training.mixed_earlier
         again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
         if again:
-            form_average(again, [], self.training.group, (), self._unmixed(again)).show()
+            form_average(again, [], self.training.group, (), self._unmixed(again)).leave()
 
     @property
     def _frozen(self) -> list[nn.Module]:
@@ -234,27 +237,22 @@ class Deployment:
 
         Collective. Arguments as for `deployed`, which concern `model`.
         """
-        first = self.training.owners.wrapper_of(model)
-        models = [first, *(other for other in self.training.models if other is not first)]
-
-        inside = {id(p) for one in models for p in one.parameters()}
-        slots = (slot for step in self.training.steps for mine in step.mixer.slots.of_workers for slot in mine)
-        loose = [slot.shown() for slot in slots if id(slot.parameters[0]) not in inside]
-        averages = []
-        with ExitStack() as contexts:
+        training = self.training
+        first = training.owners.wrapper_of(model)
+        models = [first, *(other for other in training.models if other is not first)]
+        reshard(gathering_modules(models))
+        if not training.steps and training.group.size > 1:
             for one in models:
-                data = (calibrate, calibration_forward) if one is first else (None, None)
-                deployed = contexts.enter_context(self.deployed(one, loaders, *data))
-                averages.append([tensor.detach().clone() for tensor in values_of(deployed)])
-            loose_averages = [tensor.detach().clone() for tensor in loose]
-        self.training.end()
-        with torch.no_grad():
-            for tensor, value in zip(loose, loose_averages, strict=True):
-                tensor.copy_(value)
-            for one, average in zip(models, averages, strict=True):
-                for replica in replicas_of(one):
-                    for tensor, value in zip(values_of(replica), average, strict=True):
-                        tensor.copy_(value)
+                _require_equal_parameters(one, training.group)
+        calibrated: list[Tensor] = []
+        if calibrate is not None:
+            with self.deployed(model, loaders, calibrate, calibration_forward) as deployed:
+                calibrated = [buffer.clone() for buffer in deployed.buffers()]
+        self._form(models).leave()
+        for replica in replicas_of(first):
+            for buffer, value in zip(replica.buffers(), calibrated, strict=False):
+                buffer.data.copy_(value)
+        training.end()
 
 
 def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
@@ -360,10 +358,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     # Shards stay where they are.
-    pointers = [
-        (p, None if is_sharded(p) else p.data, p.grad, None if p.grad is None or is_sharded(p) else p.grad.data)
-        for p in model.parameters()
-    ]
+    pointers = [(p, None if is_sharded(p) else p.data, p.grad) for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass inside must not add to an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
@@ -371,11 +366,9 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, data, gradient, gradient_data in pointers:
+        for parameter, data, gradient in pointers:
             if data is not None:
                 parameter.data = data
-            if gradient is not None and gradient_data is not None:
-                gradient.data = gradient_data
             parameter.grad = gradient
         with torch.no_grad():
             for module, name, buffer, value in slots:

@@ -46,6 +46,12 @@ class Shown:
         for memory, (_, _, value) in zip(self._memory, self.places, strict=True):
             memory.copy_(value)
 
+    def leave(self) -> None:
+        """Overwrite the tensors for good."""
+        self.show()
+        for copies in self.copies:
+            copies.use = Use.KEPT
+
     @torch.no_grad()
     def restore(self, keep_edits: bool = False) -> bool:
         """Give the tensors their own values back, in the memory that they had, also if they were re-pointed since.
