@@ -123,12 +123,6 @@ class Copy:
                 torch._foreach_copy_(places, tensors)
 
     @torch.no_grad()
-    def write(self, values: Values) -> None:
-        """Copy the buffers into the values."""
-        for _, _, places, tensors in self._present(values):
-            torch._foreach_copy_(tensors, places)
-
-    @torch.no_grad()
     def add_to(self, values: Values, scale: float, skip: Tensor | None = None, as_laid_out: bool = False) -> None:
         """values += scale * copy, unless `skip`, shape (), is 1: decided on the device.
 
