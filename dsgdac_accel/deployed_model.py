@@ -205,8 +205,9 @@ class Deployment:
         averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
         return form_average(models, averages, training.group, self._frozen, unmixed)
 
-    def start_from_average(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def start_from_average(self, models: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
+        reshard(gathering_modules(models))
         trained = nn.ParameterList(p for each in optimizers for p in as_parameter_list(each.param_groups))
         earlier = self.training.mixed_earlier
         again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
@@ -282,14 +283,14 @@ def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: Worke
         for name, buffer in named.items()
     }
     layouts = group.all_gather_object(mine, "comparing the buffers of the model")
-    stored, pairs = first.state_dict().keys(), []
+    pairs = []
     for name, buffer in named.items():
         if all(layout.get(name) == mine[name] for layout in layouts):
             value = buffer.detach().clone()
             group.broadcast_(value, f"sharing buffer {name} for the deployed model")
             replicated = [buffers[name] for buffers in in_others if name in buffers]
             pairs += [(each, value) for each in (buffer, *replicated) if each.shape == buffer.shape]
-        elif name in stored:
+        elif name in first.state_dict(keep_vars=True):  # which does not warn that it is a worker's own
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
                 f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
