@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.model_watch import ModelWatch
 from dsgdac_accel.core.parameters import as_parameter_list
+from dsgdac_accel.core.slots import Known
 from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.fsdp_collectives import name_losses
@@ -41,8 +41,8 @@ class GossipTraining:
         """One per prepared optimizer."""
         self._plans: dict[tuple[int, int], int] = {}
         """The ticks with which each step has looked ahead along a scheduler."""
-        self.mixed_earlier: Any = WeakTensorKeyDictionary()
-        """The parameters that were mixed until the gossip ended; the values do not count."""
+        self.mixed_earlier = Known()
+        """The parameters that were mixed until the gossip ended."""
         self.restart(models)
 
     def restart(self, models: Sequence[nn.Module]) -> None:
@@ -216,7 +216,7 @@ class GossipTraining:
         """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""
         for step in self.steps:
             for slot in chain.from_iterable(step.mixer.slots.of_workers):
-                self.mixed_earlier.update(dict.fromkeys(slot.parameters))
+                self.mixed_earlier.add(slot.parameters)
             step.mixer.release()
             step.masters.release()
         self.steps.clear()

@@ -131,8 +131,8 @@ class Slots:
         self.source.follow(self._last_list)
         self._equal_list = self._last_list
         """The list of which all parameters have started from equal values."""
-        self._started_equal = _Known(self._equal_list)
-        self._mixed_once = _Known()
+        self._started_equal = Known(self._equal_list)
+        self._mixed_once = Known()
         """What was mixed once: it stays mixed, frozen or not, also if it was out of the optimizer for a while."""
         self._trained: list[Parameter] = []
         """What was trained at the last `note`."""
@@ -393,7 +393,7 @@ class Slots:
         return {id(parameter) for parameter, tie in zip(plain, ties, strict=True) if tie < len(mixed)}
 
 
-class _Known:
+class Known:
     """A set of parameters, by identity, which does not keep them alive.
 
     A new parameter may have the `id` of a deleted one, on one worker and not on another.
