@@ -101,8 +101,8 @@ class GossipOptimizer(AcceleratedOptimizer):
         """
         if self.ended and self.gradient_state.sync_gradients:
             raise RuntimeError(
-                "gossip has ended (`deploy` or `free_memory`), and this step would train each worker alone. Give model "
-                "and optimizer to `prepare` again to train on."
+                "gossip has ended (`deploy` or `free_memory`), and in this step each worker would train alone; prepare "
+                "model and optimizer again to train on."
             )
         if self.gossip is None or not self.gradient_state.sync_gradients:
             super().step(closure)

@@ -12,7 +12,7 @@ Calibration of BatchNorm is in `calibration`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
 from dsgdac_accel.tensor_bytes import bits_differ, digest
 from dsgdac_accel.unmixed import means_of, unmixed_parameters
-from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of, values_of
+from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of
 
 
 @contextmanager
@@ -167,12 +167,7 @@ class Deployment:
         references = list(self.gradient_state.dataloader_references)
         averages = [] if self.active else [step.average for step in steps]
         if not (steps or self.active) and group.size > 1:
-            group.require_equal(
-                [digest(values) for _, _, values in local_parameters(model)],
-                "parameters (digests)",
-                "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train with "
-                "an optimizer that went through `prepare(model, optimizer)`.",
-            )
+            _require_equal_parameters(model, group)
         others = [] if self.active else [other for other in self.training.models if other is not model]
         average = deployed_model(
             model,
@@ -202,17 +197,21 @@ class Deployment:
 
     def form(self) -> Shown:
         """Form the average of all trained models, which they can show until the next step. Collective."""
+        return self._form(self.training.trained_models)
+
+    def _form(self, models: Sequence[nn.Module]) -> Shown:
         training = self.training
         averages, unmixed = [step.average for step in training.steps], self._unmixed(training.models)
-        return form_average(training.trained_models, averages, training.group, self._frozen, unmixed)
+        return form_average(models, averages, training.group, self._frozen, unmixed)
 
-    def start_from_average(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def start_from_average(self, models: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
+        reshard(gathering_modules(models))
         trained = nn.ParameterList(p for each in optimizers for p in as_parameter_list(each.param_groups))
         earlier = self.training.mixed_earlier
         again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
         if again:
-            form_average(again, [], self.training.group, (), self._unmixed(again)).show()
+            form_average(again, [], self.training.group, (), self._unmixed(again)).leave()
 
     @property
     def _frozen(self) -> list[nn.Module]:
@@ -238,27 +237,32 @@ class Deployment:
 
         Collective. Arguments as for `deployed`, which concern `model`.
         """
-        first = self.training.owners.wrapper_of(model)
-        models = [first, *(other for other in self.training.models if other is not first)]
-
-        inside = {id(p) for one in models for p in one.parameters()}
-        slots = (slot for step in self.training.steps for mine in step.mixer.slots.of_workers for slot in mine)
-        loose = [slot.shown() for slot in slots if id(slot.parameters[0]) not in inside]
-        averages = []
-        with ExitStack() as contexts:
+        training = self.training
+        first = training.owners.wrapper_of(model)
+        models = [first, *(other for other in training.models if other is not first)]
+        reshard(gathering_modules(models))
+        if not training.steps and training.group.size > 1:
             for one in models:
-                data = (calibrate, calibration_forward) if one is first else (None, None)
-                deployed = contexts.enter_context(self.deployed(one, loaders, *data))
-                averages.append([tensor.detach().clone() for tensor in values_of(deployed)])
-            loose_averages = [tensor.detach().clone() for tensor in loose]
-        self.training.end()
-        with torch.no_grad():
-            for tensor, value in zip(loose, loose_averages, strict=True):
-                tensor.copy_(value)
-            for one, average in zip(models, averages, strict=True):
-                for replica in replicas_of(one):
-                    for tensor, value in zip(values_of(replica), average, strict=True):
-                        tensor.copy_(value)
+                _require_equal_parameters(one, training.group)
+        calibrated: list[Tensor] = []
+        if calibrate is not None:
+            with self.deployed(model, loaders, calibrate, calibration_forward) as deployed:
+                calibrated = [buffer.clone() for buffer in deployed.buffers()]
+        self._form(models).leave()
+        for replica in replicas_of(first):
+            for buffer, value in zip(replica.buffers(), calibrated, strict=False):
+                buffer.data.copy_(value)
+        training.end()
+
+
+def _require_equal_parameters(model: nn.Module, group: WorkerGroup) -> None:
+    """Raise ValueError on every worker unless all have the same parameters. Reads all of them. Collective."""
+    group.require_equal(
+        [digest(values) for _, _, values in local_parameters(model)],
+        "parameters (digests)",
+        "There is no average to deploy, because no prepared optimizer mixes the workers (any more). Train with an "
+        "optimizer that went through `prepare(model, optimizer)`.",
+    )
 
 
 def _calibrated_by_worker(model: nn.Module, frozen: Collection[nn.Module]) -> list[list[_BatchNorm]]:
@@ -278,14 +282,14 @@ def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: Worke
         for name, buffer in named.items()
     }
     layouts = group.all_gather_object(mine, "comparing the buffers of the model")
-    stored, pairs = first.state_dict().keys(), []
+    pairs = []
     for name, buffer in named.items():
         if all(layout.get(name) == mine[name] for layout in layouts):
             value = buffer.detach().clone()
             group.broadcast_(value, f"sharing buffer {name} for the deployed model")
             replicated = [buffers[name] for buffers in in_others if name in buffers]
             pairs += [(each, value) for each in (buffer, *replicated) if each.shape == buffer.shape]
-        elif name in stored:
+        elif name in first.state_dict(keep_vars=True):  # which does not warn that it is a worker's own
             seen = [layout.get(name) for layout in layouts]
             raise ValueError(
                 f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
@@ -309,7 +313,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    pointers = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for p in model.parameters()]
+    pointers = [(p, p.data, p.grad) for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass inside must not add to an open accumulation window
     modes = [(module, module.training) for module in model.modules()]
@@ -317,10 +321,8 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, data, gradient, gradient_data in pointers:
+        for parameter, data, gradient in pointers:
             parameter.data = data
-            if gradient is not None and gradient_data is not None:
-                gradient.data = gradient_data
             parameter.grad = gradient
         with torch.no_grad():
             for module, name, buffer, value in buffers:

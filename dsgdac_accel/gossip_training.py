@@ -42,7 +42,7 @@ class GossipTraining:
         self._plans: dict[tuple[int, int], int] = {}
         """The ticks with which each step has looked ahead along a scheduler."""
         self.mixed_earlier: Any = WeakTensorKeyDictionary()
-        """The parameters that were mixed until the gossip ended; the values do not count."""
+        """The parameters that were mixed until the gossip ended."""
         self.restart(models)
 
     def restart(self, models: Sequence[nn.Module]) -> None:
@@ -63,9 +63,9 @@ class GossipTraining:
             for virtual in self.owners.virtual_models:
                 virtual.complete(optimizer)
         new = {id(model) for model in models}
-        running = [model for model in self.trained_models if id(model) not in new]
-        keep = self.mixed.union(id(tensor) for model in running for tensor in values_of(model))
-        self.make_equal(models, optimizers, keep)
+        running = [tensor for model in self.trained_models if id(model) not in new for tensor in values_of(model)]
+        joining = [p for optimizer in optimizers for p in as_parameter_list(optimizer.param_groups)]
+        self.make_equal(models, optimizers, self.mixed.union(map(id, running)) - (set(map(id, joining)) - self.mixed))
         numbered = [(number, v) for number, v in enumerate(self.owners.virtual_models) if id(v) in new]
         if numbered:
             seed, local = shared_seed(self.group), self.config.workers_per_process
@@ -73,19 +73,11 @@ class GossipTraining:
                 virtual.streams.seed(seed + number, range(self.group.rank * local, (self.group.rank + 1) * local))
 
     def make_equal(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        keep: Collection[int] = (),
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = (), keep: Collection[int] = ()
     ) -> None:
         """Give all workers worker 0's parameters, frozen ones included, and buffers. Collective.
 
-        Only tensors whose digests differ are sent.
-
-        Args:
-            models: their parameters and buffers, without those whose `id` is in `keep`.
-            optimizers: their parameters, without those that are mixed already.
-            keep: see `models`.
+        Only tensors whose digests differ are sent. Those whose `id` is in `keep` stay.
 
         Raises:
             ValueError: names, shapes or dtypes differ between the workers, or quantized weights do.
@@ -94,18 +86,16 @@ class GossipTraining:
             return
         self.restart_exchange()
         reshard(gathering_modules(models))
-        mixed = self.mixed
         named = [item for model in models for item in (*model.named_parameters(), *model.named_buffers())]
-        named = [(name, tensor) for name, tensor in named if id(tensor) not in keep]
         named += [
             (f"optimizer parameter {number}", parameter)
             for optimizer in optimizers
             for number, parameter in enumerate(as_parameter_list(optimizer.param_groups))
-            if id(parameter) not in mixed
         ]
         distinct: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:  # the model's names come first, and win
-            distinct.setdefault(id(tensor), (name, tensor))
+            if id(tensor) not in keep:
+                distinct.setdefault(id(tensor), (name, tensor))
         # What is not sharded is the same on all processes, and a shard the same as in its place in worker 0.
         whole = [(name, tensor) for name, tensor in distinct.values() if not is_sharded(tensor)]
         sharded = [(name, tensor) for name, tensor in distinct.values() if is_sharded(tensor)]

@@ -47,13 +47,8 @@ def as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def on_host(scalars: Sequence[Tensor]) -> list[Any]:
-    """Return the values of tensors of shape () and one dtype. The host waits once for each device."""
-    found: list[Any] = [None] * len(scalars)
-    for device in {scalar.device for scalar in scalars}:
-        here = [place for place, scalar in enumerate(scalars) if scalar.device == device]
-        for place, value in zip(here, torch.stack([scalars[place] for place in here]).tolist(), strict=True):
-            found[place] = value
-    return found
+    """Return the values of tensors of shape () and one dtype. The host waits once for those of one device."""
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist() if scalars else []
 
 
 def bits_differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -97,24 +98,24 @@ class Average:
 
     def places(self) -> list[Place]:
         """Return what `form` returned, while it is kept or shown."""
-        grouped = self.copies.layout.grouped
-        assert self.copies.mean is not None, "no average is kept"
+        mean, grouped = self.copies.mean, self.copies.layout.grouped
+        assert mean is not None, "no average is kept"
         return [
             (slot.shown(), x, x_bar)
-            for own, mine in zip(self.copies.own, self.mixer.slots.of_workers, strict=True)
-            for views, means, slots in zip(own.views, self.copies.mean.views, grouped(mine), strict=True)
-            for slot, x, x_bar in zip(slots, views, means, strict=True)
+            for own, mine in zip(self.copies.sent or [mean], self.mixer.slots.of_workers, strict=True)
+            for buffers in zip(grouped(mine), own.views, mean.views, strict=True)
+            for slot, x, x_bar in zip(*buffers, strict=True)
         ]
 
     def _form(self, what: str) -> None:
-        own = self.copies.sent or [Copy(self.copies.layout)]  # a single worker has nothing to send
-        for copy, values in zip(own, self.mixer.slots.values(), strict=True):
+        for copy, values in zip(self.copies.sent, self.mixer.slots.values(), strict=False):
             copy.read(values)
         if self.mixer.topology.num_workers == 1:
-            self.copies.keep(own, own[0])
+            self.copies.mean, self.copies.use = Copy(self.copies.layout), Use.KEPT
+            self.copies.mean.read(self.mixer.slots.values()[0])
             return
-        received = self.copies.received[0]
-        mean = Copy(own[0].layout, received[0] if received and self.mixer.compressor is None else None)
+        own, received = self.copies.sent, self.copies.received[0]
+        mean = Copy(self.copies.layout, received[0] if received and self.mixer.compressor is None else None)
         squares: list[list[Tensor]] = [[] for _ in own]
         for number, total in enumerate(mean.buffers):
             first, *others = (copy.buffers[number] for copy in own)
@@ -122,7 +123,7 @@ class Average:
             self.group.all_reduce_mean_(total, what, others=others)
             for mine, x in zip(squares, (first, *others), strict=True):
                 mine.append(_squared_distance(total, x))
-        self.copies.keep(own, mean)
+        self.copies.mean, self.copies.use = mean, Use.KEPT
         self._measured(squares)
 
     @property
@@ -144,16 +145,12 @@ class Average:
             raise RuntimeError(
                 "consensus errors are differences to the average: ask inside `with deployed_model(...)`."
             )
-        assert self.copies.mean is not None
-        errors: list[dict[int, Tensor]] = []
-        slots = self.copies.layout.grouped(self.mixer.slots.of_workers[0])
-        for copy in self.copies.own:
-            of_worker: dict[int, Tensor] = {}
-            for group, own, mean in zip(slots, copy.views, self.copies.mean.views, strict=True):
-                for slot, x, x_bar in zip(group, own, mean, strict=True):
-                    of_worker |= dict.fromkeys(map(id, slot.parameters), x - x_bar)
-            errors.append(of_worker)
-        return errors
+        workers = self.mixer.slots.of_workers
+        slots, places = list(chain.from_iterable(self.copies.layout.grouped(workers[0]))), iter(self.places())
+        return [
+            {id(parameter): x - x_bar for slot, (_, x, x_bar) in mine for parameter in slot.parameters}
+            for mine in (zip(slots, islice(places, len(slots)), strict=True) for _ in workers)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Return the latest measurement, with its step; empty before the first."""

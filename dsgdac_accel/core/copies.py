@@ -123,12 +123,6 @@ class Copy:
                 torch._foreach_copy_(places, tensors)
 
     @torch.no_grad()
-    def write(self, values: Values) -> None:
-        """Copy the buffers into the values."""
-        for _, _, places, tensors in self._present(values):
-            torch._foreach_copy_(tensors, places)
-
-    @torch.no_grad()
     def add_to(self, values: Values, scale: float, skip: Tensor | None = None, as_laid_out: bool = False) -> None:
         """values += scale * copy, unless `skip`, shape (), is 1: decided on the device.
 
@@ -186,10 +180,8 @@ class Copies:
         """[local worker][k] what its k-th neighbor in another process sent, a tensor for each buffer."""
         self.differences: list[Copy] = []
         """[local worker] where its update is formed: in its first receive buffer."""
-        self.own: list[Copy] = []
-        """[local worker] its parameters when their average was formed: the send buffers."""
         self.mean: Copy | None = None
-        """The average: in the first receive buffer, if that is as large; a single worker's own parameters."""
+        """The average of what the send buffers hold. A single worker, which sends nothing, is its own."""
         self.use = Use.FREE
 
     @torch.inference_mode(False)  # what is made in an evaluation is used in training
@@ -229,17 +221,13 @@ class Copies:
         if self.use in uses and self.use in _REFUSALS:
             raise RuntimeError(_REFUSALS[self.use])
 
-    def keep(self, own: list[Copy], mean: Copy) -> None:
-        """Keep the average that was formed in the copies until these are needed again."""
-        self.own, self.mean, self.use = own, mean, Use.KEPT
-
     def drop(self) -> None:
         """Drop what was received, a kept average, or an update that was never added because the local step failed."""
         if self.use in (Use.RECEIVED, Use.UPDATE, Use.KEPT):
-            self.own, self.mean, self.use = [], None, Use.FREE
+            self.mean, self.use = None, Use.FREE
 
     def release(self) -> None:
         """Free all buffers, for good."""
         self.refuse(Use.BACKUP)
-        self.own, self.mean, self.use = [], None, Use.RELEASED
+        self.mean, self.use = None, Use.RELEASED
         self.layout, self.sent, self.received, self.differences = Layout(()), [], [], []

@@ -46,6 +46,12 @@ class Shown:
         for memory, (_, _, value) in zip(self._memory, self.places, strict=True):
             memory.copy_(value)
 
+    def leave(self) -> None:
+        """Overwrite the tensors for good."""
+        self.show()
+        for copies in self.copies:
+            copies.use = Use.KEPT
+
     @torch.no_grad()
     def restore(self, keep_edits: bool = False) -> bool:
         """Give the tensors their own values back, in the memory that they had, also if they were re-pointed since.
@@ -57,16 +63,16 @@ class Shown:
         Returns:
             Whether something stays.
         """
-        edited = [False] * len(self.places)
+        edited: list[Tensor] = []
         if keep_edits:
-            edited = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
-        written = zip(self.places, edited, strict=True)
-        stays = any(edit and isinstance(tensor, Parameter) for (tensor, _, _), edit in written)
-        for memory, (tensor, own, _), edit in zip(self._memory, self.places, edited, strict=True):
-            if not (edit and stays):
+            differ = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
+            edited = [tensor for (tensor, _, _), differs in zip(self.places, differ, strict=True) if differs]
+        stay = set(map(id, edited)) if any(isinstance(tensor, Parameter) for tensor in edited) else set()
+        for memory, (tensor, own, _) in zip(self._memory, self.places, strict=True):
+            if id(tensor) not in stay:
                 if tensor.data_ptr() != memory.data_ptr():
                     tensor.data = memory
                 memory.copy_(own)
         for copies in self.copies:
             copies.use = Use.KEPT
-        return stays
+        return bool(stay)

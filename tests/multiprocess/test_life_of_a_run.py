@@ -40,7 +40,7 @@ def freed(rank: int) -> None:
     own = values(model)
     accelerator.free_memory()
     assert torch.equal(values(model), own)
-    with pytest.raises(RuntimeError, match="`prepare` again"):
+    with pytest.raises(RuntimeError, match="prepare model and optimizer again"):
         train(accelerator, model, optimizer, 1)
     assert torch.equal(values(model), own)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -48,6 +48,7 @@ def trained() -> tuple[GossipAccelerator, nn.Module, Ema, AveragedModel, list, l
             optimizer.zero_grad()
             ema.step(model)
             swa.update_parameters(model)
+    assert not heard.buffer, "training reads no state"
     return accelerator, model, ema, swa, test, heard.buffer
 
 

@@ -44,9 +44,9 @@ def test_copies_hold_values_at_aligned_places_and_give_them_back(parameters):
     copy.add_to(parameters, 0.5)
     for parameter, value in zip(parameters, values, strict=True):
         torch.testing.assert_close(parameter.detach(), 1.5 * value)
-    copy.write(parameters)
-    for parameter, value in zip(parameters, values, strict=True):
-        assert torch.equal(parameter, value)
+    for group, slots in zip(copy.views, copy.layout.slots, strict=True):
+        for view, slot in zip(group, slots, strict=True):
+            assert torch.equal(view, values[slot])
 
 
 @given(laid_out())
@@ -188,12 +188,13 @@ def test_another_kind_of_memory_is_noticed_and_other_memory_is_not(how):
 # ---- mixing by one process
 
 
-def two_workers(*parameters: Parameter) -> Mixer:
+def two_workers(*parameters: Parameter, mix_every: int = 1) -> Mixer:
     half = len(parameters) // 2
     place = {id(p): number // half for number, p in enumerate(parameters)}
     group = WorkerGroup(torch.device("cpu"), 10)
     topology = build_topology("complete", 2)
-    return Mixer(list(parameters), topology, group, local_workers=2, worker_of=lambda p: place[id(p)])
+    options = {"local_workers": 2, "worker_of": lambda p: place[id(p)], "mix_every": mix_every}
+    return Mixer(list(parameters), topology, group, **options)
 
 
 def step(mixer: Mixer, gamma: float = 1.0) -> None:
@@ -257,6 +258,23 @@ def test_a_deployed_average_gives_back_memory_and_bytes():
     for parameter, memory, value in zip((first, second), own, values, strict=True):
         assert parameter.data_ptr() == memory.data_ptr()
         assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("mix_every", [1, 2])
+def test_a_kept_average_is_there_until_the_next_exchange_and_is_freed_then(mix_every):
+    first, second = Parameter(torch.zeros(3)), Parameter(torch.full((3,), 4.0))
+    mixer = two_workers(first, second, mix_every=mix_every)
+    average = Average(mixer)
+    shown = Shown(average.form(), [mixer.copies])
+    for _ in range(2):
+        assert shown.is_current()
+        shown.show()
+        assert first.tolist() == second.tolist() == [2.0] * 3
+        shown.restore()
+        assert (first.tolist(), second.tolist()) == ([0.0] * 3, [4.0] * 3)
+    mixer.start_exchange()
+    assert not shown.is_current()
+    assert mixer.copies.mean is None
 
 
 def test_an_edit_is_added_to_what_was_sent_before_it_and_the_mean_moves_by_the_edit_alone():
