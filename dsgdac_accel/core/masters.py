@@ -49,8 +49,8 @@ class Masters(SlotSource):
     """Keeps a float32 master of each bf16 and fp16 parameter that is or was trained.
 
     Gradients arrive in the model's parameters, in float32 (`Tensor.grad_dtype`), so that accumulation and clipping are
-    exact, too. The optimizer has the masters only while it takes its step: scripts find the model's parameters in it,
-    and nobody else writes a master, so that masters can be sent as they are.
+    exact, too. The optimizer has the masters only while it takes its step: scripts find the model's parameters in it
+    and do not write masters, so that these can be sent as they are.
 
     Between two steps a master is what was sent. What a script has written into the model meanwhile is taken over by
     `read`. Memory per parameter: 4 bytes for the master, 4 to notice edits, and 4 instead of 2 for the gradient.
