@@ -83,7 +83,7 @@ class Manifest:
         return self.files[worker * self.shards : (worker + 1) * self.shards]
 
     def common_file_of(self, shard: int) -> SavedFile | None:
-        """Return the file of the common tensors that the ranks at one place of all workers share."""
+        """Return the file of the common tensors that the ranks at one place of all workers share, if any is stored."""
         return next((file for file in self.common_files if _place_of(file) == ("common", shard)), None)
 
     def content(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from dsgdac_accel.checkpoint.local_shards import LocalShard, placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, put_together, targets_of
+from dsgdac_accel.checkpoint.resharding import Targets, put_together
 from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.row import Row
@@ -172,7 +172,7 @@ def targets(own: Mapping[str, Tensor], place: int, mesh_name: str) -> Targets:
     by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
     by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
     by_path[("registered", 0, "best")] = own["thin"]
-    return targets_of(by_path, place, torch.Size(MESHES[mesh_name][0].values()).numel())
+    return Targets(by_path, place, torch.Size(MESHES[mesh_name][0].values()).numel())
 
 
 @pytest.fixture(scope="module")
@@ -314,15 +314,16 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
     target = ("optimizers", 0, "state", 0)
 
     def resume(group: Together) -> Any:
-        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, 2))
+        return load_checkpoint(tmp_path / "c", group, targets=Targets({target: parameter}, 0, 2))
 
     for state in in_threads(WORKERS * 2, resume):
         found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
         assert torch.equal(found.a, blocks.a)
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
+        manifest = read_manifest(tmp_path / name)
         with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
-            load_private(tmp_path / name, 0, targets_of({target: own}, 0, 2 if is_sharded(own) else 1))
+            load_private(tmp_path / name, manifest, 0, Targets({target: own}, 0, 2 if is_sharded(own) else 1))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
@@ -522,7 +523,7 @@ def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shar
     state = {"gossip": [{"mixer": {"step": 5, "references": [], "references_of": []}}], "loaders": [None, position]}
     fit_to_processes(state, manifest, launched, shards)
     assert position["running"] == {"taken": taken, "fetched_at": None}
-    assert state["gossip"] == [{"mixer": {"step": 5}}]
+    assert state["gossip"] == [{"mixer": {"step": 5, "workers": launched}}]
 
 
 def test_parts_that_overlap_are_a_clear_error():
