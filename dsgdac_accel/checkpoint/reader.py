@@ -107,7 +107,7 @@ def load_private(folder: Path | str, manifest: Manifest, worker: int, targets: T
     files = manifest.files_of(worker)
     readers = [partial(read_state, Path(folder), files[shard]) for shard in targets.order(len(files))]
     with _damage_named(folder, "a worker's files are not as this library writes them"):
-        return put_together(readers, targets, bool(manifest.mesh))
+        return put_together(readers, targets, manifest.shards > 0)
 
 
 def add_common(
@@ -120,7 +120,7 @@ def add_common(
     """Put the common tensors into a state of `load_private`, in place. `own` and errors as in `load_checkpoint`."""
     if not manifest.common:
         return
-    alike = manifest.shards == targets.ranks  # otherwise the digests are of other parts than this rank's
+    alike = manifest.ranks == targets.ranks  # otherwise the digests are of other parts than this rank's
     if own is not None and not alike and not all(tensor.stored for tensor in manifest.common):
         raise CheckpointError(
             f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
@@ -135,9 +135,9 @@ def add_common(
         put_common(models, listed, lambda: read_state(Path(folder), file) if file else {}, own if alike else None)
         return {"models": models}
 
-    readers = [partial(of_rank, shard) for shard in targets.order(manifest.shards)]
+    readers = [partial(of_rank, shard) for shard in targets.order(manifest.ranks)]
     with _damage_named(folder, "its common tensors are not those of its models"):
-        for index, model in put_together(readers, targets, bool(manifest.mesh))["models"].items():
+        for index, model in put_together(readers, targets, manifest.shards > 0)["models"].items():
             for part in PARTS:
                 state["models"][index][part].update(model[part])
 

@@ -109,7 +109,7 @@ def fit_to_processes(state: dict[str, Any], manifest: Manifest, launched: int, s
         if position and position["running"]:
             running = position["running"]
             if not position["global_batches"]:  # one that is split over all workers counts the same for any number
-                running["taken"] = running["taken"] * manifest.workers * manifest.shards // (launched * shards)
+                running["taken"] = running["taken"] * manifest.workers * manifest.ranks // (launched * shards)
             running["fetched_at"] = None  # each worker's random streams are seeded anew
             if running["taken"] == 0:
                 position |= {"running": None, "order": running["order"], "passes": running["passes"]}

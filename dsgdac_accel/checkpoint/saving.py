@@ -78,10 +78,10 @@ class AcceleratorCheckpoints:
         self.gossip_steps = gossip_steps
         self.gossip = gossip
         self.workers_per_process = workers_per_process
-        self.mesh = {} if group.row.mesh is None else {"dp_shard": group.row.size}
-        """Size of the dimension of the device mesh inside a worker, by its name."""
+        self.shards = 0 if group.row.mesh is None else group.row.size
+        """Ranks of each worker; 0 if a worker is one process without a device mesh."""
         self.everyone = Processes(group)
-        self._writer = CheckpointWriter(self.everyone, self.mesh)
+        self._writer = CheckpointWriter(self.everyone, self.shards)
 
     @property
     def accelerator(self) -> Any:
@@ -119,7 +119,7 @@ class AcceleratorCheckpoints:
         step = max((gossip["mixer"]["step"] for gossip in state["gossip"]), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:
-            save_checkpoint(folder, state, self.everyone, step=step, facts=noted, common=common, mesh=self.mesh)
+            save_checkpoint(folder, state, self.everyone, step=step, facts=noted, common=common, shards=self.shards)
             self._delete_old(folder)
         else:
             self._writer.save(folder, state, step=step, facts=noted, common=common)
@@ -129,15 +129,13 @@ class AcceleratorCheckpoints:
 
         Of sharded models none: each process reads its own shards, which only the states of workers hold.
         """
-        return {} if self.mesh else untrained_digests(self._models_by_index())
+        return {} if self.shards else untrained_digests(self._models_by_index())
 
     def _models_by_index(self) -> dict[int, Any]:
         return {index: model_state(model) for index, model in enumerate(self.accelerator._models)}
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written. Collective. See `GossipAccelerator.finish_saving`."""
-        if self._writer.pending is None:
-            return None
         finished = self._writer.finish()
         if finished is not None:
             self._delete_old(finished)
@@ -159,7 +157,7 @@ class AcceleratorCheckpoints:
                     "that no checkpoint holds. Save and load after an optimizer step."
                 )
 
-        if self.mesh:
+        if self.shards:
             on_all(self.everyone, require_reduced, "cannot save or load a checkpoint")
 
     def _weights_to_save(self, folder: Path) -> dict[int, Any]:
@@ -254,7 +252,7 @@ class AcceleratorCheckpoints:
             raise WorkerCountError(folder, manifest.workers, self.group.size)
         state = on_all(self.everyone, lambda: self._state_to_load(folder, manifest))
         # The state of a worker that is sharded in another way, or the average of all saved workers.
-        moved = (manifest.workers, manifest.shards) != (self.group.size, self.group.row.size)
+        moved = (manifest.workers, manifest.ranks) != (self.group.size, self.group.row.size)
         if moved:
             fit_to_processes(state, manifest, self.group.size, self.group.row.size)
         self._warn_of_other_gossip(folder, manifest)
@@ -281,7 +279,7 @@ class AcceleratorCheckpoints:
         for number, optimizer in enumerate(accelerator._optimizers):
             parameters = as_parameter_list(optimizer.param_groups)
             own.update({("optimizers", number, "state", place): tensor for place, tensor in enumerate(parameters)})
-        if self.mesh:
+        if self.shards:
             registered = [mine.state_dict() for mine in accelerator._custom_objects]
             own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
         return Targets(own, self.group.row.rank, self.group.row.size)

@@ -187,7 +187,7 @@ def save(folder, name, parts, step=5) -> list[Any]:
 
     def work(group: Together) -> None:
         state = state_of(parts[name][group.rank // ranks][group.rank % ranks])
-        save_checkpoint(folder, state, group, step=step, mesh=mesh)
+        save_checkpoint(folder, state, group, step=step, shards=mesh.get("dp_shard", 0))
 
     return in_threads(WORKERS * ranks, work)
 
@@ -233,7 +233,7 @@ def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts
     def work(group: Together) -> None:
         weight = parts["three"][group.rank // 3][group.rank % 3]["weight"]
         state = {"random": torch.full((3,), float(group.rank)), "a/b": torch.ones(1), "a": {"b": weight}}
-        save_checkpoint(tmp_path / "c", state, group, step=5, mesh=MESHES["three"][0])
+        save_checkpoint(tmp_path / "c", state, group, step=5, shards=3)
 
     in_threads(WORKERS * 3, work)
     for worker in range(WORKERS):
@@ -248,7 +248,7 @@ def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts
 
 def test_torch_finds_no_whole_tensor_where_the_file_holds_its_bytes(tmp_path):
     def work(group: Together) -> None:
-        save_checkpoint(tmp_path / "c", {"codes": codes, "turned": turned}, group, step=5, mesh={"dp_shard": 1})
+        save_checkpoint(tmp_path / "c", {"codes": codes, "turned": turned}, group, step=5, shards=1)
 
     with rank_of({"dp_shard": 1}, 0) as mesh:
         codes = DTensor.from_local(torch.ones(4).to(torch.float8_e4m3fn), mesh, [Shard(0)], run_check=False)
@@ -302,12 +302,12 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         parameter = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
         blocks = quantized(torch.arange(6.0).view(2, 3))
         sharded = DTensor.from_local(blocks, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
-    for name, moment, mesh_of in (("whole", quantized(torch.ones(4, 3)), {}), ("c", sharded, {"dp_shard": 2})):
-        ranks = max(1, 2 * len(mesh_of))
+    for name, moment, shards in (("whole", quantized(torch.ones(4, 3)), 0), ("c", sharded, 2)):
+        ranks = max(1, shards)
 
-        def save(group: Together, name=name, moment=moment, mesh_of=mesh_of) -> None:
+        def save(group: Together, name=name, moment=moment, shards=shards) -> None:
             state = {"optimizers": [{"state": {0: {"exp_avg": moment}}}]}
-            save_checkpoint(tmp_path / name, state, group, step=5, mesh=mesh_of)
+            save_checkpoint(tmp_path / name, state, group, step=5, shards=shards)
 
         assert in_threads(WORKERS * ranks, save) == [None] * WORKERS * ranks
 
@@ -365,7 +365,7 @@ def frozen(worker: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("saved", ["two", "three", "four"])
 def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
-    mesh, ranks = MESHES[saved][0], len(parts[saved][0])
+    ranks = len(parts[saved][0])
     own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
     columns, rows = [Meeting(WORKERS) for _ in range(ranks)], [Meeting(ranks) for _ in range(WORKERS)]
 
@@ -376,7 +376,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         column = columns[place].member(worker)
         column.row = Row(rows[worker].member(place))
         common = take_common(state["models"], column, {})
-        save_checkpoint(tmp_path / "c", state, group, step=5, common=common, mesh=mesh)
+        save_checkpoint(tmp_path / "c", state, group, step=5, common=common, shards=ranks)
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
     assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {
@@ -476,9 +476,9 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_ranks(tmp_path, parts
         state = state_of(parts["two"][group.rank // 2][group.rank % 2])
         for name in ("c", "new"):
             if wait:
-                save_checkpoint(tmp_path / name, state, group, step=6, mesh={"dp_shard": 2})
+                save_checkpoint(tmp_path / name, state, group, step=6, shards=2)
             else:
-                writing = CheckpointWriter(group, {"dp_shard": 2})
+                writing = CheckpointWriter(group, 2)
                 writing.save(tmp_path / name, state, step=6)
                 assert writing.finish() == tmp_path / name
 
@@ -514,11 +514,10 @@ def test_old_checkpoints_and_what_interrupted_saves_left_are_deleted(tmp_path, p
 
 @pytest.mark.parametrize(
     ("saved", "launched", "shards", "taken"),
-    [({"dp_shard": 2}, 2, 1, 12), ({}, 2, 3, 2), ({"dp_shard": 4}, 1, 4, 12)],
+    [(2, 2, 1, 12), (0, 2, 3, 2), (4, 1, 4, 12)],
 )
 def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shards, taken):
-    ranks = torch.Size(saved.values()).numel()
-    manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * ranks, mesh=saved)
+    manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * max(1, saved), shards=saved)
     position = {"running": {"taken": 6, "fetched_at": 3}, "global_batches": False}
     state = {"gossip": [{"mixer": {"step": 5, "references": [], "references_of": []}}], "loaders": [None, position]}
     fit_to_processes(state, manifest, launched, shards)
