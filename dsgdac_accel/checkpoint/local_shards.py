@@ -132,12 +132,9 @@ def placed(state: Any) -> Any:
 
 def mapped(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
     """Return a tree of state with `change(path, leaf)` for every leaf. Dictionaries and lists are changed in place."""
-    if isinstance(tree, dict):
-        for key in tree:  # in place, because a Counter would count pairs of keys and values
+    if isinstance(tree, dict) or type(tree) is list:
+        for key in tree if isinstance(tree, dict) else range(len(tree)):  # a new Counter would count pairs
             tree[key] = mapped(tree[key], change, (*path, key))
-        return tree
-    if type(tree) is list:
-        tree[:] = [mapped(value, change, (*path, number)) for number, value in enumerate(tree)]
         return tree
     if type(tree) is tuple:
         return tuple(mapped(value, change, (*path, number)) for number, value in enumerate(tree))

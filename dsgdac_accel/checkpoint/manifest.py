@@ -280,15 +280,23 @@ def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: 
     found = complete_checkpoints(parent, pattern)
     last = read_manifest(saved).step if saved is not None else math.inf
     complete = [folder for step, folder in found if step <= last]
+    later = [folder for step, folder in found if step > last and complete and delete_checkpoint(folder)]
+    return later + delete_old(complete, _folders(parent, pattern), keep)
+
+
+def delete_old(complete: Sequence[Path], folders: Iterable[Path], keep: int) -> list[Path]:
+    """Delete `complete` checkpoints, the oldest first, beyond `keep`, and which of `folders` interrupted saves left.
+
+    What is newer than the newest complete checkpoint may be one that is being written, and stays.
+
+    Returns:
+        The deleted folders.
+    """
     if not complete:
         return []
-    old = [folder for step, folder in found if step > last] + complete[:-keep]
     finished = (complete[-1] / MANIFEST).stat().st_mtime
-    known = {folder for _, folder in found}
-    for folder in _folders(parent, pattern):
-        if folder not in known and is_leftover(folder) and folder.stat().st_mtime <= finished:
-            old.append(folder)
-    return [folder for folder in old if delete_checkpoint(folder)]
+    left = [folder for folder in folders if is_leftover(folder) and folder.stat().st_mtime <= finished]
+    return [folder for folder in (*complete[:-keep], *left) if delete_checkpoint(folder)]
 
 
 def _folders(parent: Path | str, pattern: str) -> list[Path]:

@@ -6,7 +6,6 @@ one file per rank, and every other number of ranks, or none beside the first, re
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,7 +170,6 @@ def leaves(tree: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors of a tree of state with their paths."""
     if isinstance(tree, Tensor | LocalShard | Flattened):
         yield path, tree
-    elif isinstance(tree, Mapping):
-        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in tree.items())
-    elif isinstance(tree, list | tuple):
-        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in enumerate(tree))
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, (*path, key))

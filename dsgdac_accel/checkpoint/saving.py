@@ -18,7 +18,7 @@ from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
     Manifest,
     WorkerCountError,
-    delete_checkpoint,
+    delete_old,
     is_complete,
     is_leftover,
     newest_readable,
@@ -108,14 +108,9 @@ class AcceleratorCheckpoints:
         self._refuse_while_deployed("save_state")
         self.finish()
         folder = self._folder_to_save(output_dir)
-        self._save(folder, wait, facts, elsewhere or {})
-        self.accelerator.project_configuration.iteration += 1
-        return folder
-
-    def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None, elsewhere: Mapping[Place, str]) -> None:
         self._require_shards()
         state = self._training_state(self._weights_to_save(folder))
-        common = take_common(state["models"], self.group, elsewhere)
+        common = take_common(state["models"], self.group, elsewhere or {})
         step = max((gossip["mixer"]["step"] for gossip in state["gossip"]), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:
@@ -123,6 +118,8 @@ class AcceleratorCheckpoints:
             self._delete_old(folder)
         else:
             self._writer.save(folder, state, step=step, facts=noted, common=common)
+        self.accelerator.project_configuration.iteration += 1
+        return folder
 
     def frozen_digests(self) -> dict[Place, str]:
         """Return the digests of the frozen tensors of the prepared models as they are now.
@@ -406,8 +403,9 @@ class AcceleratorCheckpoints:
                 f"load_state({input_dir!r}) needs automatic names of checkpoints; got none. Give the folder of a "
                 f"checkpoint, or project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)."
             )
-        own = _by_number(self._project_folder) if self.everyone.rank == 0 else []
-        newest = on_all(self.everyone, lambda: newest_readable(own), "cannot find a checkpoint")
+        own = _numbered(self._project_folder) if self.everyone.rank == 0 else []
+        folders = [folder for _, folder in own]
+        newest = on_all(self.everyone, lambda: newest_readable(folders), "cannot find a checkpoint")
         newest = self.everyone.all_gather_object(newest, "finding the newest checkpoint")[0]
         if newest is None and input_dir is None:
             raise CheckpointError(
@@ -417,7 +415,7 @@ class AcceleratorCheckpoints:
 
     def _continue_numbering(self) -> None:
         if self._names_itself:
-            numbers = [_number(folder) for folder in _by_number(self._project_folder)]
+            numbers = [number for number, _ in _numbered(self._project_folder)]
             following = self.everyone.all_gather_object(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             configuration = self.accelerator.project_configuration
             configuration.iteration = max(following, configuration.iteration)
@@ -426,19 +424,11 @@ class AcceleratorCheckpoints:
         limit = self.accelerator.project_configuration.total_limit
         if not self._names_itself or limit is None or self.everyone.rank != 0:
             return
-        folders = _by_number(saved.parent)
-        complete = [folder for folder in folders if is_complete(folder)]
-        for folder in folders:
-            if folder in complete[: -max(1, limit)] or is_leftover(folder):
-                delete_checkpoint(folder)
+        folders = [folder for _, folder in _numbered(saved.parent)]
+        delete_old([folder for folder in folders if is_complete(folder)], folders, max(1, limit))
 
 
-def _by_number(parent: Path) -> list[Path]:
-    """Return the automatically named checkpoints in order of their numbers."""
-    named = [folder for folder in parent.glob("checkpoint_*") if folder.is_dir() and _number(folder) >= 0]
-    return sorted(named, key=_number)
-
-
-def _number(folder: Path) -> int:
-    match = _AUTOMATIC_NAME.fullmatch(folder.name)
-    return int(match[1]) if match else -1
+def _numbered(parent: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and folders of the automatically named checkpoints, the oldest first."""
+    matches = [(_AUTOMATIC_NAME.fullmatch(folder.name), folder) for folder in parent.glob("checkpoint_*")]
+    return sorted((int(match[1]), folder) for match, folder in matches if match and folder.is_dir())

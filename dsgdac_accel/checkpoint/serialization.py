@@ -71,10 +71,6 @@ class CheckpointError(RuntimeError):
 # ---- trees of state
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass
 class Encoded:
     """A tree of state, ready to be written."""
@@ -83,7 +79,7 @@ class Encoded:
     """The tree as JSON, with the name of a tensor in place of each."""
     tensors: dict[str, Tensor]
     """Contiguous tensors on the CPU, by name."""
-    wait: Callable[[], None] = _do_nothing
+    wait: Callable[[], None] = lambda: None
     """Returns when their values are there; from a GPU they are on their way."""
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The places of parts of larger tensors in them, by name."""
@@ -198,7 +194,8 @@ class _Encoder:
             return self._encoded_shard(value, path)
         if is_traceable_wrapper_subclass(value) and not value.is_nested:
             return self._encoded_subclass(value, path)
-        if is_lazy(value) or value.is_nested or value.is_meta or not _is_dense(value) or _is_subclass(value):
+        dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+        if is_lazy(value) or not dense or type(value.data) is not Tensor:  # that of a Parameter is a plain tensor
             raise CheckpointError(
                 f"a checkpoint keeps whole, dense tensors; {named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
@@ -258,14 +255,6 @@ class _Encoder:
         if offsets is not None:
             self.offsets[name] = offsets
         return name
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def _is_subclass(tensor: Tensor) -> bool:
-    return type(tensor.data) is not Tensor  # the data of a Parameter is a plain tensor, that of a DTensor is not
 
 
 def named(path: tuple) -> str:
