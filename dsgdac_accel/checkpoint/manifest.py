@@ -125,7 +125,7 @@ def read_manifest(folder: Path | str) -> Manifest:
 def _parsed(content: dict[str, Any]) -> Manifest:
     """Return the manifest that a file holds, or raise an error if this library does not write such a one."""
     mesh = content.pop("mesh")
-    if mesh.keys() - {"dp_shard"}:
+    if mesh.keys() - {"dp_shard"} or mesh.get("dp_shard", 1) < 1:
         raise ValueError(f"its mesh is {mesh}, and only 'dp_shard' may split a worker")
     files, common_files = (tuple(SavedFile(**file) for file in content[key]) for key in ("files", "common_files"))
     common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["common"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,23 +21,20 @@ T = TypeVar("T")
 _WHOLE = Targets()
 
 
-def load_checkpoint(
-    folder: Path | str, group: Processes, own: Mapping[Place, Tensor] | None = None, targets: Targets = _WHOLE
-) -> Any:
+def load_checkpoint(folder: Path | str, group: Processes, targets: Targets = _WHOLE) -> Any:
     """Return this worker's state, as it was passed to `save_checkpoint`. Collective: all workers load it, or none.
 
     Args:
         folder: the checkpoint.
         group: all processes: the workers, or the ranks of worker 0, 1, ... one after another.
-        own: the tensors of the models to load into, as of `common.tensors_by_place`. Common tensors of the same value
-            are put into the state, and not read. With None, tensors that the checkpoint does not hold are left out.
-        targets: this rank's place, and the parts of tensors that it needs: a worker may be split in another way than
-            the saved one. By default this process is all of a worker.
+        targets: this rank's place, and the tensors to load into: a worker may be split in another way than the saved
+            one. Common tensors of the same value are put into the state, and not read. By default this process is all
+            of a worker, and tensors that the checkpoint does not hold are left out.
 
     Raises:
         WorkerCountError: it was saved by another number of workers.
         CheckpointError: there is no complete checkpoint, a file is damaged, altered, or of another format, or a
-            tensor that the checkpoint does not hold has another value in `own`.
+            tensor that the checkpoint does not hold has another value in `targets`.
     """
     manifest = shared_manifest(folder, group)
     worker, workers = group.rank // targets.ranks, group.size // targets.ranks
@@ -46,7 +43,7 @@ def load_checkpoint(
 
     def read() -> Any:
         state = load_private(folder, manifest, worker, targets)
-        add_common(state, folder, manifest, own, targets)
+        add_common(state, folder, manifest, targets)
         return state
 
     return on_all(group, read)
@@ -110,18 +107,13 @@ def load_private(folder: Path | str, manifest: Manifest, worker: int, targets: T
         return put_together(readers, targets, manifest.shards > 0)
 
 
-def add_common(
-    state: Any,
-    folder: Path | str,
-    manifest: Manifest,
-    own: Mapping[Place, Tensor] | None = None,
-    targets: Targets = _WHOLE,
-) -> None:
-    """Put the common tensors into a state of `load_private`, in place. `own` and errors as in `load_checkpoint`."""
+def add_common(state: Any, folder: Path | str, manifest: Manifest, targets: Targets = _WHOLE) -> None:
+    """Put the common tensors into a state of `load_private`, in place. Raises as `load_checkpoint`."""
     if not manifest.common:
         return
+    own = {Place(*path[1:]): tensor for path, tensor in targets.own.items() if path[0] == "models"}
     alike = manifest.ranks == targets.ranks  # otherwise the digests are of other parts than this rank's
-    if own is not None and not alike and not all(tensor.stored for tensor in manifest.common):
+    if own and not alike and not all(tensor.stored for tensor in manifest.common):
         raise CheckpointError(
             f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
             f"in another way cannot be compared with them. Launch as many ranks per worker as the saved run had."
@@ -132,7 +124,9 @@ def add_common(
         models: dict[int, Any] = {index: {part: {} for part in PARTS} for index in state["models"]}
         listed = [tensor for tensor in manifest.common if tensor.shard == shard]
         file = manifest.common_file_of(shard)
-        put_common(models, listed, lambda: read_state(Path(folder), file) if file else {}, own if alike else None)
+        put_common(
+            models, listed, lambda: read_state(Path(folder), file) if file else {}, own if own and alike else None
+        )
         return {"models": models}
 
     readers = [partial(of_rank, shard) for shard in targets.order(manifest.ranks)]

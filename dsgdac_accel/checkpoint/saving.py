@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.common import PARTS, Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
     Manifest,
@@ -267,10 +267,10 @@ class AcceleratorCheckpoints:
         """Return this rank's place in its worker, and the tensors to load into by their paths in a state."""
         accelerator = self.accelerator
         own: dict[tuple[Any, ...], Tensor] = {}
-        for index, model in self._models_by_index().items():
-            for part in PARTS:
-                own.update({("models", index, part, name): tensor for name, tensor in model[part].items()})
-            own.update({("window", index, name): tensor for name, tensor in model["parameters"].items()})
+        for place, tensor in tensors_by_place(self._models_by_index()).items():
+            own["models", *place] = tensor
+            if place.part == "parameters":
+                own["window", place.model, place.name] = tensor
         for number, loose in enumerate(self._loose()):
             own.update({("loose", number, place): tensor for place, tensor in enumerate(loose)})
         for number, optimizer in enumerate(accelerator._optimizers):
@@ -287,7 +287,7 @@ class AcceleratorCheckpoints:
             state = load_private(folder, manifest, self.group.rank, targets)
         else:
             state = average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
-        add_common(state, folder, manifest, tensors_by_place(self._models_by_index()), targets)
+        add_common(state, folder, manifest, targets)
         return revived(state)
 
     def _require_same_split(self, folder: Path, manifest: Manifest) -> None:

@@ -45,6 +45,7 @@ from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
+from dsgdac_accel.checkpoint.resharding import Targets
 from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, revived, safetensors_parts, write_whole
 from tests.multiprocess.small_model import Scaled
 
@@ -604,8 +605,8 @@ def test_common_tensors_that_the_model_has_are_not_read(tmp_path, alone):
     whole = saved_with_base(tmp_path / "c", alone)
     file = tmp_path / "c" / "workers" / "common.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    own = tensors_by_place(whole["models"])
-    loaded = load_checkpoint(tmp_path / "c", alone, own)
+    own = {("models", *place): tensor for place, tensor in tensors_by_place(whole["models"]).items()}
+    loaded = load_checkpoint(tmp_path / "c", alone, Targets(own))
     assert loaded["models"][0]["parameters"]["weight"] is whole["models"][0]["parameters"]["weight"]
 
 

@@ -41,7 +41,7 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     writer,
 )
-from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.common import take_common
 from dsgdac_accel.checkpoint.local_shards import LocalShard, placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
@@ -402,8 +402,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         def resume(group: Together, loading=loading, others=others, places=places) -> Any:
             worker, place = divmod(group.rank, places)
             mine = {**parts[loading][worker][place], **others[worker][place]}
-            by_place = tensors_by_place(state_of(mine)["models"])
-            return load_checkpoint(tmp_path / "c", group, by_place, targets(mine, place, loading))
+            return load_checkpoint(tmp_path / "c", group, targets(mine, place, loading))
 
         for rank, state in enumerate(in_threads(WORKERS * places, resume)):
             assert not isinstance(state, Exception), state
@@ -425,6 +424,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         ("another part", r"parts of state\['models'\]\[0\]\['parameters'\]\['weight'\] are in none of the files"),
         ("another mesh", "its files are not those of its workers"),
         ("tensor parallelism", "its mesh is {'tp': 2}, and only 'dp_shard' may split a worker"),
+        ("no ranks", "its mesh is {'dp_shard': 0}"),
         ("swapped", "its files are not those of its workers"),
     ],
 )
@@ -445,6 +445,8 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
         manifest["mesh"] = {"dp_shard": 4}
     elif damage == "tensor parallelism":
         manifest["mesh"] = {"tp": 2}
+    elif damage == "no ranks":
+        manifest["mesh"] = {"dp_shard": 0}
     else:
         manifest["files"][2:] = reversed(manifest["files"][2:])
     (folder / "gossip.json").write_text(json.dumps(manifest))
