@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.common import PARTS, Place, put_common
+from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.manifest import Manifest, WorkerCountError, read_manifest
 from dsgdac_accel.checkpoint.resharding import Targets, put_together
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, read_state
 from dsgdac_accel.checkpoint.worker_state import by_replica
 from dsgdac_accel.distributed.processes import Processes
 
-T = TypeVar("T")
 _WHOLE = Targets()
 
 
@@ -65,19 +65,6 @@ def shared_manifest(folder: Path | str, group: Processes) -> Manifest:
                 f"share."
             )
     return manifest
-
-
-def on_all(group: Processes, attempt: Callable[[], T], what: str = "cannot resume from the checkpoint") -> T:
-    """Return the result of `attempt`, or raise the first worker's error on all workers. Collective."""
-    problem = None
-    try:
-        result = attempt()
-    except Exception as error:  # the other workers wait below
-        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    for rank, found in enumerate(group.all_gather_object(problem, "agreeing on a checkpoint")):
-        if found is not None:
-            raise CheckpointError(f"{group.members.named([rank])} {what}: {found}")
-    return result
 
 
 def load_worker(folder: Path | str, rank: int) -> Any:

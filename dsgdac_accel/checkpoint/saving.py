@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
     Manifest,
@@ -23,7 +24,7 @@ from dsgdac_accel.checkpoint.manifest import (
     is_leftover,
     newest_readable,
 )
-from dsgdac_accel.checkpoint.reader import add_common, load_private, on_all, shared_manifest
+from dsgdac_accel.checkpoint.reader import add_common, load_private, shared_manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
@@ -110,7 +111,7 @@ class AcceleratorCheckpoints:
         folder = self._folder_to_save(output_dir)
         self._require_shards()
         state = self._training_state(self._weights_to_save(folder))
-        common = take_common(state["models"], self.group, elsewhere or {})
+        common = take_common(state["models"], self.everyone, elsewhere or {}, self.shards)
         step = max((gossip["mixer"]["step"] for gossip in state["gossip"]), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:

@@ -49,7 +49,6 @@ from dsgdac_accel.checkpoint.rescale import fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, put_together
 from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
-from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.shards import is_sharded, local_of, whole_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -74,7 +73,6 @@ class Together:
 
     def __init__(self, rank: int, size: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.members = members_by_worker(rank, WORKERS, size // WORKERS)
-        self.row = Row()
         self.rank, self.size = rank, size
         self.values, self.barrier = values, barrier
 
@@ -367,15 +365,12 @@ def frozen(worker: int) -> dict[str, Tensor]:
 def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
     ranks = len(parts[saved][0])
     own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
-    columns, rows = [Meeting(WORKERS) for _ in range(ranks)], [Meeting(ranks) for _ in range(WORKERS)]
 
     def work(group: Together) -> None:
         worker, place = divmod(group.rank, ranks)
         trained = {name: t.detach().clone().requires_grad_() for name, t in parts[saved][worker][place].items()}
         state = state_of({**trained, **own[worker][place]})
-        column = columns[place].member(worker)
-        column.row = Row(rows[worker].member(place))
-        common = take_common(state["models"], column, {})
+        common = take_common(state["models"], group, {}, ranks)
         save_checkpoint(tmp_path / "c", state, group, step=5, common=common, shards=ranks)
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
