@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.local_shards import Box, box_of
 from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
-from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.processes import Processes
 from dsgdac_accel.distributed.shards import local_of
 from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
@@ -78,6 +79,9 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
 
     They are read anew each time. A version counter does not show writes through `.data`, which is how target networks
     are updated.
+
+    Raises:
+        CheckpointError: a tensor has no digest, see `tensor_bytes.digest`.
     """
     begun = {}
     tensors = tensors_by_place(models)
@@ -87,61 +91,48 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
             try:
                 begun[place] = begin_digest(local_of(tensor))
             except ValueError as error:
-                raise ValueError(f"{place.name}: {error}") from error
+                raise CheckpointError(f"{place.name}: {error}") from error
     found = dict(zip(begun, finish_digests(list(begun.values())), strict=True))
     return {place: _with_part(digested, tensors[place]) for place, digested in found.items()}
 
 
-def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[Place, str]) -> Common:
+def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Place, str], shards: int = 0) -> Common:
     """Take the tensors that are equal on all workers out of the states of models. Collective.
 
-    Of workers that are several processes, every column compares its own shards, and a tensor is taken if all are equal.
+    Of workers that are several processes, those with the same shards are compared, and a tensor is taken if all are
+    equal.
 
     Args:
         models: the states by the models' index. Changed in place.
-        group: the workers.
+        group, shards: as in `writer.save_checkpoint`.
         elsewhere: digests of tensors that whoever loads the checkpoint gets from somewhere else. They are not stored
             as long as they have this digest. Quantized weights, whose state cannot be saved, are never stored.
 
     Raises:
         CheckpointError: on all workers, if tensors cannot be compared, or quantized weights differ.
     """
-    mine, problem = {}, None
-    tensors = tensors_by_place(models)
-    try:
-        mine = {
-            place: (found, is_plain(local_of(tensors[place]))) for place, found in untrained_digests(models).items()
-        }
-    except Exception as error:  # the other workers wait below
-        problem = str(error)
-    what = "comparing the frozen tensors for a checkpoint"
-    everyone = group.all_gather_object((mine, problem), what)
-    first, equal, problem = everyone[0][0], set(), None
-    for worker, (_, found) in enumerate(everyone):
-        if found is not None and problem is None:
-            problem = f"worker {worker} cannot be saved: {found}"
-    for place, (found, plain) in first.items():
-        if all(others.get(place) == (found, plain) for others, _ in everyone):
+    tensors, ranks = tensors_by_place(models), max(1, shards)
+    digests = on_all(group, lambda: untrained_digests(models), "cannot be saved")
+    mine = {place: (found, is_plain(local_of(tensors[place]))) for place, found in digests.items()}
+    everyone = group.all_gather_object(mine, "comparing the frozen tensors for a checkpoint")
+    equal = set()
+    for place, (_, plain) in everyone[0].items():
+        # Small shards are in no list.
+        if all(place in other and other[place] == everyone[rank % ranks][place] for rank, other in enumerate(everyone)):
             equal.add(place)
-        elif not plain and problem is None:
-            problem = (
+        elif not plain:
+            raise CheckpointError(
                 f"{place.name} is quantized and differs between the workers, and its quantization state cannot be "
                 f"saved. Load the same base with the same quantization on all workers."
             )
-    if group.row.group is not None:
-        columns = group.row.group.all_gather_object((equal, problem), what)
-        equal = set.intersection(*(others for others, _ in columns))
-        problem = next((found for _, found in columns if found is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
 
     def unchanged(place: Place) -> bool:
-        return place in first and elsewhere.get(place) == first[place][0]
+        return place in mine and elsewhere.get(place) == mine[place][0]
 
     listed = []
     stored: dict[str, Tensor] = {}
     names: dict[tuple, tuple] = {}
-    for place, (found, plain) in first.items():
+    for place, (found, plain) in mine.items():
         if place not in equal:
             continue
         tensor = models[place.model][place.part].pop(place.name)
@@ -149,7 +140,7 @@ def take_common(models: dict[int, Any], group: WorkerGroup, elsewhere: Mapping[P
         source = place._replace(name=in_first_replica(place.name))
         keep = plain and not (unchanged(place) and unchanged(source))
         listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
-        if keep and (found not in stored or group.row.group is not None):
+        if keep and (found not in stored or shards):
             key = found if found not in stored else f"{found} for {place}"
             stored[key], names[(key,)] = tensor, ("models", *place)
     return Common(tuple(listed), stored, names)

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from dsgdac_accel.distributed.shards import is_sharded, local_of
 
-Dims = tuple[str, ...]
-"""Names of the dimensions of a device mesh."""
-
 KeyPath = tuple[Any, ...]
 """The keys that lead to a value in a tree of state."""
 
@@ -71,8 +68,8 @@ class LocalShard:
     """Of the whole tensor."""
     offsets: tuple[int, ...]
     """Place of the first local element in the whole tensor."""
-    dims: Dims = ()
-    """Dimensions of the mesh."""
+    dims: tuple[str, ...] = ()
+    """Names of the dimensions of the mesh."""
     placements: tuple[str, ...] = ()
     """For each of them: "replicate" or "shard DIM"."""
     like: Any = None
@@ -96,9 +93,8 @@ class LocalShard:
 
     def tensor(self) -> Tensor:
         """Return the DTensor of which `values` are this rank's part. No communication."""
-        return _from_local(
-            self.values, self.like.device_mesh, self.like.placements, self.like.shape, self.like.stride()
-        )
+        like = self.like
+        return _from_local(self.values, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def local_shard(tensor: Any) -> LocalShard:
@@ -108,25 +104,18 @@ def local_shard(tensor: Any) -> LocalShard:
         ValueError: its values are sums that are not reduced yet (`Partial`), or no rectangular part of it.
     """
     placements = tuple(map(_described, tensor.placements))
-    values = local_of(tensor).detach()
-    (chunk,) = tensor.__create_chunk_list__()  # torch's protocol for checkpoints
-    if tuple(values.shape) != tuple(chunk.sizes):
-        raise ValueError(f"the local part has shape {list(values.shape)}, and {list(chunk.sizes)} was expected")
-    return LocalShard(
-        values,
-        tuple(tensor.shape),
-        tuple(chunk.offsets),
-        tuple(tensor.device_mesh.mesh_dim_names or ()),
-        placements,
-        tensor,
-    )
+    values, box = local_of(tensor).detach(), box_of(tensor)
+    if tuple(values.shape) != box.sizes:
+        raise ValueError(f"the local part has shape {list(values.shape)}, and {list(box.sizes)} was expected")
+    dims = tuple(tensor.device_mesh.mesh_dim_names or ())
+    return LocalShard(values, tuple(tensor.shape), box.offsets, dims, placements, tensor)
 
 
-def box_of(like: Tensor) -> Box:
+def box_of(like: Any) -> Box:
     """Return the part of a tensor that this rank holds: all of an ordinary one."""
     if not is_sharded(like):
         return Box.whole(tuple(like.shape))
-    (chunk,) = like.__create_chunk_list__()  # type: ignore[attr-defined]
+    (chunk,) = like.__create_chunk_list__()  # torch's protocol for checkpoints
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -143,19 +132,16 @@ def placed(state: Any) -> Any:
 
 def mapped(tree: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
     """Return a tree of state with `change(path, leaf)` for every leaf. Dictionaries and lists are changed in place."""
-    if isinstance(tree, dict):
-        for key in tree:  # in place, because a Counter would count pairs of keys and values
+    if isinstance(tree, dict) or type(tree) is list:
+        for key in tree if isinstance(tree, dict) else range(len(tree)):  # a new Counter would count pairs
             tree[key] = mapped(tree[key], change, (*path, key))
-        return tree
-    if type(tree) is list:
-        tree[:] = [mapped(value, change, (*path, number)) for number, value in enumerate(tree)]
         return tree
     if type(tree) is tuple:
         return tuple(mapped(value, change, (*path, number)) for number, value in enumerate(tree))
     return change(path, tree)
 
 
-def template(saved: LocalShard, meshes: Mapping[Dims, Any]) -> Tensor | None:
+def template(saved: LocalShard, meshes: Mapping[tuple[str, ...], Any]) -> Tensor | None:
     """Return a DTensor without values that is placed as the saved one was; None without such a mesh."""
     mesh = meshes.get(saved.dims)
     if mesh is None:

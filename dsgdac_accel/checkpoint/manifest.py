@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +68,28 @@ class Manifest:
     """Tensors that were equal on all workers, which are not in `files`."""
     common_files: tuple[SavedFile, ...] = ()
     """The common tensors that are stored, by digest: one file, or one for each rank of a worker that has some."""
-    mesh: dict[str, int] = field(default_factory=dict)
-    """{"dp_shard": ranks of each worker}. Empty if a worker is one process without a device mesh."""
+    shards: int = 0
+    """Ranks of each worker, which have a file each; 0 if a worker is one process without a device mesh."""
     library: str = __version__
 
     @property
-    def shards(self) -> int:
-        """Ranks of each worker."""
-        return math.prod(self.mesh.values())
+    def ranks(self) -> int:
+        """Processes of each worker."""
+        return max(1, self.shards)
 
     def files_of(self, worker: int) -> tuple[SavedFile, ...]:
         """Return the files of a worker, one for each of its ranks."""
-        return self.files[worker * self.shards : (worker + 1) * self.shards]
+        return self.files[worker * self.ranks : (worker + 1) * self.ranks]
 
     def common_file_of(self, shard: int) -> SavedFile | None:
-        """Return the file of the common tensors that the ranks at one place of all workers share."""
+        """Return the file of the common tensors that the ranks at one place of all workers share, if any is stored."""
         return next((file for file in self.common_files if _place_of(file) == ("common", shard)), None)
 
     def content(self) -> dict[str, Any]:
         """Return what the manifest's file holds."""
-        return asdict(self) | {"format": FORMAT}
+        content = asdict(self)
+        shards = content.pop("shards")
+        return content | {"mesh": {"dp_shard": shards} if shards else {}, "format": FORMAT}
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -116,43 +117,39 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{reader_of(found)}."
         )
     try:
-        manifest = _parsed(content)
-        _check(manifest)
-    except (TypeError, KeyError, ValueError) as error:
+        return _parsed(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). {LOAD_ANOTHER}") from error
-    return manifest
 
 
-def _check(manifest: Manifest) -> None:
-    mesh = manifest.mesh
-    if not isinstance(mesh, dict) or any(type(size) is not int or size < 1 for size in mesh.values()):
-        raise ValueError("its mesh has no sizes")
-    if mesh.keys() - {"dp_shard"}:
+def _parsed(content: dict[str, Any]) -> Manifest:
+    """Return the manifest that a file holds, or raise an error if this library does not write such a one."""
+    mesh = content.pop("mesh")
+    if mesh.keys() - {"dp_shard"} or mesh.get("dp_shard", 1) < 1:
         raise ValueError(f"its mesh is {mesh}, and only 'dp_shard' may split a worker")
-    if type(manifest.workers) is not int or not 0 < manifest.workers * manifest.shards == len(manifest.files):
+    files, common_files = (tuple(SavedFile(**file) for file in content[key]) for key in ("files", "common_files"))
+    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["common"])
+    rest = {key: value for key, value in content.items() if key != "format"}
+    rest |= {"files": files, "common": common, "common_files": common_files}
+    manifest = Manifest(**rest, shards=mesh.get("dp_shard", 0))
+    if any(type(number) is not int for number in (manifest.workers, manifest.step, manifest.shards)):
+        raise ValueError("workers, step and mesh are not as this library writes them")
+    ranks = manifest.ranks  # both numbers may be forged and huge, the list of files may not
+    places = [(f"{number // ranks:05d}", number % ranks) for number in range(len(files))]
+    if not 0 < manifest.workers * ranks == len(files) or list(map(_place_of, files)) != places:
         raise ValueError("its files are not those of its workers")
-    owners = [f"{worker:05d}" for worker in range(manifest.workers)]
-    if list(map(_place_of, manifest.files)) != list(itertools.product(owners, range(manifest.shards))):
-        raise ValueError("its files are not those of its workers")
-    if type(manifest.step) is not int or not isinstance(manifest.facts, dict):
-        raise ValueError("workers, step and facts are not as this library writes them")
-    stored = {tensor.shard for tensor in manifest.common if tensor.stored}
-    if [("common", shard) for shard in sorted(stored)] != list(map(_place_of, manifest.common_files)):
+    if not isinstance(manifest.facts, dict):
+        raise ValueError("its facts are not as this library writes them")
+    stored = {tensor.shard for tensor in common if tensor.stored}
+    if [("common", shard) for shard in sorted(stored)] != list(map(_place_of, common_files)):
         raise ValueError("its common files are not those of its common tensors")
+    return manifest
 
 
 def _place_of(file: SavedFile) -> tuple[str, int] | None:
     """Return the number of the worker, or "common", and the rank within it; None for another name."""
     match = _SAVED.fullmatch(file.name)
     return match and (match["owner"], int(match["shard"] or 0))
-
-
-def _parsed(content: dict[str, Any]) -> Manifest:
-    files = tuple(SavedFile(**file) for file in content["files"])
-    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["common"])
-    common_files = tuple(SavedFile(**file) for file in content["common_files"])
-    rest = {key: value for key, value in content.items() if key != "format"}
-    return Manifest(**{**rest, "files": files, "common": common, "common_files": common_files})
 
 
 def complete_manifest(folder: Path | str) -> Manifest:
@@ -283,15 +280,23 @@ def prune_checkpoints(parent: Path | str, keep: int, pattern: str = "*", saved: 
     found = complete_checkpoints(parent, pattern)
     last = read_manifest(saved).step if saved is not None else math.inf
     complete = [folder for step, folder in found if step <= last]
+    later = [folder for step, folder in found if step > last and complete and delete_checkpoint(folder)]
+    return later + delete_old(complete, _folders(parent, pattern), keep)
+
+
+def delete_old(complete: Sequence[Path], folders: Iterable[Path], keep: int) -> list[Path]:
+    """Delete `complete` checkpoints, the oldest first, beyond `keep`, and which of `folders` interrupted saves left.
+
+    What is newer than the newest complete checkpoint may be one that is being written, and stays.
+
+    Returns:
+        The deleted folders.
+    """
     if not complete:
         return []
-    old = [folder for step, folder in found if step > last] + complete[:-keep]
     finished = (complete[-1] / MANIFEST).stat().st_mtime
-    known = {folder for _, folder in found}
-    for folder in _folders(parent, pattern):
-        if folder not in known and is_leftover(folder) and folder.stat().st_mtime <= finished:
-            old.append(folder)
-    return [folder for folder in old if delete_checkpoint(folder)]
+    left = [folder for folder in folders if is_leftover(folder) and folder.stat().st_mtime <= finished]
+    return [folder for folder in (*complete[:-keep], *left) if delete_checkpoint(folder)]
 
 
 def _folders(parent: Path | str, pattern: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.common import PARTS, Place, put_common
+from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.manifest import Manifest, WorkerCountError, read_manifest
 from dsgdac_accel.checkpoint.resharding import Targets, put_together
 from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, read_state
@@ -20,47 +21,50 @@ from dsgdac_accel.distributed.processes import Processes
 _WHOLE = Targets()
 
 
-def load_checkpoint(
-    folder: Path | str, group: Processes, own: Mapping[Place, Tensor] | None = None, targets: Targets = _WHOLE
-) -> Any:
+def load_checkpoint(folder: Path | str, group: Processes, targets: Targets = _WHOLE) -> Any:
     """Return this worker's state, as it was passed to `save_checkpoint`. Collective: all workers load it, or none.
 
     Args:
         folder: the checkpoint.
         group: all processes: the workers, or the ranks of worker 0, 1, ... one after another.
-        own: the tensors of the models to load into, as of `common.tensors_by_place`. Common tensors of the same value
-            are put into the state, and not read. With None, tensors that the checkpoint does not hold are left out.
-        targets: this rank's place, and the parts of tensors that it needs: a worker may be split in another way than
-            the saved one. By default this process is all of a worker.
+        targets: this rank's place, and the tensors to load into: a worker may be split in another way than the saved
+            one. Common tensors of the same value are put into the state, and not read. By default this process is all
+            of a worker, and tensors that the checkpoint does not hold are left out.
 
     Raises:
         WorkerCountError: it was saved by another number of workers.
         CheckpointError: there is no complete checkpoint, a file is damaged, altered, or of another format, or a
-            tensor that the checkpoint does not hold has another value in `own`.
+            tensor that the checkpoint does not hold has another value in `targets`.
     """
-    state = error = manifest = None
+    manifest = shared_manifest(folder, group)
     worker, workers = group.rank // targets.ranks, group.size // targets.ranks
-    try:
-        manifest = read_manifest(folder)
-        if manifest.workers == workers:
-            state = load_private(folder, worker, targets)
-            add_common(state, folder, own, targets)
-    except CheckpointError as problem:
-        error = str(problem)
-    seen = group.all_gather_object((error, manifest), "loading a checkpoint")
-    problems = [problem for problem, _ in seen if problem]
-    if problems:
-        raise CheckpointError(problems[0])
-    for rank, (_, other) in enumerate(seen):
-        if other != seen[0][1]:
-            raise CheckpointError(
-                f"all workers must load the same checkpoint; worker {rank // targets.ranks} finds another one in "
-                f"{folder} than worker 0. Give all of them one folder, on a file system that they share."
-            )
-    assert manifest is not None
     if manifest.workers != workers:
         raise WorkerCountError(Path(folder), manifest.workers, workers)
-    return state
+
+    def read() -> Any:
+        state = load_private(folder, manifest, worker, targets)
+        add_common(state, folder, manifest, targets)
+        return state
+
+    return on_all(group, read)
+
+
+def shared_manifest(folder: Path | str, group: Processes) -> Manifest:
+    """Read the manifest of the checkpoint that all workers load. Collective.
+
+    Raises:
+        CheckpointError: on all workers, if one finds none, or another one than worker 0.
+    """
+    manifest = on_all(group, lambda: read_manifest(folder))
+    found = group.all_gather_object(manifest, "loading a checkpoint")
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise CheckpointError(
+                f"all workers must load the same checkpoint; {group.members.named([rank])} finds another one in "
+                f"{folder} than {group.members.named([0])}. Give all of them one folder, on a file system that they "
+                f"share."
+            )
+    return manifest
 
 
 def load_worker(folder: Path | str, rank: int) -> Any:
@@ -72,44 +76,49 @@ def load_worker(folder: Path | str, rank: int) -> Any:
     Raises:
         CheckpointError: there is no such worker, or as in `load_checkpoint`.
     """
-    state = load_private(folder, rank)
-    add_common(state, folder)
-    return state
-
-
-def load_private(folder: Path | str, rank: int, targets: Targets = _WHOLE) -> Any:
-    """Return the state of worker `rank` without the common tensors. No communication. Raises as `load_worker`."""
     manifest = read_manifest(folder)
     if not 0 <= rank < manifest.workers:
         raise CheckpointError(
             f"the checkpoint {folder} holds the state of workers 0 to {manifest.workers - 1}; asked was worker {rank}."
         )
-    files = manifest.files_of(rank)
-    order = targets.order(manifest.shards)
+    state = load_private(folder, manifest, rank)
+    add_common(state, folder, manifest)
+    return state
+
+
+def load_private(folder: Path | str, manifest: Manifest, worker: int, targets: Targets = _WHOLE) -> Any:
+    """Return the state of a worker without the common tensors. No communication. Raises as `load_worker`."""
+    files = manifest.files_of(worker)
+    readers = [partial(read_state, Path(folder), files[shard]) for shard in targets.order(len(files))]
     with _damage_named(folder, "a worker's files are not as this library writes them"):
-        return put_together(
-            [partial(read_state, Path(folder), files[shard]) for shard in order], targets, bool(manifest.mesh)
-        )
+        return put_together(readers, targets, manifest.shards > 0)
 
 
-def add_common(
-    state: Any, folder: Path | str, own: Mapping[Place, Tensor] | None = None, targets: Targets = _WHOLE
-) -> None:
-    """Put the common tensors into a state of `load_private`, in place. `own` and errors as in `load_checkpoint`."""
-    manifest = read_manifest(folder)
+def add_common(state: Any, folder: Path | str, manifest: Manifest, targets: Targets = _WHOLE) -> None:
+    """Put the common tensors into a state of `load_private`, in place. Raises as `load_checkpoint`."""
     if not manifest.common:
         return
-    alike = manifest.shards == targets.ranks  # otherwise the digests are of other parts than this rank's
-    if own is not None and not alike and not all(tensor.stored for tensor in manifest.common):
+    own = {Place(*path[1:]): tensor for path, tensor in targets.own.items() if path[0] == "models"}
+    alike = manifest.ranks == targets.ranks  # otherwise the digests are of other parts than this rank's
+    if own and not alike and not all(tensor.stored for tensor in manifest.common):
         raise CheckpointError(
             f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
             f"in another way cannot be compared with them. Launch as many ranks per worker as the saved run had."
         )
-    order = targets.order(manifest.shards)
-    mine = own if alike else None
+
+    def of_rank(shard: int) -> dict[str, Any]:
+        """Return the common tensors of one rank of each worker, in a state that holds nothing else."""
+        models: dict[int, Any] = {index: {part: {} for part in PARTS} for index in state["models"]}
+        listed = [tensor for tensor in manifest.common if tensor.shard == shard]
+        file = manifest.common_file_of(shard)
+        put_common(
+            models, listed, lambda: read_state(Path(folder), file) if file else {}, own if own and alike else None
+        )
+        return {"models": models}
+
+    readers = [partial(of_rank, shard) for shard in targets.order(manifest.ranks)]
     with _damage_named(folder, "its common tensors are not those of its models"):
-        readers = [partial(_common_of, manifest, Path(folder), shard, state["models"], mine) for shard in order]
-        for index, model in put_together(readers, targets, sharded=bool(manifest.mesh))["models"].items():
+        for index, model in put_together(readers, targets, manifest.shards > 0)["models"].items():
             for part in PARTS:
                 state["models"][index][part].update(model[part])
 
@@ -123,21 +132,6 @@ def _damage_named(folder: Path | str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder} is damaged: {what} ({error!r}). {LOAD_ANOTHER}") from error
-
-
-def _common_of(
-    manifest: Manifest, folder: Path, shard: int, indices: Iterable[int], own: Mapping[Place, Tensor] | None
-) -> dict[str, Any]:
-    """Return the common tensors of one rank of each worker, in a state that holds nothing else."""
-    models: dict[int, Any] = {index: {part: {} for part in PARTS} for index in indices}
-
-    def read() -> Mapping[str, Tensor]:
-        file = manifest.common_file_of(shard)
-        assert file is not None
-        return read_state(folder, file)
-
-    put_common(models, [tensor for tensor in manifest.common if tensor.shard == shard], read, own)
-    return {"models": models}
 
 
 def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:

@@ -6,7 +6,6 @@ one file per rank, and every other number of ranks, or none beside the first, re
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.local_shards import Box, Dims, KeyPath, LocalShard, box_of, local_shard, mapped, template
-from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened
+from dsgdac_accel.checkpoint.local_shards import Box, KeyPath, LocalShard, box_of, local_shard, mapped, template
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened, named
 from dsgdac_accel.distributed.shards import is_sharded
 
 Saved = Tensor | LocalShard | Flattened
@@ -29,16 +28,20 @@ class Targets:
 
     own: Mapping[KeyPath, Tensor] = field(default_factory=dict)
     """The tensors to load into. One at ("optimizers", 0, "state", 3) places all states of that parameter."""
-    meshes: Mapping[Dims, Any] = field(default_factory=dict)
-    """Device meshes for everything else, by the names of their dimensions."""
     place: int = 0
     """Number of this rank within its worker."""
     ranks: int = 1
     """Ranks of each worker."""
 
     @cached_property
+    def meshes(self) -> Mapping[tuple[str, ...], Any]:
+        """Device meshes for everything else, by the names of their dimensions."""
+        meshes: list[Any] = [tensor.device_mesh for tensor in self.own.values() if is_sharded(tensor)]  # type: ignore[attr-defined]
+        return {tuple(mesh.mesh_dim_names or ()): mesh for mesh in meshes}
+
+    @cached_property
     def parameters(self) -> Mapping[int, KeyPath]:
-        """The paths of parameters outside the states of optimizers, by the id of the tensor."""
+        """The paths of parameters outside the states of optimizers, by the id of the tensor in `own`."""
         return {id(tensor): path for path, tensor in self.own.items() if path[0] in ("models", "loose")}
 
     def order(self, files: int) -> list[int]:
@@ -55,10 +58,6 @@ class Targets:
         likeliest = self.place * files // self.ranks
         return [*range(likeliest, files), *range(likeliest)]
 
-    def parameter(self, path: KeyPath) -> KeyPath | None:
-        """Return the path of the parameter that a state of an optimizer, at `path`, belongs to."""
-        return self.parameters.get(id(self.own.get(path[:4])))
-
     def like(self, path: KeyPath, saved: Saved) -> Tensor | None:
         """Return the DTensor whose part of the saved tensor is needed; None if all of it is, as a plain tensor."""
         for length in range(len(path), 0, -1):
@@ -66,13 +65,6 @@ class Targets:
             if mine is not None and tuple(mine.shape) == tuple(saved.shape):
                 return mine if is_sharded(mine) else None
         return template(saved, self.meshes) if isinstance(saved, LocalShard) else None
-
-
-def targets_of(own: Mapping[KeyPath, Tensor], place: int, ranks: int) -> Targets:
-    """Return the targets for these tensors, and their meshes for everything else. Other arguments as `Targets` has."""
-    sharded = [tensor for tensor in own.values() if is_sharded(tensor)]
-    meshes = {tuple(tensor.device_mesh.mesh_dim_names or ()): tensor.device_mesh for tensor in sharded}  # type: ignore[attr-defined]
-    return Targets(own, meshes, place, ranks)
 
 
 def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: bool) -> Any:
@@ -120,7 +112,7 @@ def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[KeyPath
             continue  # a common tensor that the model has already
         # A count of steps may have the shape of its parameter by chance. A single shard may be a whole parameter.
         stays = path[:1] == ("optimizers",) and (
-            path[-1] == "step" or (sharded and targets.parameter(path) not in whole)
+            path[-1] == "step" or (sharded and targets.parameters.get(id(targets.own.get(path[:4]))) not in whole)
         )
         if isinstance(saved, LocalShard) or not (stays or targets.like(path, saved) is None):
             yield path, saved
@@ -130,7 +122,7 @@ class _Needed:
     """The part of a tensor that this rank needs, filled from one file after another."""
 
     def __init__(self, path: KeyPath, saved: Saved, like: Tensor | None) -> None:
-        self.name = "state" + "".join(f"[{key!r}]" for key in path)
+        self.name = named(path)
         self.like = like
         self.saved = saved
         self.box = Box.whole(tuple(saved.shape)) if like is None else box_of(like)
@@ -178,7 +170,6 @@ def leaves(tree: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors of a tree of state with their paths."""
     if isinstance(tree, Tensor | LocalShard | Flattened):
         yield path, tree
-    elif isinstance(tree, Mapping):
-        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in tree.items())
-    elif isinstance(tree, list | tuple):
-        yield from itertools.chain.from_iterable(leaves(value, (*path, key)) for key, value in enumerate(tree))
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, (*path, key))

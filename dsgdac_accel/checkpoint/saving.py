@@ -6,27 +6,27 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.common import PARTS, Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import (
-    MANIFEST,
+    Manifest,
     WorkerCountError,
-    delete_checkpoint,
+    delete_old,
     is_complete,
     is_leftover,
     newest_readable,
-    read_manifest,
 )
-from dsgdac_accel.checkpoint.reader import add_common, load_checkpoint
+from dsgdac_accel.checkpoint.reader import add_common, load_private, shared_manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, leaves, targets_of
+from dsgdac_accel.checkpoint.resharding import Targets, leaves
 from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
@@ -79,10 +79,10 @@ class AcceleratorCheckpoints:
         self.gossip_steps = gossip_steps
         self.gossip = gossip
         self.workers_per_process = workers_per_process
-        self.mesh = {} if group.row.mesh is None else {"dp_shard": group.row.size}
-        """Size of the dimension of the device mesh inside a worker, by its name."""
+        self.shards = 0 if group.row.mesh is None else group.row.size
+        """Ranks of each worker; 0 if a worker is one process without a device mesh."""
         self.everyone = Processes(group)
-        self._writer = CheckpointWriter(self.everyone, self.mesh)
+        self._writer = CheckpointWriter(self.everyone, self.shards)
 
     @property
     def accelerator(self) -> Any:
@@ -109,36 +109,31 @@ class AcceleratorCheckpoints:
         self._refuse_while_deployed("save_state")
         self.finish()
         folder = self._folder_to_save(output_dir)
-        self._save(folder, wait, facts, elsewhere or {})
-        self.accelerator.project_configuration.iteration += 1
-        return folder
-
-    def _save(self, folder: Path, wait: bool, facts: Mapping[str, Any] | None, elsewhere: Mapping[Place, str]) -> None:
         self._require_shards()
         state = self._training_state(self._weights_to_save(folder))
-        common = take_common(state["models"], self.group, elsewhere)
+        common = take_common(state["models"], self.everyone, elsewhere or {}, self.shards)
         step = max((gossip["mixer"]["step"] for gossip in state["gossip"]), default=self.group.steps_taken)
         noted = {**self._own_facts(), **(facts or {})}
         if wait:
-            save_checkpoint(folder, state, self.everyone, step=step, facts=noted, common=common, mesh=self.mesh)
+            save_checkpoint(folder, state, self.everyone, step=step, facts=noted, common=common, shards=self.shards)
             self._delete_old(folder)
         else:
             self._writer.save(folder, state, step=step, facts=noted, common=common)
+        self.accelerator.project_configuration.iteration += 1
+        return folder
 
     def frozen_digests(self) -> dict[Place, str]:
         """Return the digests of the frozen tensors of the prepared models as they are now.
 
         Of sharded models none: each process reads its own shards, which only the states of workers hold.
         """
-        return {} if self.mesh else untrained_digests(self._models_by_index())
+        return {} if self.shards else untrained_digests(self._models_by_index())
 
     def _models_by_index(self) -> dict[int, Any]:
         return {index: model_state(model) for index, model in enumerate(self.accelerator._models)}
 
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written. Collective. See `GossipAccelerator.finish_saving`."""
-        if self._writer.pending is None:
-            return None
         finished = self._writer.finish()
         if finished is not None:
             self._delete_old(finished)
@@ -160,8 +155,8 @@ class AcceleratorCheckpoints:
                     "that no checkpoint holds. Save and load after an optimizer step."
                 )
 
-        if self.mesh:
-            self._on_all(require_reduced, "cannot save or load a checkpoint")
+        if self.shards:
+            on_all(self.everyone, require_reduced, "cannot save or load a checkpoint")
 
     def _weights_to_save(self, folder: Path) -> dict[int, Any]:
         """Return the state of each model by its index, without the models that a user's hook saved by itself."""
@@ -170,7 +165,7 @@ class AcceleratorCheckpoints:
         remaining = list(weights)
         hooks = self.accelerator._save_model_state_pre_hook
         if hooks:
-            self._on_all(lambda: folder.mkdir(parents=True, exist_ok=True), f"cannot make the folder {folder}")
+            on_all(self.everyone, lambda: folder.mkdir(parents=True, exist_ok=True), f"cannot make the folder {folder}")
         for hook in hooks.values():
             hook(models, remaining, str(folder))
             left = self.everyone.all_gather_object(len(remaining), "comparing the weights that a hook has left to save")
@@ -182,22 +177,28 @@ class AcceleratorCheckpoints:
                 )
         return {index: state for index, state in enumerate(weights) if any(state is kept for kept in remaining)}
 
+    def _prepared(self) -> dict[str, tuple[str, Sequence[Any]]]:
+        """Return what saves and loads itself, by its part of a state, and with the word of messages for it."""
+        accelerator = self.accelerator
+        return {
+            "gossip": ("gossiping optimizers", self.gossip_steps),
+            "optimizers": ("optimizers", accelerator._optimizers),
+            "schedulers": ("schedulers", accelerator._schedulers),
+            "registered": ("registered objects", accelerator._custom_objects),
+        }
+
     def _training_state(self, models: dict[int, Any]) -> dict[str, Any]:
         accelerator = self.accelerator
         # The gossip steps first: this waits for the exchange in flight, whose result is kept for the next step.
-        gossip = [step.state_dict() for step in self.gossip_steps]
+        own = {part: [item.state_dict() for item in items] for part, (_, items) in self._prepared().items()}
         recorders = [recorder_of(loader) for loader in accelerator._dataloaders]
         at_step_boundary = accelerator.gradient_state.sync_gradients
-        return {
-            "gossip": gossip,
+        return own | {
             "models": models,
             "loose": self._loose(edited=True),
-            "optimizers": [optimizer.state_dict() for optimizer in accelerator._optimizers],
             "kinds_of_optimizers": self._kinds_of_optimizers(),
-            "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
             "loaders": [None if recorder is None else recorder.state_dict() for recorder in recorders],
-            "registered": [registered.state_dict() for registered in accelerator._custom_objects],
             "window": None if at_step_boundary else [gradients_of(model) for model in accelerator._models],
             "micro_step": accelerator.step,
             "steps_taken": self.group.steps_taken,
@@ -250,16 +251,23 @@ class AcceleratorCheckpoints:
         folder = self._folder_to_load(input_dir)
         if folder is None:
             return None
-        self._on_all(lambda: self._require_same_split(folder))
-        state, moved = self._state_to_load(folder, on_other_worker_count)
-        self._warn_of_other_gossip(folder)
+        manifest = shared_manifest(folder, self.everyone)
+        on_all(self.everyone, lambda: self._require_same_split(folder, manifest))
+        if manifest.workers != self.group.size and on_other_worker_count == "refuse":
+            raise WorkerCountError(folder, manifest.workers, self.group.size)
+        state = on_all(self.everyone, lambda: self._state_to_load(folder, manifest))
+        # The state of a worker that is sharded in another way, or the average of all saved workers.
+        moved = (manifest.workers, manifest.ranks) != (self.group.size, self.group.row.size)
+        if moved:
+            fit_to_processes(state, manifest, self.group.size, self.group.row.size)
+        self._warn_of_other_gossip(folder, manifest)
         models = list(self.accelerator._models)
         for hook in self.accelerator._load_model_state_pre_hook.values():
             hook(models, str(folder))
-        self._on_all(lambda: self._require_same_setup(state, models))
-        self._on_all(lambda: self._load_training_state(state, models, moved))
+        on_all(self.everyone, lambda: self._require_same_setup(state, models))
+        on_all(self.everyone, lambda: self._load_training_state(state, models, moved))
         if moved:
-            seed_workers_differently(self.group.everyone, read_manifest(folder).step)
+            seed_workers_differently(self.group.everyone, manifest.step)
         self._continue_numbering()
         return folder
 
@@ -267,67 +275,43 @@ class AcceleratorCheckpoints:
         """Return this rank's place in its worker, and the tensors to load into by their paths in a state."""
         accelerator = self.accelerator
         own: dict[tuple[Any, ...], Tensor] = {}
-        for index, model in self._models_by_index().items():
-            for part in PARTS:
-                own.update({("models", index, part, name): tensor for name, tensor in model[part].items()})
-            own.update({("window", index, name): tensor for name, tensor in model["parameters"].items()})
+        for place, tensor in tensors_by_place(self._models_by_index()).items():
+            own["models", *place] = tensor
+            if place.part == "parameters":
+                own["window", place.model, place.name] = tensor
         for number, loose in enumerate(self._loose()):
             own.update({("loose", number, place): tensor for place, tensor in enumerate(loose)})
         for number, optimizer in enumerate(accelerator._optimizers):
             parameters = as_parameter_list(optimizer.param_groups)
             own.update({("optimizers", number, "state", place): tensor for place, tensor in enumerate(parameters)})
-        if self.mesh:
+        if self.shards:
             registered = [mine.state_dict() for mine in accelerator._custom_objects]
             own.update({("registered", *path): tensor for path, tensor in leaves(registered)})
-        return targets_of(own, self.group.row.rank, self.group.row.size)
+        return Targets(own, self.group.row.rank, self.group.row.size)
 
-    def _state_to_load(self, folder: Path, on_other_worker_count: str) -> tuple[dict[str, Any], bool]:
-        """Return the state for this process, and whether it was saved by other processes than these.
+    def _state_to_load(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
+        targets = self._targets()
+        if manifest.workers == self.group.size:
+            state = load_private(folder, manifest, self.group.rank, targets)
+        else:
+            state = average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
+        add_common(state, folder, manifest, targets)
+        return revived(state)
 
-        It then belongs to a worker that is sharded in another way, or is the average of all saved workers.
-        """
-        own, targets = tensors_by_place(self._models_by_index()), self._on_all(self._targets)
-        try:
-            state = load_checkpoint(folder, self.everyone, own, targets)
-            manifest = read_manifest(folder)
-            moved = manifest.shards != self.group.row.size
-            if moved:
-                fit_to_processes(state, manifest, self.group.size, self.group.row.size)
-            return self._on_all(lambda: revived(state)), moved
-        except WorkerCountError:
-            if on_other_worker_count == "refuse":
-                raise
-
-        def average() -> dict[str, Any]:
-            state = average_of_workers(folder, self.group.size, self.everyone.rank == 0, targets)
-            add_common(state, folder, own, targets)
-            return revived(state)
-
-        return self._on_all(average), True
-
-    def _require_same_split(self, folder: Path) -> None:
+    def _require_same_split(self, folder: Path, manifest: Manifest) -> None:
         """Refuse another split of workers over processes: one file holds the state of all workers of a process."""
-        if not (folder / MANIFEST).exists():
-            return  # `load_checkpoint` reports it
-        manifest = read_manifest(folder)
         saved, mine = manifest.facts.get("workers_per_process", 1), self.workers_per_process
-        if saved == mine and (mine == 1 or manifest.workers == self.group.size):
-            return
-        raise CheckpointError(
-            f"{folder} was saved by {manifest.workers} process(es) of {saved} worker(s) each, and this run has "
-            f"{self.group.size} of {mine}. With several workers in a process, launch the same again: "
-            f"{manifest.workers} process(es), workers_per_process={saved}."
-        )
+        if saved != mine or (mine > 1 and manifest.workers != self.group.size):
+            raise CheckpointError(
+                f"{folder} was saved by {manifest.workers} process(es) of {saved} worker(s) each, and this run has "
+                f"{self.group.size} of {mine}. With several workers in a process, launch the same again: "
+                f"{manifest.workers} process(es), workers_per_process={saved}."
+            )
 
     def _require_same_setup(self, state: Mapping[str, Any], models: list[nn.Module]) -> None:
         accelerator = self.accelerator
-        for name, what, mine in (
-            ("optimizers", "optimizers", accelerator._optimizers),
-            ("schedulers", "schedulers", accelerator._schedulers),
-            ("loaders", "loaders", accelerator._dataloaders),
-            ("registered", "registered objects", accelerator._custom_objects),
-            ("gossip", "gossiping optimizers", self.gossip_steps),
-        ):
+        counted = self._prepared() | {"loaders": ("loaders", accelerator._dataloaders)}
+        for name, (what, mine) in counted.items():
             if len(state[name]) != len(mine):
                 raise CheckpointError(
                     f"the checkpoint holds {len(state[name])} {what}, and {len(mine)} are prepared. Prepare and "
@@ -357,18 +341,17 @@ class AcceleratorCheckpoints:
 
     def _load_training_state(self, state: Mapping[str, Any], models: list[nn.Module], moved: bool) -> None:
         accelerator = self.accelerator
-        for step, saved in zip(self.gossip_steps, state["gossip"], strict=True):
+        prepared = self._prepared()
+        _, steps = prepared.pop("gossip")
+        for step, saved in zip(steps, state["gossip"], strict=True):
             step.load_state_dict(saved)  # before the parameters change: this waits for the exchange in flight
         for index, model in enumerate(accelerator._models):
             if any(model is remaining for remaining in models):
                 load_model_state(model, state["models"][index])
+            load_gradients(model, None if state["window"] is None else state["window"][index])
         load_loose_parameters(self._loose(), state["loose"])
-        for step in self.gossip_steps:
+        for step in steps:
             step.masters.write()
-        for optimizer, saved in zip(accelerator._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(placed(saved))
-        for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(placed(saved))
         if state["scaler"] is not None:
             accelerator.scaler.load_state_dict(state["scaler"])
         for loader, saved in zip(accelerator._dataloaders, state["loaders"], strict=True):
@@ -378,37 +361,22 @@ class AcceleratorCheckpoints:
                     recorder.load_state_dict(saved, None if moved else state["random"])
                 except ValueError as error:
                     raise CheckpointError(str(error)) from error
-        for index, model in enumerate(accelerator._models):
-            load_gradients(model, None if state["window"] is None else state["window"][index])
         accelerator.step = state["micro_step"]
         self.group.steps_taken = state["steps_taken"]
         accelerator.gradient_state._set_sync_gradients(state["window"] is None)
-        for registered, saved in zip(accelerator._custom_objects, state["registered"], strict=True):
-            registered.load_state_dict(placed(saved))
+        for part, (_, items) in prepared.items():
+            for item, saved in zip(items, state[part], strict=True):
+                item.load_state_dict(placed(saved))
         set_random_state(state["random"])
 
-    def _warn_of_other_gossip(self, folder: Path) -> None:
-        saved, mine = read_manifest(folder).facts.get("gossip"), self._own_facts()["gossip"]
+    def _warn_of_other_gossip(self, folder: Path, manifest: Manifest) -> None:
+        saved, mine = manifest.facts.get("gossip"), self._own_facts()["gossip"]
         if not isinstance(saved, dict) or not mine or self.everyone.rank != 0:
             return
         names = [name for name in mine if name not in _FREE_TO_CHANGE and saved.get(name) != mine[name]]
         if names:
             changes = ", ".join(f"{name} (now {mine[name]}, was {saved.get(name)})" for name in names)
             logger.warning("resuming %s with another GossipConfig: %s", folder, changes)
-
-    def _on_all(self, attempt: Callable[[], Any], what: str = "cannot resume from the checkpoint") -> Any:
-        """Return the result of `attempt`, or raise the first worker's error on all workers. Collective."""
-        result = problem = None
-        try:
-            result = attempt()
-        except Exception as error:  # the other workers wait below
-            own = isinstance(error, CheckpointError)
-            problem = str(error) if own else f"{type(error).__name__}: {error}"
-        problems = self.everyone.all_gather_object(problem, "agreeing on a checkpoint")
-        for rank, found in enumerate(problems):
-            if found is not None:
-                raise CheckpointError(f"{self.everyone.members.named([rank])} {what}: {found}")
-        return result
 
     # ---- folders, with Accelerate's automatic names
 
@@ -443,8 +411,9 @@ class AcceleratorCheckpoints:
                 f"load_state({input_dir!r}) needs automatic names of checkpoints; got none. Give the folder of a "
                 f"checkpoint, or project_config=ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)."
             )
-        own = _by_number(self._project_folder) if self.everyone.rank == 0 else []
-        newest = self._on_all(lambda: newest_readable(own), "cannot find a checkpoint")
+        own = _numbered(self._project_folder) if self.everyone.rank == 0 else []
+        folders = [folder for _, folder in own]
+        newest = on_all(self.everyone, lambda: newest_readable(folders), "cannot find a checkpoint")
         newest = self.everyone.all_gather_object(newest, "finding the newest checkpoint")[0]
         if newest is None and input_dir is None:
             raise CheckpointError(
@@ -454,7 +423,7 @@ class AcceleratorCheckpoints:
 
     def _continue_numbering(self) -> None:
         if self._names_itself:
-            numbers = [_number(folder) for folder in _by_number(self._project_folder)]
+            numbers = [number for number, _ in _numbered(self._project_folder)]
             following = self.everyone.all_gather_object(1 + max(numbers, default=-1), "naming a checkpoint")[0]
             configuration = self.accelerator.project_configuration
             configuration.iteration = max(following, configuration.iteration)
@@ -463,19 +432,11 @@ class AcceleratorCheckpoints:
         limit = self.accelerator.project_configuration.total_limit
         if not self._names_itself or limit is None or self.everyone.rank != 0:
             return
-        folders = _by_number(saved.parent)
-        complete = [folder for folder in folders if is_complete(folder)]
-        for folder in folders:
-            if folder in complete[: -max(1, limit)] or is_leftover(folder):
-                delete_checkpoint(folder)
+        folders = [folder for _, folder in _numbered(saved.parent)]
+        delete_old([folder for folder in folders if is_complete(folder)], folders, max(1, limit))
 
 
-def _by_number(parent: Path) -> list[Path]:
-    """Return the automatically named checkpoints in order of their numbers."""
-    named = [folder for folder in parent.glob("checkpoint_*") if folder.is_dir() and _number(folder) >= 0]
-    return sorted(named, key=_number)
-
-
-def _number(folder: Path) -> int:
-    match = _AUTOMATIC_NAME.fullmatch(folder.name)
-    return int(match[1]) if match else -1
+def _numbered(parent: Path) -> list[tuple[int, Path]]:
+    """Return the numbers and folders of the automatically named checkpoints, the oldest first."""
+    matches = [(_AUTOMATIC_NAME.fullmatch(folder.name), folder) for folder in parent.glob("checkpoint_*")]
+    return sorted((int(match[1]), folder) for match, folder in matches if match and folder.is_dir())

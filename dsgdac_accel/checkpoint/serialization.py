@@ -71,10 +71,6 @@ class CheckpointError(RuntimeError):
 # ---- trees of state
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass
 class Encoded:
     """A tree of state, ready to be written."""
@@ -83,7 +79,7 @@ class Encoded:
     """The tree as JSON, with the name of a tensor in place of each."""
     tensors: dict[str, Tensor]
     """Contiguous tensors on the CPU, by name."""
-    wait: Callable[[], None] = _do_nothing
+    wait: Callable[[], None] = lambda: None
     """Returns when their values are there; from a GPU they are on their way."""
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The places of parts of larger tensors in them, by name."""
@@ -161,7 +157,7 @@ class _Encoder:
             return {"$size": list(value)}
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
-                f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself: {_named(path)}. Let its "
+                f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself: {named(path)}. Let its "
                 f"state_dict() give a flatter tree."
             )
         if kind is list:
@@ -178,14 +174,14 @@ class _Encoder:
             octets = numpy.frombuffer(bytearray(value.tobytes()), dtype=numpy.uint8)  # a copy, in C order
             return {"$array": [self._put(torch.from_numpy(octets), path), value.dtype.str, list(value.shape)]}
         raise CheckpointError(
-            f"a checkpoint keeps tensors, arrays and plain values, without pickle; {_named(path)} is a "
+            f"a checkpoint keeps tensors, arrays and plain values, without pickle; {named(path)} is a "
             f"{kind.__module__}.{kind.__qualname__}. Let its state_dict() give plain values instead."
         )
 
     def _encoded_dict(self, value: dict, path: tuple) -> Any:
         if any(isinstance(key, Tensor) for key in value):
             raise CheckpointError(
-                f"keys of {_named(path)} are tensors, which are found by their identity, and no other process has it. "
+                f"keys of {named(path)} are tensors, which are found by their identity, and no other process has it. "
                 f"Let its state_dict() give plain keys, such as the parameters' numbers."
             )
         items = [(key, self.encoded(item, (*path, key))) for key, item in value.items()]
@@ -198,9 +194,10 @@ class _Encoder:
             return self._encoded_shard(value, path)
         if is_traceable_wrapper_subclass(value) and not value.is_nested:
             return self._encoded_subclass(value, path)
-        if is_lazy(value) or value.is_nested or value.is_meta or not _is_dense(value) or _is_subclass(value):
+        dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+        if is_lazy(value) or not dense or type(value.data) is not Tensor:  # that of a Parameter is a plain tensor
             raise CheckpointError(
-                f"a checkpoint keeps whole, dense tensors; {_named(path)} is a {type(value).__name__} "
+                f"a checkpoint keeps whole, dense tensors; {named(path)} is a {type(value).__name__} "
                 f"({value.layout}, {value.dtype}, on {value.device}). Save it in another form."
             )
         own = value.detach().resolve_conj().resolve_neg()
@@ -215,7 +212,7 @@ class _Encoder:
         try:
             shard = local_shard(value)
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{_named(path)} is a DTensor that a checkpoint cannot keep: {error}.") from error
+            raise CheckpointError(f"{named(path)} is a DTensor that a checkpoint cannot keep: {error}.") from error
         where = [list(shard.shape), list(shard.offsets), list(shard.dims), list(shard.placements)]
         return {"$shard": [self._encoded_tensor(shard.values, path, shard.offsets), *where]}
 
@@ -226,7 +223,7 @@ class _Encoder:
             shared = self.encoded(context, (*path, "context"))
         except CheckpointError as error:
             raise CheckpointError(
-                f"a checkpoint keeps whole tensors, or tensors made of whole ones; {_named(path)} is a "
+                f"a checkpoint keeps whole tensors, or tensors made of whole ones; {named(path)} is a "
                 f"{kind.__name__}: {error}"
             ) from error
         parts = {name: self.encoded(getattr(value, name), (*path, name)) for name in inner}
@@ -260,15 +257,8 @@ class _Encoder:
         return name
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def _is_subclass(tensor: Tensor) -> bool:
-    return type(tensor.data) is not Tensor  # the data of a Parameter is a plain tensor, that of a DTensor is not
-
-
-def _named(path: tuple) -> str:
+def named(path: tuple) -> str:
+    """Return how messages call the value at a path of a state."""
     return "the state itself" if not path else "state" + "".join(f"[{key!r}]" for key in path)
 
 

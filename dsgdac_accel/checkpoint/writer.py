@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from dsgdac_accel.checkpoint.serialization import (
 )
 from dsgdac_accel.distributed.processes import Processes
 
-logger = logging.getLogger(__name__)
-
 VISIBLE_SECONDS = 30.0
 """Time within which worker 0 must see the files of all workers: network file systems show new files with a delay."""
 
@@ -42,7 +39,7 @@ def save_checkpoint(
     step: int,
     facts: Mapping[str, Any] | None = None,
     common: Common | None = None,
-    mesh: Mapping[str, int] | None = None,
+    shards: int = 0,
 ) -> None:
     """Write this worker's `state`, and the manifest once all workers have written theirs. Collective.
 
@@ -56,12 +53,12 @@ def save_checkpoint(
         facts: plain values for the manifest, taken from worker 0.
         common: tensors taken out of `state` because they are equal on all workers; see `common.take_common`. Worker 0
             writes those to store.
-        mesh: sizes of the dimensions of the device mesh inside a worker, by name. None if a worker is one process.
+        shards: ranks of each worker, which write a file each; 0 if a worker is one process without a device mesh.
 
     Raises:
         CheckpointError: on all workers, if any of them could not write. The failed checkpoint is removed.
     """
-    pending = PendingCheckpoint(folder, group, step, facts, common, mesh)
+    pending = PendingCheckpoint(folder, group, step, facts, common, shards)
     outcome = pending.write(pending.encoded(state))
     pending.conclude(pending.gather(outcome))
 
@@ -77,20 +74,13 @@ class CheckpointWriter:
     would interleave with those of training. The next `save` or `finish` raises errors on all workers.
 
     Args:
-        group, mesh: as in `save_checkpoint`.
+        group, shards: as in `save_checkpoint`.
     """
 
-    def __init__(self, group: Processes, mesh: Mapping[str, int] | None = None) -> None:
+    def __init__(self, group: Processes, shards: int = 0) -> None:
         self.group = group
-        self.mesh = mesh
-        self._pending: PendingCheckpoint | None = None
-        self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
-
-    @property
-    def pending(self) -> Path | None:
-        """Folder of the checkpoint that `finish` has to wait for; None if there is none."""
-        return None if self._pending is None else self._pending.folder
+        self.shards = shards
+        self._pending: tuple[PendingCheckpoint, threading.Thread, Future[Outcome]] | None = None
 
     def save(
         self,
@@ -107,19 +97,20 @@ class CheckpointWriter:
             The folder of the previous checkpoint, which is complete now; None if there was none.
         """
         finished = self.finish()
-        pending = PendingCheckpoint(folder, self.group, step, facts, common, self.mesh)
+        pending = PendingCheckpoint(folder, self.group, step, facts, common, self.shards)
         encoded = pending.encoded(state, copy=True)
-        self._pending, self._outcome = pending, None
+        written: Future[Outcome] = Future()
 
         def work() -> None:
-            self._outcome = pending.write(encoded)
-            pending.leave_receipt(self._outcome)
-            pending.written.set()
+            outcome = pending.write(encoded)
+            pending.leave_receipt(outcome)
+            written.set_result(outcome)
             if pending.rank == 0:
-                pending.commit_when_received(self._outcome)
+                pending.commit_when_received(outcome)
 
-        self._thread = threading.Thread(target=work, name="dsgdac-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name="dsgdac-checkpoint", daemon=True)
+        self._pending = pending, thread, written
+        thread.start()
         return finished
 
     def finish(self) -> Path | None:
@@ -133,15 +124,13 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return None
-        pending, self._pending = self._pending, None
-        assert self._thread is not None
-        pending.written.wait()
-        assert self._outcome is not None
+        (pending, thread, written), self._pending = self._pending, None
+        outcome = written.result()
         try:
-            outcomes = pending.gather(self._outcome)
+            outcomes = pending.gather(outcome)
         finally:
             pending.abandon.set()  # the gathered outcomes replace the receipts
-            self._thread.join()
+            thread.join()
         pending.conclude(outcomes)
         return pending.folder
 
@@ -150,9 +139,8 @@ class CheckpointWriter:
 class Outcome:
     """Result of writing one process's part: its files, or the error."""
 
-    file: SavedFile | None = None
-    common: SavedFile | None = None
-    """The file of the common tensors, if this process wrote one."""
+    files: tuple[SavedFile, ...] = ()
+    """That of its state, and that of the common tensors if it wrote one."""
     error: str | None = None
 
 
@@ -163,7 +151,7 @@ class PendingCheckpoint:
     because the other workers would wait forever: errors travel in `Outcome`.
 
     Args:
-        folder, group, step, facts, common, mesh: as in `save_checkpoint`.
+        folder, group, step, facts, common, shards: as in `save_checkpoint`.
 
     Raises:
         CheckpointError: on all workers, if they save different steps or folders, or worker 0 cannot use the folder.
@@ -176,17 +164,15 @@ class PendingCheckpoint:
         step: int,
         facts: Mapping[str, Any] | None,
         common: Common | None = None,
-        mesh: Mapping[str, int] | None = None,
+        shards: int = 0,
     ) -> None:
         self.folder = Path(folder)
         self.group = group
-        self.rank, self.processes = group.rank, group.size
-        self.mesh = dict(mesh or {})
-        self.shards = math.prod(self.mesh.values())
+        self.rank = group.rank
+        self.shards, self.ranks = shards, max(1, shards)
         self.step = step
         self.facts = dict(facts or {})
         self.common = common or Common()
-        self.written = threading.Event()
         self.abandon = threading.Event()
         self.commit_error: str | None = None
         """None before the manifest is written; then "", or the error."""
@@ -196,7 +182,7 @@ class PendingCheckpoint:
             generation = self._clear() if self.rank == 0 else 0
         except OSError as error:
             problem = _described(error, Path(error.filename or folder))
-        listed = self.common.listed if self.rank < self.shards else ()
+        listed = self.common.listed if self.rank < self.ranks else ()
         plans = group.all_gather_object((str(folder), step, generation, problem, listed), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[3] is not None:
@@ -220,18 +206,11 @@ class PendingCheckpoint:
                 file.unlink(missing_ok=True)
         return 1 + max(files.values(), default=0) if replaced else 0
 
-    def path(self, rank: int, suffix: str = ".safetensors") -> Path:
-        """Return the path of a process's file."""
-        return self._path(f"{rank // self.shards:05d}", rank, suffix)
-
-    @property
-    def common_path(self) -> Path:
-        """The path of the file of the common tensors that this process would write."""
-        return self._path("common", self.rank, ".safetensors")
-
-    def _path(self, name: str, rank: int, suffix: str) -> Path:
-        shard = f"/{rank % self.shards:03d}" if self.mesh else ""
-        return self.folder / WORKERS / f"{name}{self.suffix}{shard}{suffix}"
+    def path(self, rank: int, suffix: str = ".safetensors", common: bool = False) -> Path:
+        """Return the path of a process's file, or of the file of the common tensors that it would write."""
+        owner = "common" if common else f"{rank // self.ranks:05d}"
+        shard = f"/{rank % self.ranks:03d}" if self.shards else ""
+        return self.folder / WORKERS / f"{owner}{self.suffix}{shard}{suffix}"
 
     def _who(self, rank: int) -> str:
         return self.group.members.named([rank])
@@ -241,10 +220,11 @@ class PendingCheckpoint:
     def encoded(self, state: Any, copy: bool = False) -> dict[Path, Encoded] | str:
         """Return what this process writes by path, encoded: its state, in worker 0 the common tensors. Or the error."""
         try:
-            place = self.rank % self.shards
+            place = self.rank % self.ranks
             files = {self.path(self.rank): encode(state, copy, place)}
-            if self.rank < self.shards and self.common.tensors:
-                files[self.common_path] = encode(dict(self.common.tensors), copy, place, self.common.names)
+            if self.rank < self.ranks and self.common.tensors:
+                names = self.common.names
+                files[self.path(self.rank, common=True)] = encode(dict(self.common.tensors), copy, place, names)
             return files
         except Exception as error:
             return str(error)
@@ -253,36 +233,35 @@ class PendingCheckpoint:
         """Write this process's files, unless there is an error already."""
         if isinstance(encoded, str):
             return Outcome(error=encoded)
-        written = {}
+        files = []
         for path, content in encoded.items():
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 size, digest = write_whole(path, safetensors_parts(content))
             except Exception as error:
                 return Outcome(error=_described(error, path))
-            written[path] = SavedFile(path.relative_to(self.folder).as_posix(), size, digest)
-        return Outcome(written[self.path(self.rank)], written.get(self.common_path))
+            files.append(SavedFile(path.relative_to(self.folder).as_posix(), size, digest))
+        return Outcome(tuple(files))
 
     def leave_receipt(self, outcome: Outcome) -> None:
         """Report this process's files to worker 0's thread."""
-        if outcome.file is None or self.rank == 0:
+        if outcome.error is not None or self.rank == 0:
             return
         with contextlib.suppress(OSError):  # a receipt only saves time: `finish` gathers the outcome, too
-            write_whole(self.path(self.rank, RECEIPT), [json.dumps(asdict(outcome)).encode()])
+            write_whole(self.path(self.rank, RECEIPT), [json.dumps([asdict(file) for file in outcome.files]).encode()])
 
     # ---- the part of worker 0
 
     def commit_when_received(self, mine: Outcome) -> None:
         """Write the manifest once all receipts exist, unless `abandon` is set before."""
-        outcomes = {} if mine.file is None else {0: mine}
+        outcomes = {} if mine.error is not None else {0: mine}
         while not self.abandon.is_set() and outcomes:
-            for rank in range(self.processes):
-                if rank not in outcomes:
-                    receipt = self.path(rank, RECEIPT)
-                    if receipt.exists():
-                        outcomes[rank] = _received(json.loads(receipt.read_bytes()))
-            if len(outcomes) == self.processes:
-                self.commit([outcomes[rank] for rank in range(self.processes)])
+            for rank in range(self.group.size):
+                if rank not in outcomes and (receipt := self.path(rank, RECEIPT)).exists():
+                    files = json.loads(receipt.read_bytes())
+                    outcomes[rank] = Outcome(tuple(SavedFile(**file) for file in files))
+            if len(outcomes) == self.group.size:
+                self.commit([outcomes[rank] for rank in range(self.group.size)])
                 return
             self.abandon.wait(_POLL_SECONDS)
 
@@ -290,16 +269,15 @@ class PendingCheckpoint:
         """Write the manifest, unless it was written before. Then delete older files of this folder."""
         if self.commit_error is not None:
             return
-        files = tuple(outcome.file for outcome in outcomes if outcome.file is not None)
-        common_files = tuple(outcome.common for outcome in outcomes if outcome.common is not None)
-        assert len(files) == self.processes, "a checkpoint holds all its workers"
-        workers = self.processes // self.shards
-        manifest = Manifest(workers, self.step, self.facts, files, self.listed, common_files, self.mesh)
+        files = tuple(outcome.files[0] for outcome in outcomes)
+        common = tuple(file for outcome in outcomes for file in outcome.files[1:])
+        workers = self.group.size // self.ranks
+        manifest = Manifest(workers, self.step, self.facts, files, self.listed, common, self.shards)
         path = self.folder / MANIFEST
         try:
-            self._require_shared([*files, *common_files])
+            self._require_shared([*files, *common])
             text = json.dumps(manifest.content(), indent=2, allow_nan=False)
-            if self.mesh:
+            if self.shards:
                 sync_folder(self.folder / WORKERS)  # it has a folder for each worker
             with contextlib.suppress(OSError):  # the parent folder need not be readable
                 sync_folder(self.folder.parent)
@@ -308,7 +286,7 @@ class PendingCheckpoint:
             self.commit_error = _described(error, path)
             return
         self.commit_error = ""
-        named = {self.folder / file.name for file in (*files, *common_files)}
+        named = {self.folder / file.name for file in (*files, *common)}
         delete_files(our_files(self.folder).keys() - named)
 
     def _require_shared(self, files: Sequence[SavedFile]) -> None:
@@ -351,17 +329,14 @@ class PendingCheckpoint:
 
     def _discard(self) -> None:
         mine = [self.path(self.rank), self.path(self.rank, RECEIPT)]
-        delete_files((*mine, self.common_path) if self.rank < self.shards else mine)
+        if self.rank < self.ranks:
+            mine.append(self.path(self.rank, common=True))
+        delete_files(mine)
         self.group.all_gather_object(None, f"discarding the checkpoint of step {self.step}")
         if self.rank == 0 and self.is_new:
             for folder in (self.folder / WORKERS, self.folder):
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
-
-
-def _received(receipt: Mapping[str, Any]) -> Outcome:
-    common = receipt["common"]
-    return Outcome(SavedFile(**receipt["file"]), None if common is None else SavedFile(**common))
 
 
 def _described(error: Exception, path: Path) -> str:

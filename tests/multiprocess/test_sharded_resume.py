@@ -288,7 +288,7 @@ def test_sharded_workers_resume_and_load_elsewhere(tmp_path, optimizer):
         *(f"common/{place:03d}.safetensors" for place in range(2)),
     ]
     manifest = read_manifest(tmp_path / "c")
-    assert (manifest.workers, manifest.mesh, manifest.step) == (2, {"dp_shard": 2}, SAVED_AT)
+    assert (manifest.workers, manifest.shards, manifest.step) == (2, 2, SAVED_AT)
     assert {tensor.name for tensor in manifest.common} == {"base.weight"}  # the bias is smaller than 1 KiB
 
     name, step = ("c", SAVED_AT) if optimizer == "sgd" else ("background", SAVED_AT + 1)

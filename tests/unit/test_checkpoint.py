@@ -44,7 +44,8 @@ from dsgdac_accel.checkpoint import (
 from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
-from dsgdac_accel.checkpoint.rescale import average_of_workers
+from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
+from dsgdac_accel.checkpoint.resharding import Targets
 from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, revived, safetensors_parts, write_whole
 from tests.multiprocess.small_model import Scaled
 
@@ -604,8 +605,8 @@ def test_common_tensors_that_the_model_has_are_not_read(tmp_path, alone):
     whole = saved_with_base(tmp_path / "c", alone)
     file = tmp_path / "c" / "workers" / "common.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    own = tensors_by_place(whole["models"])
-    loaded = load_checkpoint(tmp_path / "c", alone, own)
+    own = {("models", *place): tensor for place, tensor in tensors_by_place(whole["models"]).items()}
+    loaded = load_checkpoint(tmp_path / "c", alone, Targets(own))
     assert loaded["models"][0]["parameters"]["weight"] is whole["models"][0]["parameters"]["weight"]
 
 
@@ -889,11 +890,11 @@ def state_of(rank):
 
 def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
-    rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank, targets: decode(encode(states[rank])))
+    saved = "dsgdac_accel.checkpoint.rescale.load_private"
+    monkeypatch.setattr(saved, lambda folder, manifest, rank, targets: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
-    monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
-    average = average_of_workers(tmp_path, launched=2)
+    average = average_of_workers(tmp_path, manifest)
+    fit_to_processes(average, manifest, launched=2, shards=1)
 
     def stack(take):
         return torch.stack([take(state).double() for state in states])

@@ -134,11 +134,12 @@ def test_the_average_dequantizes_and_codes_start_anew(tmp_path, monkeypatch, cap
         }  # fmt: skip
 
     rescale = "dsgdac_accel.checkpoint.rescale"
-    monkeypatch.setattr(f"{rescale}.load_private", lambda folder, rank, targets: decode(encode(state_of(rank))))
+    monkeypatch.setattr(
+        f"{rescale}.load_private", lambda folder, manifest, rank, targets: decode(encode(state_of(rank)))
+    )
     manifest = Manifest(2, step=1, facts={}, files=())
-    monkeypatch.setattr(f"{rescale}.read_manifest", lambda folder: manifest)
     with caplog.at_level(logging.WARNING):
-        found = average_of_workers(tmp_path, launched=3)["optimizers"][0]["state"]
+        found = average_of_workers(tmp_path, manifest)["optimizers"][0]["state"]
     assert sorted(found) == [0, 2, 3]
     mean = torch.stack([Rounded.of(value).dequantize() for value in values]).mean(0)
     assert torch.equal(found[0]["momentum"].dequantize(), Rounded.of(mean).dequantize())

@@ -41,15 +41,14 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     writer,
 )
-from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.common import take_common
 from dsgdac_accel.checkpoint.local_shards import LocalShard, placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, put_together, targets_of
+from dsgdac_accel.checkpoint.resharding import Targets, put_together
 from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
 from dsgdac_accel.distributed.processes import members_by_worker
-from dsgdac_accel.distributed.row import Row
 from dsgdac_accel.distributed.shards import is_sharded, local_of, whole_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -74,7 +73,6 @@ class Together:
 
     def __init__(self, rank: int, size: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.members = members_by_worker(rank, WORKERS, size // WORKERS)
-        self.row = Row()
         self.rank, self.size = rank, size
         self.values, self.barrier = values, barrier
 
@@ -172,7 +170,7 @@ def targets(own: Mapping[str, Tensor], place: int, mesh_name: str) -> Targets:
     by_path: dict[tuple, Tensor] = {("models", 0, "parameters", name): tensor for name, tensor in own.items()}
     by_path |= {("optimizers", 0, "state", number): tensor for number, tensor in enumerate(own.values())}
     by_path[("registered", 0, "best")] = own["thin"]
-    return targets_of(by_path, place, torch.Size(MESHES[mesh_name][0].values()).numel())
+    return Targets(by_path, place, torch.Size(MESHES[mesh_name][0].values()).numel())
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +185,7 @@ def save(folder, name, parts, step=5) -> list[Any]:
 
     def work(group: Together) -> None:
         state = state_of(parts[name][group.rank // ranks][group.rank % ranks])
-        save_checkpoint(folder, state, group, step=step, mesh=mesh)
+        save_checkpoint(folder, state, group, step=step, shards=mesh.get("dp_shard", 0))
 
     return in_threads(WORKERS * ranks, work)
 
@@ -233,7 +231,7 @@ def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts
     def work(group: Together) -> None:
         weight = parts["three"][group.rank // 3][group.rank % 3]["weight"]
         state = {"random": torch.full((3,), float(group.rank)), "a/b": torch.ones(1), "a": {"b": weight}}
-        save_checkpoint(tmp_path / "c", state, group, step=5, mesh=MESHES["three"][0])
+        save_checkpoint(tmp_path / "c", state, group, step=5, shards=3)
 
     in_threads(WORKERS * 3, work)
     for worker in range(WORKERS):
@@ -248,7 +246,7 @@ def test_tensors_that_are_no_shard_are_those_of_rank_0_for_torch(tmp_path, parts
 
 def test_torch_finds_no_whole_tensor_where_the_file_holds_its_bytes(tmp_path):
     def work(group: Together) -> None:
-        save_checkpoint(tmp_path / "c", {"codes": codes, "turned": turned}, group, step=5, mesh={"dp_shard": 1})
+        save_checkpoint(tmp_path / "c", {"codes": codes, "turned": turned}, group, step=5, shards=1)
 
     with rank_of({"dp_shard": 1}, 0) as mesh:
         codes = DTensor.from_local(torch.ones(4).to(torch.float8_e4m3fn), mesh, [Shard(0)], run_check=False)
@@ -302,27 +300,28 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         parameter = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
         blocks = quantized(torch.arange(6.0).view(2, 3))
         sharded = DTensor.from_local(blocks, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
-    for name, moment, mesh_of in (("whole", quantized(torch.ones(4, 3)), {}), ("c", sharded, {"dp_shard": 2})):
-        ranks = max(1, 2 * len(mesh_of))
+    for name, moment, shards in (("whole", quantized(torch.ones(4, 3)), 0), ("c", sharded, 2)):
+        ranks = max(1, shards)
 
-        def save(group: Together, name=name, moment=moment, mesh_of=mesh_of) -> None:
+        def save(group: Together, name=name, moment=moment, shards=shards) -> None:
             state = {"optimizers": [{"state": {0: {"exp_avg": moment}}}]}
-            save_checkpoint(tmp_path / name, state, group, step=5, mesh=mesh_of)
+            save_checkpoint(tmp_path / name, state, group, step=5, shards=shards)
 
         assert in_threads(WORKERS * ranks, save) == [None] * WORKERS * ranks
 
     target = ("optimizers", 0, "state", 0)
 
     def resume(group: Together) -> Any:
-        return load_checkpoint(tmp_path / "c", group, targets=targets_of({target: parameter}, 0, 2))
+        return load_checkpoint(tmp_path / "c", group, targets=Targets({target: parameter}, 0, 2))
 
     for state in in_threads(WORKERS * 2, resume):
         found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
         assert torch.equal(found.a, blocks.a)
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
+        manifest = read_manifest(tmp_path / name)
         with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
-            load_private(tmp_path / name, 0, targets_of({target: own}, 0, 2 if is_sharded(own) else 1))
+            load_private(tmp_path / name, manifest, 0, Targets({target: own}, 0, 2 if is_sharded(own) else 1))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
@@ -364,18 +363,15 @@ def frozen(worker: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("saved", ["two", "three", "four"])
 def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
-    mesh, ranks = MESHES[saved][0], len(parts[saved][0])
+    ranks = len(parts[saved][0])
     own = [cut(saved, frozen(worker)) for worker in range(WORKERS)]
-    columns, rows = [Meeting(WORKERS) for _ in range(ranks)], [Meeting(ranks) for _ in range(WORKERS)]
 
     def work(group: Together) -> None:
         worker, place = divmod(group.rank, ranks)
         trained = {name: t.detach().clone().requires_grad_() for name, t in parts[saved][worker][place].items()}
         state = state_of({**trained, **own[worker][place]})
-        column = columns[place].member(worker)
-        column.row = Row(rows[worker].member(place))
-        common = take_common(state["models"], column, {})
-        save_checkpoint(tmp_path / "c", state, group, step=5, common=common, mesh=mesh)
+        common = take_common(state["models"], group, {}, ranks)
+        save_checkpoint(tmp_path / "c", state, group, step=5, common=common, shards=ranks)
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
     assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {
@@ -401,8 +397,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         def resume(group: Together, loading=loading, others=others, places=places) -> Any:
             worker, place = divmod(group.rank, places)
             mine = {**parts[loading][worker][place], **others[worker][place]}
-            by_place = tensors_by_place(state_of(mine)["models"])
-            return load_checkpoint(tmp_path / "c", group, by_place, targets(mine, place, loading))
+            return load_checkpoint(tmp_path / "c", group, targets(mine, place, loading))
 
         for rank, state in enumerate(in_threads(WORKERS * places, resume)):
             assert not isinstance(state, Exception), state
@@ -424,6 +419,7 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         ("another part", r"parts of state\['models'\]\[0\]\['parameters'\]\['weight'\] are in none of the files"),
         ("another mesh", "its files are not those of its workers"),
         ("tensor parallelism", "its mesh is {'tp': 2}, and only 'dp_shard' may split a worker"),
+        ("no ranks", "its mesh is {'dp_shard': 0}"),
         ("swapped", "its files are not those of its workers"),
     ],
 )
@@ -444,6 +440,8 @@ def test_a_damaged_part_is_a_clear_error_on_all_ranks(tmp_path, parts, damage, m
         manifest["mesh"] = {"dp_shard": 4}
     elif damage == "tensor parallelism":
         manifest["mesh"] = {"tp": 2}
+    elif damage == "no ranks":
+        manifest["mesh"] = {"dp_shard": 0}
     else:
         manifest["files"][2:] = reversed(manifest["files"][2:])
     (folder / "gossip.json").write_text(json.dumps(manifest))
@@ -475,9 +473,9 @@ def test_a_rank_that_cannot_write_is_the_same_error_on_all_ranks(tmp_path, parts
         state = state_of(parts["two"][group.rank // 2][group.rank % 2])
         for name in ("c", "new"):
             if wait:
-                save_checkpoint(tmp_path / name, state, group, step=6, mesh={"dp_shard": 2})
+                save_checkpoint(tmp_path / name, state, group, step=6, shards=2)
             else:
-                writing = CheckpointWriter(group, {"dp_shard": 2})
+                writing = CheckpointWriter(group, 2)
                 writing.save(tmp_path / name, state, step=6)
                 assert writing.finish() == tmp_path / name
 
@@ -513,16 +511,15 @@ def test_old_checkpoints_and_what_interrupted_saves_left_are_deleted(tmp_path, p
 
 @pytest.mark.parametrize(
     ("saved", "launched", "shards", "taken"),
-    [({"dp_shard": 2}, 2, 1, 12), ({}, 2, 3, 2), ({"dp_shard": 4}, 1, 4, 12)],
+    [(2, 2, 1, 12), (0, 2, 3, 2), (4, 1, 4, 12)],
 )
 def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shards, taken):
-    ranks = torch.Size(saved.values()).numel()
-    manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * ranks, mesh=saved)
+    manifest = Manifest(2, 5, {}, (SavedFile("", 0, ""),) * 2 * max(1, saved), shards=saved)
     position = {"running": {"taken": 6, "fetched_at": 3}, "global_batches": False}
     state = {"gossip": [{"mixer": {"step": 5, "references": [], "references_of": []}}], "loaders": [None, position]}
     fit_to_processes(state, manifest, launched, shards)
     assert position["running"] == {"taken": taken, "fetched_at": None}
-    assert state["gossip"] == [{"mixer": {"step": 5}}]
+    assert state["gossip"] == [{"mixer": {"step": 5, "workers": launched}}]
 
 
 def test_parts_that_overlap_are_a_clear_error():
