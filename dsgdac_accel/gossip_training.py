@@ -18,7 +18,7 @@ from dsgdac_accel.core.step import GossipStep
 from dsgdac_accel.distributed.equal_values import make_equal_
 from dsgdac_accel.distributed.fsdp_collectives import name_losses
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.distributed.shards import gathering_modules, is_sharded, local_of, reshard
+from dsgdac_accel.distributed.shards import gathering_modules, reshard
 from dsgdac_accel.doctor import quick_check
 from dsgdac_accel.metrics import consensus_metrics
 from dsgdac_accel.randomness import seed_workers_differently, shared_seed
@@ -96,12 +96,7 @@ class GossipTraining:
         for name, tensor in named:  # the model's names come first, and win
             if id(tensor) not in keep:
                 distinct.setdefault(id(tensor), (name, tensor))
-        # What is not sharded is the same on all processes, and a shard the same as in its place in worker 0.
-        whole = [(name, tensor) for name, tensor in distinct.values() if not is_sharded(tensor)]
-        sharded = [(name, tensor) for name, tensor in distinct.values() if is_sharded(tensor)]
-        make_equal_(whole, self.group.everyone)
-        if self.group.row.mesh is not None:
-            make_equal_([(name, local_of(tensor)) for name, tensor in sharded], self.group)
+        make_equal_(list(distinct.values()), self.group)
 
     def new_step(self, optimizer: torch.optim.Optimizer) -> GossipStep:
         """Return a new `GossipStep` for an optimizer. Collective.

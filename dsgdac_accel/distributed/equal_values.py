@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.members import Members
+from dsgdac_accel.distributed.shards import is_sharded, local_of
 from dsgdac_accel.tensor_bytes import begin_digest, finish_digests, is_plain
 
 
@@ -18,12 +19,19 @@ def make_equal_(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None
     Quantized weights whose state is outside of their elements cannot be sent. They must be equal.
 
     Args:
-        named: each tensor with its name, the same on all workers.
+        named: each tensor with its name, the same on all workers. A shard becomes what worker 0 has in its place, and
+            everything else is the same on all processes.
         group: the workers.
 
     Raises:
         ValueError: on all workers, if names, shapes, dtypes or devices differ, or a tensor cannot be compared or sent.
     """
+    _make_equal([(name, tensor) for name, tensor in named if not is_sharded(tensor)], group.everyone)
+    if group.row.mesh is not None:
+        _make_equal([(name, local_of(tensor)) for name, tensor in named if is_sharded(tensor)], group)
+
+
+def _make_equal(named: Sequence[tuple[str, Tensor]], group: WorkerGroup) -> None:
     if group.size == 1:
         return
     layouts, begun, problem = [], [], None
