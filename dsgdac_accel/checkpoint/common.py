@@ -126,9 +126,6 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Pla
                 f"saved. Load the same base with the same quantization on all workers."
             )
 
-    def unchanged(place: Place) -> bool:
-        return place in mine and elsewhere.get(place) == mine[place][0]
-
     listed = []
     stored: dict[str, Tensor] = {}
     names: dict[tuple, tuple] = {}
@@ -138,7 +135,8 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Pla
         tensor = models[place.model][place.part].pop(place.name)
         # Whoever loads a model loads its first replica, of which the others become copies.
         source = place._replace(name=in_first_replica(place.name))
-        keep = plain and not (unchanged(place) and unchanged(source))
+        unchanged = all(part in mine and elsewhere.get(part) == mine[part][0] for part in (place, source))
+        keep = plain and not unchanged
         listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
         if keep and (found not in stored or shards):
             key = found if found not in stored else f"{found} for {place}"
