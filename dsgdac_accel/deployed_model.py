@@ -12,7 +12,7 @@ Calibration of BatchNorm is in `calibration`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -180,7 +180,10 @@ class Deployment:
         )
         self._deployments += 1
         try:
-            with self.phase.evaluating(), preserved_loaders(loaders), average as deployed:
+            with self.phase.evaluating(), preserved_loaders(loaders), ExitStack() as preserved:
+                for other in others:
+                    preserved.enter_context(preserved_state(other))
+                deployed = preserved.enter_context(average)
                 try:
                     yield deployed
                 finally:

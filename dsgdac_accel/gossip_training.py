@@ -110,6 +110,8 @@ class GossipTraining:
         several = self.config.workers_per_process > 1
         step = GossipStep(optimizer, self.group, self.config, watch, self.owners.worker_of if several else None)
         self.steps.append(step)
+        for parameter in as_parameter_list(optimizer.param_groups):
+            self.mixed_earlier.pop(parameter, None)
         if self.group.everyone.size > 1 and not self._workers_seeded:
             self._workers_seeded = True
             # A process of several workers draws from a stream that none of its workers uses.

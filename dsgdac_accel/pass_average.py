@@ -77,6 +77,8 @@ class PassAverage:
         self._trained_in: OpenPass | None = None
         self._at_end = False  # of the pass to which the last step belongs
         self._trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._evaluated_at: int | None = None
+        """The number of steps when an evaluation pass has read the average."""
         self._said: set[str] = set()
         self._hooks: list[Any] = []
         self._saving: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -106,8 +108,8 @@ class PassAverage:
         """Return the loader whose pass this optimizer step belongs to (or None), and whether it is at its last batch.
 
         All workers get the same answer, also if one of them reads a sample of another loader in between: of the passes
-        that handed out a batch since the last step, it is the one that began first. One that runs in step with it, as
-        in `zip`, may end it.
+        that handed out a batch since the last step, it is the one that began first, and an evaluation, whose iterator
+        may live on, only if there is no other. One that runs in step with it, as in `zip`, may end it.
         """
         active = self.gradient_state.active_dataloader
         if active is not None and recorder_of(active) is None:  # such as from `skip_first_batches`
@@ -115,6 +117,7 @@ class PassAverage:
         fresh = [pass_ for pass_ in self._passes if pass_.fresh]
         for pass_ in fresh:
             pass_.fresh, pass_.steps = False, pass_.steps + 1
+        fresh = [pass_ for pass_ in fresh if not pass_.evaluation] or fresh
         if fresh:
             self._trained_in = fresh[0]
             fresh[0].trained_in = True
@@ -207,6 +210,7 @@ class PassAverage:
             if not training and self._differ and not self.deployment.active and loader not in self._trained_on:
                 with self.shown() as average:
                     if average:
+                        self._evaluated_at = self.training.taken_steps
                         self.say_shown("this evaluation pass")
                     else:
                         self.warn_of_own_evaluation()
@@ -302,7 +306,9 @@ class PassAverage:
         Args:
             gathered: whether its results are gathered, which only counts if the models are in eval mode.
         """
-        if "own pass" not in self._said and self._own_are_read and (self._in_eval_mode or not gathered):
+        if gathered and (not self._in_eval_mode or self._evaluated_at == self.training.taken_steps):
+            return
+        if "own pass" not in self._said and self._own_are_read:
             self._say(
                 "own pass",
                 f"this evaluation at step {self.training.taken_steps} scores each worker's own model, not the average "

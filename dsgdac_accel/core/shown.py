@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dsgdac_accel.core.copies import Copies, Use
-from dsgdac_accel.tensor_bytes import bits_differ
+from dsgdac_accel.tensor_bytes import bits_differ, narrowed
 
 Place = tuple[Tensor, Tensor, Tensor]
 """A tensor that a script sees, a copy of its own value, and the value to show."""
@@ -21,7 +21,8 @@ class Shown:
     Autograd does not notice: the versions of the tensors stay.
 
     Args:
-        places: the tensors. Copies and values are left alone; they are rounded to the dtype of the tensor.
+        places: the tensors. Values and copies are rounded to the dtype of the tensor. The copy of a buffer becomes what
+            that is when it is overwritten; all else is left alone.
         copies: those that hold a kept average of which these are the places.
     """
 
@@ -32,9 +33,12 @@ class Shown:
         """The memory of each tensor when it was overwritten."""
 
     def is_current(self) -> bool:
-        """Return whether the average is kept, and no script has written into the tensors since. Waits once."""
+        """Return whether the average is kept, and no script has written into the parameters since. Waits once.
+
+        Buffers do not count: a forward pass changes them, perhaps on one worker alone.
+        """
         return all(copies.use is Use.KEPT for copies in self.copies) and not any(
-            bits_differ((tensor, own.to(tensor.dtype)) for tensor, own, _ in self.places)
+            bits_differ((tensor, own.to(tensor.dtype)) for tensor, own, _ in self.places if _is_parameter(tensor))
         )
 
     @torch.no_grad()
@@ -43,8 +47,10 @@ class Shown:
         for copies in self.copies:
             copies.use = Use.BACKUP
         self._memory = [tensor.data for tensor, _, _ in self.places]
-        for memory, (_, _, value) in zip(self._memory, self.places, strict=True):
-            memory.copy_(value)
+        for memory, (tensor, own, value) in zip(self._memory, self.places, strict=True):
+            if not _is_parameter(tensor):
+                own.copy_(tensor)
+            _write(memory, value)
 
     def leave(self) -> None:
         """Overwrite the tensors for good."""
@@ -67,12 +73,20 @@ class Shown:
         if keep_edits:
             differ = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
             edited = [tensor for (tensor, _, _), differs in zip(self.places, differ, strict=True) if differs]
-        stay = set(map(id, edited)) if any(isinstance(tensor, Parameter) for tensor in edited) else set()
+        stay = set(map(id, edited)) if any(map(_is_parameter, edited)) else set()
         for memory, (tensor, own, _) in zip(self._memory, self.places, strict=True):
             if id(tensor) not in stay:
                 if tensor.data_ptr() != memory.data_ptr():
                     tensor.data = memory
-                memory.copy_(own)
+                _write(memory, own)
         for copies in self.copies:
             copies.use = Use.KEPT
         return bool(stay)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, Parameter) or tensor.requires_grad
+
+
+def _write(memory: Tensor, value: Tensor) -> None:
+    narrowed(memory, memory).copy_(narrowed(value, memory))

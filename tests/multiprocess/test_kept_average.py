@@ -211,3 +211,42 @@ def untouched(rank: int, settings: dict, dtype: torch.dtype, inside: str) -> Non
 )
 def test_the_average_is_shown_in_a_pass_and_every_byte_and_version_is_back_after_it(settings, dtype, inside):
     run_workers(untouched, 2, settings, dtype, inside)
+
+
+def read_by_a_persistent_iterator(rank: int) -> None:
+    accelerator = started()
+    critic, model = network(), network()
+    model, critic, optimizer = accelerator.prepare(
+        model, critic, torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.3)
+    )
+    train, test = loaders(accelerator)
+    for _ in range(2):
+        model.train()
+        critic.train()
+        one_pass(accelerator, lambda x: (model(x) * critic(x)).square().mean(), optimizer, train)
+        if rank == 0:
+            model(DATA)  # a look in train mode, which changes the statistics of BatchNorm
+        statistics = model[1].running_mean.clone()
+        expected = mean(accelerator, model)
+        state = accelerator.get_state_dict(model)
+        close(torch.cat([state[name].flatten() for name, _ in model.named_parameters()]), expected)
+        assert torch.equal(model[1].running_mean, statistics)
+        model.eval()
+        critic.eval()
+        iterator = iter(test)  # which lives on in the next pass
+        next(iterator)
+        close(values(model), expected)
+    model.train()
+    critic.train()
+    for _ in train:
+        assert not torch.equal(values(model), expected)
+        break
+    before = [critic[1].running_mean.clone(), critic[0].weight.grad]
+    with accelerator.deployed_model(model):
+        critic(DATA).sum().backward()
+    assert torch.equal(critic[1].running_mean, before[0])
+    assert critic[0].weight.grad is before[1]
+
+
+def test_an_evaluation_is_left_open_and_a_worker_runs_the_model_by_itself():
+    run_workers(read_by_a_persistent_iterator, 2)

@@ -93,10 +93,14 @@ class Wrapper(nn.Module):
         return self.head(self.encoder(x))
 
 
-def extended(rank: int, with_optimizer: bool) -> None:
+def extended(rank: int, with_optimizer: bool, second_life: bool) -> None:
     accelerator = started()
     encoder = network()
     encoder, optimizer = accelerator.prepare(encoder, sgd(encoder))
+    if second_life:
+        train(accelerator, encoder, optimizer)
+        accelerator.free_memory()
+        encoder, optimizer = accelerator.prepare(encoder, sgd(encoder))
     train(accelerator, encoder, optimizer)
     own = [tensor.detach().clone() for tensor in (*encoder.parameters(), *encoder.buffers())]
     assert apart(accelerator, encoder) > 0.01
@@ -115,9 +119,9 @@ def extended(rank: int, with_optimizer: bool) -> None:
     train(accelerator, wrapper, optimizer, 1)
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_a_model_that_is_prepared_in_mid_run_leaves_what_is_mixed_alone(with_optimizer):
-    run_workers(extended, 2, with_optimizer)
+@pytest.mark.parametrize(("with_optimizer", "second_life"), [(False, False), (True, False), (False, True)])
+def test_a_model_that_is_prepared_in_mid_run_leaves_what_is_mixed_alone(with_optimizer, second_life):
+    run_workers(extended, 2, with_optimizer, second_life)
 
 
 def hooked(rank: int, folder: str, pops: str) -> None:
