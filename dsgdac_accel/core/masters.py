@@ -91,8 +91,8 @@ class Masters(SlotSource):
             self._load_into_masters()
         known = {memory_of(p): master for p, master in self._masters.items() if p.numel()}
         for parameter in new:
-            tied = known.get(memory_of(parameter)) if parameter.numel() else None  # tied memory stays tied
-            master = Parameter(parameter.detach().float() if tied is None else tied.data)
+            twin = known.get(memory_of(parameter)) if parameter.numel() else None  # tied memory stays tied
+            master = Parameter(parameter.detach().float() if twin is None else twin.data)
             known[memory_of(parameter)] = self._masters[parameter] = master
             _set_gradient_dtype(parameter, torch.float32)
             self._convert_state(parameter, parameter.dtype, torch.float32)
@@ -168,17 +168,21 @@ class Masters(SlotSource):
 
     # ---- for checkpoints
 
+    def _present(self) -> list[tuple[Parameter, Parameter]]:
+        """Return the parameters that the optimizer has now and that have a master, and that."""
+        self.follow(as_parameter_list(self.optimizer.param_groups))
+        return self._pairs
+
     def values(self) -> list[Parameter]:
         """Return the masters, in the order of the optimizer's parameters, as they are now."""
-        self.follow(as_parameter_list(self.optimizer.param_groups))
-        return [master for _, master in self._pairs]
+        return [master for _, master in self._present()]
 
     @torch.no_grad()
     def edited_values(self) -> list[Tensor]:
         """Return copies of `values`, with what a script has written into the model since `write`."""
-        self.follow(as_parameter_list(self.optimizer.param_groups))
+        pairs = self._present()
         found = dict(chain.from_iterable(block.edited_values(self.names) for block in self._blocks))
-        return [found[id(parameter)] for parameter, _ in self._pairs]
+        return [found[id(parameter)] for parameter, _ in pairs]
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor]) -> None:
@@ -202,11 +206,11 @@ class Masters(SlotSource):
         return {id(parameter): value for (parameter, _), value in zip(self._pairs, values, strict=True)}
 
     def _require_same_ties(self) -> None:
-        parameters = [parameter for parameter, _ in self._pairs]
+        parameters, masters = ([pair[place] for pair in self._pairs] for place in (0, 1))
         addresses = list(map(Tensor.data_ptr, parameters))
         if addresses == self._addresses:
             return
-        for parameter, one, other in zip(parameters, ties_of(parameters), ties_of(self.values()), strict=True):
+        for parameter, one, other in zip(parameters, ties_of(parameters), ties_of(masters), strict=True):
             if one != other:
                 raise RuntimeError(
                     f"{name_of(parameter, self.names)} ({parameter.dtype}) was tied or untied after it got its float32 "
@@ -302,7 +306,8 @@ class _Block:
         layout = Layout([masters[place] for place in distinct])
         self.masters = Copy(layout, None if buffer is None else [buffer])
         self.masters.read([masters[place] for place in distinct])
-        self._places = [distinct.index(first) for first in ties]
+        number_of = {first: number for number, first in enumerate(distinct)}
+        self._places = [number_of[first] for first in ties]
         """The place in `parameters` of each pair."""
         for master, place in zip(masters, self._places, strict=True):
             master.data = self.masters.views[0][place]

@@ -382,6 +382,18 @@ def test_newcomers_that_are_measured_before_their_first_step_start_equal():
     assert [parameter.tolist() for parameter in late] == [[1.0, 1.0]] * 2
 
 
+def test_a_parameter_may_join_while_another_one_is_put_into_other_memory():
+    accelerator, model, optimizer = prepared(linear())
+    optimizer.step()
+    late = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer.param_groups[0]["params"].append(late)
+    model.weight.data = model.weight.data.clone()
+    late.grad = torch.ones(2, dtype=torch.bfloat16)
+    optimizer.step()
+    assert held(accelerator, late).dtype == torch.float32
+    torch.testing.assert_close(held(accelerator, late).detach(), torch.full((2,), 0.9))
+
+
 def test_a_local_step_that_was_interrupted_after_it_moved_the_masters_leaves_them_in_the_model():
     accelerator, model, optimizer = prepared(linear())
     accelerator.backward(model(X).float().sum())

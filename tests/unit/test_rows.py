@@ -283,9 +283,14 @@ def test_processes_of_a_worker_that_train_other_parameters_end_by_the_name_of_wh
 # ---- a worker of one process
 
 
-def test_votes_of_a_step_that_did_not_end_are_replaced_and_forgotten_ones_are_not_read():
+def late_agreement() -> Agreement:
     agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
     agreement.late = True
+    return agreement
+
+
+def test_votes_of_a_step_that_did_not_end_are_replaced_and_forgotten_ones_are_not_read():
+    agreement = late_agreement()
     listener = Listener(agreement)
     listener.vote(1.0)
     listener.vote(2.0)
@@ -305,8 +310,7 @@ def test_votes_of_a_step_that_did_not_end_are_replaced_and_forgotten_ones_are_no
 
 
 def test_a_vote_of_one_process_travels_at_once_and_may_be_resolved_before_the_others():
-    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
-    agreement.late = True
+    agreement = late_agreement()
     first, second = Listener(agreement), Listener(agreement)
     vote = first.vote(1.0)
     assert vote.read() == [1.0]
@@ -319,8 +323,7 @@ def test_a_vote_of_one_process_travels_at_once_and_may_be_resolved_before_the_ot
 
 
 def test_whoever_has_voted_ends_with_its_last_reference():
-    agreement = Agreement(SimpleNamespace(row=Row(), device=CPU))
-    agreement.late = True
+    agreement = late_agreement()
     listener = Listener(agreement)
     listener.vote(1.0)
     agreement.close(0)
