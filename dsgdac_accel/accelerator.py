@@ -576,6 +576,7 @@ class GossipAccelerator(Accelerator):
         differs = self.training.taken_steps > 0 and self.num_workers > 1 and prepared
         keyed = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         with self.pass_average.shown() as average:
+            self.pass_average.warn_of_edited_average()
             found = own_state(keyed, self.group) if average or not differs else None
         if found is None:
             with self._average_in(model):
@@ -636,6 +637,8 @@ class GossipAccelerator(Accelerator):
             CheckpointError: on all workers, if any of them could not write; older checkpoints are untouched.
             RuntimeError: called inside `deployed_model`.
         """
+        if self._save_model_state_pre_hook:
+            self.pass_average.warn_of_hooks()
         with self.pass_average.hidden():
             return self.checkpoints.save(output_dir, wait=wait, facts=facts)
 

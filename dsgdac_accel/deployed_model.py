@@ -11,6 +11,7 @@ Calibration of BatchNorm is in `calibration`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -98,7 +99,7 @@ def deployed_model(
 
 
 def form_average(
-    models: Iterable[nn.Module],
+    models: Sequence[nn.Module],
     averages: Sequence[Average],
     group: WorkerGroup,
     frozen: Collection[nn.Module],
@@ -119,7 +120,7 @@ def form_average(
         beside += _shared_buffers(model, layers_by_worker[0], group.everyone)
         beside += pooled_batch_norm(layers_by_worker, group.everyone) if pooled else []
     places += [(tensor, tensor.detach().clone(), value) for tensor, value in beside]
-    return Shown(places, [average.copies for average in averages])
+    return Shown(places, [average.copies for average in averages], models)
 
 
 class Deployment:
@@ -199,8 +200,8 @@ class Deployment:
         return any(bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in places))
 
     def form(self) -> Shown:
-        """Form the average of all trained models, which they can show until the next step. Collective."""
-        return self._form(self.training.trained_models)
+        """Form the average of all prepared models, which they can show until the next step. Collective."""
+        return self._form(self.training.models)
 
     def _form(self, models: Sequence[nn.Module]) -> Shown:
         training = self.training
@@ -208,13 +209,20 @@ class Deployment:
         return form_average(models, averages, training.group, self._frozen, unmixed)
 
     def start_from_average(self, models: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective."""
+        """Give all workers the average of what an earlier gossip has mixed, and of the models with it. Collective.
+
+        All that it has mixed, and its models, take part as soon as some of it is prepared again.
+        """
         reshard(gathering_modules(models))
         trained = nn.ParameterList(p for each in optimizers for p in as_parameter_list(each.param_groups))
         earlier = self.training.mixed_earlier
         again = [model for model in (*models, trained) if any(p in earlier for p in model.parameters())]
         if again:
+            gc.collect()  # what scripts have dropped is gone on all workers alike
+            again += [model for ref in self.training.models_earlier if (model := ref()) is not None]
+            again = [*dict.fromkeys(again), nn.ParameterList(earlier)]
             form_average(again, [], self.training.group, (), self._unmixed(again)).leave()
+            self.training.models_earlier.clear()
 
     @property
     def _frozen(self) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -43,6 +44,8 @@ class GossipTraining:
         """The ticks with which each step has looked ahead along a scheduler."""
         self.mixed_earlier: Any = WeakTensorKeyDictionary()
         """The parameters that were mixed until the gossip ended."""
+        self.models_earlier: list[weakref.ref[nn.Module]] = []
+        """The models of that gossip."""
         self.restart(models)
 
     def restart(self, models: Sequence[nn.Module]) -> None:
@@ -211,6 +214,8 @@ class GossipTraining:
 
     def end(self) -> None:
         """End all gossip: wait for the exchanges in flight, free the copies, and take the masters out."""
+        if self.steps:
+            self.models_earlier = list(map(weakref.ref, self.models))
         for step in self.steps:
             for slot in chain.from_iterable(step.mixer.slots.of_workers):
                 self.mixed_earlier.update(dict.fromkeys(slot.parameters))

@@ -109,7 +109,8 @@ class PassAverage:
 
         All workers get the same answer, also if one of them reads a sample of another loader in between: of the passes
         that handed out a batch since the last step, it is the one that began first, and an evaluation, whose iterator
-        may live on, only if there is no other. One that runs in step with it, as in `zip`, may end it.
+        may live on, only if there is no other. One that runs in step with it, as in `zip`, may end it. At the first
+        step of several passes each may be a sample: the step belongs to none, and is at the end if all of them are.
         """
         active = self.gradient_state.active_dataloader
         if active is not None and recorder_of(active) is None:  # such as from `skip_first_batches`
@@ -119,12 +120,11 @@ class PassAverage:
             pass_.fresh, pass_.steps = False, pass_.steps + 1
         fresh = [pass_ for pass_ in fresh if not pass_.evaluation] or fresh
         if fresh:
-            self._trained_in = fresh[0]
-            fresh[0].trained_in = True
             steps = fresh[0].steps
-            # After a single step, the other pass may also be a worker's that only takes a sample.
-            ends = [pass_.last for pass_ in fresh[1:] if pass_.steps == steps > 1]
-            return fresh[0].loader(), fresh[0].last or any(ends)
+            if steps == 1 < len(fresh):
+                return None, all(pass_.last for pass_ in fresh)
+            self._trained_in, fresh[0].trained_in = fresh[0], True
+            return fresh[0].loader(), any(pass_.last for pass_ in fresh if pass_ is fresh[0] or pass_.steps == steps)
         # No new batch: a second optimizer steps on the same one.
         return (None, False) if self._trained_in is None else (self._trained_in.loader(), self._at_end)
 
@@ -133,7 +133,10 @@ class PassAverage:
         if not self.enabled or self.training.num_workers == 1:
             return
         if self._at_end or self.training.steps[0].steps_taken in self.last_steps:
-            self._kept = self.deployment.form()
+            try:
+                self._kept = self.deployment.form()
+            except ValueError as error:  # on all workers; a script that never reads an average goes on
+                self._say("no average", f"no average is kept at the end of a pass: {error}")
 
     def drop(self) -> None:
         """Forget the average, because the parameters change or the script evaluates by itself."""
@@ -324,13 +327,23 @@ class PassAverage:
                 f"{self.training.taken_steps}. {_COPY_FIRST}",
             )
 
+    def warn_of_hooks(self) -> None:
+        """Warn once if hooks of a script save objects of its own, of which it has one for each worker."""
+        if self._differ:
+            self._say(
+                "hooks",
+                "hooks before save_state() read this worker's own objects: an EMA that one saves is worker 0's, not "
+                f"the average. {_COPY_FIRST}",
+            )
+
     def warn_of_edited_average(self) -> None:
-        """Warn once if a script has written weights of its own into models that are deployed now."""
+        """Warn once if a script has written weights of its own into models that show the average now."""
         topic = "edited average"
-        if topic not in self._said and self._differ and self.deployment.active and self.deployment.is_edited():
+        shown = self.deployment.active or self._in_models
+        if topic not in self._said and self._differ and shown and self.deployment.is_edited():
             self._say(
                 topic,
-                f"weights were written into the deployed model at step {self.training.taken_steps}: they are each "
+                f"weights were written into the deployed average at step {self.training.taken_steps}: they are each "
                 f"worker's own, not the average of the workers. {_COPY_FIRST}",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dsgdac_accel.core.copies import Copies, Use
@@ -24,13 +24,21 @@ class Shown:
         places: the tensors. Values and copies are rounded to the dtype of the tensor. The copy of a buffer becomes what
             that is when it is overwritten; all else is left alone.
         copies: those that hold a kept average of which these are the places.
+        models: those that have the buffers among the places, under the same names again after `restore`.
     """
 
-    def __init__(self, places: Sequence[Place], copies: Sequence[Copies] = ()) -> None:
+    def __init__(
+        self, places: Sequence[Place], copies: Sequence[Copies] = (), models: Sequence[nn.Module] = ()
+    ) -> None:
         self.places = places
         self.copies = copies
+        self.models = models
         self._memory: list[Tensor] = []
         """The memory of each tensor when it was overwritten."""
+        self._versions: list[int] = []
+        """The version of each tensor then, which in-place operations of a script count up."""
+        self._named: list[tuple[nn.Module, str, Tensor | None]] = []
+        """The buffers by module and name then. A module may assign new ones, and `model.double()` does."""
 
     def is_current(self) -> bool:
         """Return whether the average is kept, and no script has written into the parameters since. Waits once.
@@ -46,6 +54,9 @@ class Shown:
         """Overwrite the tensors until `restore`, which must follow."""
         for copies in self.copies:
             copies.use = Use.BACKUP
+        modules = [module for model in self.models for module in model.modules()]
+        self._named = [(module, *named) for module in modules for named in module._buffers.items()]
+        self._versions = [_version(tensor) for tensor, _, _ in self.places]
         self._memory = [tensor.data for tensor, _, _ in self.places]
         for memory, (tensor, own, value) in zip(self._memory, self.places, strict=True):
             if not _is_parameter(tensor):
@@ -63,8 +74,8 @@ class Shown:
         """Give the tensors their own values back, in the memory that they had, also if they were re-pointed since.
 
         Args:
-            keep_edits: if a script has written into parameters since `show`, whatever it has written stays. To find
-                out, the host waits once.
+            keep_edits: if a script has given parameters other values since `show`, whatever it has written stays, also
+                what is equal to the average, as of a state dictionary that it has loaded. The host waits once.
 
         Returns:
             Whether something stays.
@@ -73,12 +84,18 @@ class Shown:
         if keep_edits:
             differ = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
             edited = [tensor for (tensor, _, _), differs in zip(self.places, differ, strict=True) if differs]
-        stay = set(map(id, edited)) if any(map(_is_parameter, edited)) else set()
+        stay: set[int] = set()
+        if any(map(_is_parameter, edited)):
+            versions = zip(self.places, self._versions, strict=True)
+            written = [tensor for (tensor, _, _), version in versions if _version(tensor) > version]
+            stay = {id(tensor) for tensor in (*edited, *written)}
         for memory, (tensor, own, _) in zip(self._memory, self.places, strict=True):
             if id(tensor) not in stay:
                 if tensor.data_ptr() != memory.data_ptr():
                     tensor.data = memory
                 _write(memory, own)
+        for module, name, buffer in () if stay else self._named:
+            module._buffers[name] = buffer
         for copies in self.copies:
             copies.use = Use.KEPT
         return bool(stay)
@@ -86,6 +103,10 @@ class Shown:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, Parameter) or tensor.requires_grad
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _write(memory: Tensor, value: Tensor) -> None:

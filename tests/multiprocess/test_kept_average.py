@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging.handlers
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from dsgdac_accel import GossipAccelerator, GossipConfig
@@ -250,3 +252,110 @@ def read_by_a_persistent_iterator(rank: int) -> None:
 
 def test_an_evaluation_is_left_open_and_a_worker_runs_the_model_by_itself():
     run_workers(read_by_a_persistent_iterator, 2)
+
+
+class Counting(nn.Sequential):
+    """A network whose evaluation writes buffers, in place and by new objects."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen * 0.9 + x.mean()
+        self.counted.add_(1)
+        return super().forward(x)
+
+
+def written_inside(rank: int, what: str) -> None:
+    accelerator = started()
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("dsgdac_accel.pass_average").addHandler(heard)
+    model = Counting()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    train, test = loaders(accelerator)
+    one_pass(accelerator, lambda x: model(x).square().mean(), optimizer, train)
+    loaded = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    loaded["0.bias"] += 1 + rank  # all else is equal to the average
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    model.eval()
+    with torch.no_grad():
+        for x in test:
+            model(x)
+            if what == "converted":
+                model.double().float()
+            if what in ("loaded", "loaded and back"):
+                average = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(loaded)
+            if what == "loaded":
+                assert float(accelerator.get_state_dict(model)["0.bias"][0]) == float(loaded["0.bias"][0])
+            if what == "loaded and back":
+                model.load_state_dict(average)
+    after = model.state_dict(keep_vars=True)
+    for name, (tensor, value) in before.items():
+        if what == "loaded":
+            assert torch.equal(after[name], loaded[name]), f"{name} is not what was loaded"
+        else:
+            assert after[name] is tensor
+            assert torch.equal(tensor, value), f"{name} was not given back"
+    own = sum("written into the deployed average" in record.getMessage() for record in heard.buffer)
+    assert own == (what == "loaded" and rank == 0)
+
+
+@pytest.mark.parametrize("what", ["buffers", "converted", "loaded", "loaded and back"])
+def test_a_pass_gives_back_what_it_overwrote_and_keeps_what_a_script_wrote(what):
+    run_workers(written_inside, 2, what)
+
+
+def beside(rank: int) -> None:
+    """A prepared average of a script's own, and a buffer that has no average."""
+    accelerator = started()
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("dsgdac_accel.pass_average").addHandler(heard)
+    model = network()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    model, ema, optimizer = accelerator.prepare(model, ema, torch.optim.SGD(model.parameters(), lr=0.3))
+    train, _ = loaders(accelerator)
+    for x in train:
+        accelerator.backward(model(x * (1 + rank)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+    expected = mean(accelerator, ema)
+    statistics = accelerator.group.all_reduce_mean_(ema.module[1].running_mean.clone(), "a mean")
+    state = accelerator.get_state_dict(ema)
+    close(torch.cat([state[name].flatten() for name, _ in ema.named_parameters()]), expected)
+    close(state["module.1.running_mean"], statistics)
+    model.register_buffer("lengths", torch.zeros(1 + rank))
+    one_pass(accelerator, lambda x: model(x).square().mean(), optimizer, train)
+    assert not accelerator.pass_average.available
+    assert sum("buffer lengths" in record.getMessage() for record in heard.buffer) == (rank == 0)
+    with pytest.raises(ValueError, match="buffer lengths"), accelerator.deployed_model(model):
+        pass
+
+
+def test_what_lies_beside_the_mixed_parameters_is_averaged_or_named():
+    run_workers(beside, 2)
+
+
+def held_by_main_alone(rank: int) -> None:
+    """The main process looks at samples, and its iterators live on."""
+    accelerator = started()
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    train, test = loaders(accelerator)
+    short = accelerator.prepare(DataLoader(DATA, batch_size=8))  # a batch for each worker
+    held = [iter(loader) for loader in (short, test)] if rank == 0 else []
+    for iterator in held:
+        next(iterator)
+    one_pass(accelerator, lambda x: model(x).square().mean(), optimizer, train)
+    expected = mean(accelerator, model)
+    model.eval()
+    for loader in (short, test):
+        for _ in loader:
+            close(values(model), expected)
+
+
+def test_samples_that_the_main_process_looks_at_change_no_average():
+    run_workers(held_by_main_alone, 2)

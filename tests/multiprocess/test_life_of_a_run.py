@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def prepared_again(rank: int, head_outside: bool, kind: str) -> None:
         assert torch.equal(fresh[0].weight, theirs) == (rank == 0), "a model that was not mixed starts as worker 0's"
         assert apart(accelerator, fresh) == 0
         return
+    if kind == "a part":
+        model, _ = accelerator.prepare(model, sgd(model))
+        close(values(whole), expected)
+        return
     new = sgd(whole)
     accelerator.prepare(nn.Sequential(model, nn.Linear(2, 2)) if kind == "wrapped" else model, new)
     close(values(whole), expected)
@@ -78,7 +83,8 @@ def prepared_again(rank: int, head_outside: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_outside", "kind"), [(False, "same"), (True, "same"), (False, "wrapped"), (False, "other model")]
+    ("head_outside", "kind"),
+    [(False, "same"), (True, "same"), (False, "wrapped"), (False, "other model"), (True, "a part")],
 )
 def test_a_run_that_is_prepared_again_goes_on_from_the_average(head_outside, kind):
     run_workers(prepared_again, 2, head_outside, kind)
@@ -146,9 +152,13 @@ def hooked(rank: int, folder: str, pops: str) -> None:
         with pytest.raises(CheckpointError, match="save_model_hook of register_save_state_pre_hook"):
             accelerator.save_state(folder)
         return
-    accelerator.save_state(folder)
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("dsgdac_accel.pass_average").addHandler(heard)
+    for number in (1, 2):
+        accelerator.save_state(folder + str(number))
+    assert sum("an EMA" in record.getMessage() for record in heard.buffer) == (rank == 0)
     train(accelerator, model, optimizer)
-    accelerator.load_state(folder)
+    accelerator.load_state(folder + "2")
     assert torch.equal(values(model), own)
 
 
