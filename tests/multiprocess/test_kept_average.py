@@ -319,9 +319,9 @@ def beside(rank: int) -> None:
     train, _ = loaders(accelerator)
     for x in train:
         accelerator.backward(model(x * (1 + rank)).square().mean())
+        ema.update_parameters(model)
         optimizer.step()
         optimizer.zero_grad()
-        ema.update_parameters(model)
     expected = mean(accelerator, ema)
     statistics = accelerator.group.all_reduce_mean_(ema.module[1].running_mean.clone(), "a mean")
     state = accelerator.get_state_dict(ema)

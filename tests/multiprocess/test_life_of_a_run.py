@@ -71,9 +71,11 @@ def prepared_again(rank: int, head_outside: bool, kind: str) -> None:
         assert torch.equal(fresh[0].weight, theirs) == (rank == 0), "a model that was not mixed starts as worker 0's"
         assert apart(accelerator, fresh) == 0
         return
-    if kind == "a part":
-        model, _ = accelerator.prepare(model, sgd(model))
+    if kind in ("model", "head"):
+        part = {"model": model, "head": head}[kind]
+        accelerator.prepare(part, sgd(part))
         close(values(whole), expected)
+        close(model[1].running_mean, statistics)
         return
     new = sgd(whole)
     accelerator.prepare(nn.Sequential(model, nn.Linear(2, 2)) if kind == "wrapped" else model, new)
@@ -84,7 +86,7 @@ def prepared_again(rank: int, head_outside: bool, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("head_outside", "kind"),
-    [(False, "same"), (True, "same"), (False, "wrapped"), (False, "other model"), (True, "a part")],
+    [(False, "same"), (True, "same"), (False, "wrapped"), (False, "other model"), (True, "model"), (True, "head")],
 )
 def test_a_run_that_is_prepared_again_goes_on_from_the_average(head_outside, kind):
     run_workers(prepared_again, 2, head_outside, kind)
