@@ -276,8 +276,8 @@ def sharded_batches(
 
     If Accelerate prepared the loader and all workers hold the same samples, the batches are shared out. Any other
     loader or iterable counts as this worker's own data. Map-style data sets are read through a separate loader: the
-    sampler, epoch, generators and loader processes of the given one stay untouched, no sample is repeated or left out,
-    and the shared batches are the same for any number of workers.
+    sampler, epoch, generators and loader processes of the given one stay untouched, each sample is read as often as a
+    pass draws it, and the shared batches are the same for any number of workers.
 
     Args:
         data: the loader or iterable.
@@ -303,7 +303,7 @@ def sharded_batches(
 
 
 def _rows(loader: Any) -> list[int]:
-    """Return the dataset's row numbers that the loader draws from, ascending, without disturbing its sampler."""
+    """Return the row numbers that a pass draws, ascending, as often as it does. Its sampler is not disturbed."""
     batch_sampler = batch_sampler_of(loader)
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
@@ -311,7 +311,7 @@ def _rows(loader: Any) -> list[int]:
         return list(range(len(loader.dataset)))
     randomness = random_state()
     with preserved_loaders([loader]):
-        rows = sorted({row for batch in batch_sampler for row in batch})
+        rows = sorted(row for batch in batch_sampler for row in batch)
     set_random_state(randomness)
     return rows
 

@@ -11,7 +11,10 @@ Calibration of BatchNorm is in `calibration`.
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -39,9 +42,11 @@ from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.shards import gathering_modules, local_parameters, reshard
 from dsgdac_accel.gossip_training import GossipTraining
 from dsgdac_accel.randomness import random_state, set_random_state
-from dsgdac_accel.tensor_bytes import bits_differ, digest
+from dsgdac_accel.tensor_bytes import begin_digest, bits_differ, digest, finish_digests
 from dsgdac_accel.unmixed import means_of, unmixed_parameters
 from dsgdac_accel.virtual_workers import VirtualWorkers, first_replica, replicas_of
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -283,30 +288,50 @@ def _calibrated_by_worker(model: nn.Module, frozen: Collection[nn.Module]) -> li
 
 
 def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
-    """Return buffers with worker 0's values, except the statistics of `layers` and caches that differ in shape."""
-    first, *others = replicas_of(model)
+    """Return buffers with worker 0's values, except the statistics of `layers` and caches that differ in shape.
+
+    Floating-point buffers with other values on other workers may be running statistics: one warning names them.
+    """
+    first, *others = (dict(replica.named_buffers()) for replica in replicas_of(model))
     measured = {id(buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)}
-    named = {name: buffer for name, buffer in first.named_buffers() if id(buffer) not in measured}
-    in_others = [dict(replica.named_buffers()) for replica in others]
-    mine = {
+    named = {name: buffer for name, buffer in first.items() if id(buffer) not in measured}
+    layout = {
         name: (tuple(buffer.shape), str(buffer.dtype), buffer.device.type)  # which decides the way that it is sent
         for name, buffer in named.items()
     }
-    layouts = group.all_gather_object(mine, "comparing the buffers of the model")
-    pairs = []
+    everywhere = [(name, buffers[name]) for name in named for buffers in (first, *others) if name in buffers]
+    digests = finish_digests([begin_digest(buffer) for _, buffer in everywhere])
+    known = {(name, text) for (name, _), text in zip(everywhere, digests, strict=True)}
+    gathered = group.all_gather_object((layout, known), "comparing the buffers of the model")
+    layouts = [theirs for theirs, _ in gathered]
+    values = Counter(name for name, _ in set().union(*(theirs for _, theirs in gathered)))
+    pairs, differing = [], []
     for name, buffer in named.items():
-        if all(layout.get(name) == mine[name] for layout in layouts):
+        if all(theirs.get(name) == layout[name] for theirs in layouts):
             value = buffer.detach().clone()
-            group.broadcast_(value, f"sharing buffer {name} for the deployed model")
-            replicated = [buffers[name] for buffers in in_others if name in buffers]
+            if values[name] > 1:
+                group.broadcast_(value, f"sharing buffer {name} for the deployed model")
+                differing += [name] if value.is_floating_point() else []
+            replicated = [buffers[name] for buffers in others if name in buffers]
             pairs += [(each, value) for each in (buffer, *replicated) if each.shape == buffer.shape]
-        elif name in first.state_dict(keep_vars=True):  # which does not warn that it is a worker's own
-            seen = [layout.get(name) for layout in layouts]
+        elif name in first_replica(model).state_dict(keep_vars=True):  # which does not warn that it is a worker's own
+            seen = [theirs.get(name) for theirs in layouts]
             raise ValueError(
                 f"buffer {name} of the deployed model has different shapes, dtypes or devices on the workers: {seen}. "
                 f"Keep its shape fixed, or register it with persistent=False so that each worker keeps its own."
             )
+    if differing and group.rank == 0:
+        _warn_of_buffers(", ".join(differing))
     return pairs
+
+
+@functools.cache  # once
+def _warn_of_buffers(names: str) -> None:
+    logger.warning(
+        "the deployed model has worker 0's values of these buffers, which differ between the workers and are not "
+        "averaged: %s. If they are statistics of the data, average them over the workers by `accelerator.reduce`.",
+        names,
+    )
 
 
 # ---- restoring a model

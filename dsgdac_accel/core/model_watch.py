@@ -27,7 +27,7 @@ class ModelWatch:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.models = models
         self.frozen: list[nn.Module] = []
-        """BatchNorm layers that were in eval mode when the models last trained."""
+        """BatchNorm layers that were in eval mode at the last step of the optimizer that trains their model."""
         self.names: dict[int, str] = {}
         """Name of each parameter in its model, by `id`; others refer to this dictionary."""
         self._look()
@@ -38,7 +38,9 @@ class ModelWatch:
         """Dictionary of a module, key in it, full name, and the parameter or submodule that was there."""
         self._gathering = gathering_modules(self.models)
         reshard(self._gathering)  # names and sites are those of the shards
-        self._batch_norms = [(model, batch_norm_layers(model)) for model in self.models]
+        self._batch_norms: list[nn.Module] = []
+        """The BatchNorm layers of the models that the optimizer trains, as long as it has `_trained` parameters."""
+        self._trained = -1
         for model in self.models:
             self.names.update((id(parameter), name) for name, parameter in model.named_parameters())
             for path, module in model.named_modules():
@@ -51,9 +53,13 @@ class ModelWatch:
         if len(self.models) != self._models_seen:
             self._look()
         reshard(self._gathering)
-        if any(model.training for model in self.models):
-            training = [layer for model, layers in self._batch_norms if model.training for layer in layers]
-            self.frozen = [layer for layer in training if not layer.training]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count != self._trained:
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            models = [model for model in self.models if any(id(p) in trained for p in model.parameters())]
+            self._batch_norms = [layer for model in models for layer in batch_norm_layers(model)]
+            self._trained = count
+        self.frozen = [layer for layer in self._batch_norms if not layer.training]
         replaced = [site for site in self._sites if site[0].get(site[1]) is not site[3]]
         if not replaced:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import warnings
 from collections import namedtuple
 
@@ -97,6 +98,7 @@ def calibrate_subset(rank: int, kind: str) -> float:
     samplers = {
         "subset": SubsetRandomSampler(range(8)),
         "weighted": WeightedRandomSampler([1.0] * 8 + [0.0] * 8, 64),
+        "oversampled": [9, *[0] * 15],
     }
     loader = DataLoader(Numbers(), batch_size=2, sampler=samplers[kind])
     model, _optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
@@ -104,9 +106,9 @@ def calibrate_subset(rank: int, kind: str) -> float:
         return deployed.norm.running_mean[0].item()
 
 
-@pytest.mark.parametrize("kind", ["subset", "weighted"])
-def test_calibration_reads_only_the_rows_that_training_draws(kind):
-    assert run_workers(calibrate_subset, 2, kind) == [0.0, 0.0]
+@pytest.mark.parametrize(("kind", "mean"), [("subset", 0.0), ("weighted", 0.0), ("oversampled", 62.5)])
+def test_calibration_reads_the_rows_that_training_draws_as_often_as_it_does(kind, mean):
+    assert run_workers(calibrate_subset, 2, kind) == [mean, mean]
 
 
 class Prefetcher:
@@ -266,3 +268,34 @@ def stream_and_calibrate(rank: int, workers: int, dispatch: bool | None) -> int:
 @pytest.mark.parametrize(("workers", "dispatch"), [(0, None), (0, False), (1, False)])
 def test_calibrating_on_a_stream_in_mid_epoch_does_not_cut_the_epoch(workers, dispatch):
     assert run_workers(stream_and_calibrate, 2, workers, dispatch) == [6, 6]
+
+
+def trained_in_eval_mode(rank: int) -> None:
+    """Statistics that training does not use stay as they are; those of a model that another optimizer trains count."""
+    accelerator = make_accelerator()
+    frozen, live = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(2, track_running_stats=True))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (frozen, live)]
+    frozen, live, *optimizers = accelerator.prepare(frozen, live, *optimizers)
+    frozen.eval()
+    for number in (0, 1, 2):
+        layer, optimizer = (live[0], optimizers[1]) if number == 1 else (frozen, optimizers[0])
+        live.train(number == 1)
+        accelerator.backward(layer(torch.randn(4, 3) + 5).sum())
+        if number == 1:
+            live[1](torch.randn(2, 2, 8) + rank)
+        optimizer.step()
+    heard = logging.handlers.BufferingHandler(100)
+    logging.getLogger("dsgdac_accel.deployed_model").addHandler(heard)
+    for model in (frozen, live, frozen, live):
+        with accelerator.deployed_model(model, calibrate=[torch.randn(8, 3) + 5] if model is frozen else None):
+            assert torch.equal(frozen.running_mean, torch.zeros(3))
+        with accelerator.deployed_model(
+            live, calibrate=[torch.randn(8, 3) + 9], calibration_forward=lambda m, x: m[0](x)
+        ):
+            assert live[0].running_mean.mean() > 7, "a model in eval mode while another one trains is calibrated"
+    named = [record.getMessage() for record in heard.buffer]
+    assert [("1.running_mean" in text, "0.running_mean" in text) for text in named] == [(True, False)] * (rank == 0)
+
+
+def test_statistics_that_training_did_not_use_stay_and_others_that_differ_are_named():
+    run_workers(trained_in_eval_mode, 2)
