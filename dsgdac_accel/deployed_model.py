@@ -35,7 +35,7 @@ from dsgdac_accel.calibration import (
 )
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.parameters import as_parameter_list
-from dsgdac_accel.core.shown import Shown
+from dsgdac_accel.core.shown import KeptPlace, Shown
 from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.data.sharding import TrainingPhase
 from dsgdac_accel.distributed.group import WorkerGroup
@@ -88,7 +88,7 @@ def deployed_model(
     layers = _calibrated_by_worker(holder, frozen)[0]
     group.refuse_combinations(calibrates=bool(layers) and calibrate is not None)
     first_replica_only = holder.whole() if isinstance(holder, VirtualWorkers) else nullcontext()
-    with preserved_state(holder), first_replica_only:
+    with first_replica_only, preserved_state(holder):
         shown = form_average([holder], averages, group, frozen, unmixed, pooled=calibrate is None)
         try:
             shown.show()
@@ -118,8 +118,8 @@ def form_average(
         averages, group, frozen, unmixed: as for `deployed_model`.
         pooled: whether to pool BatchNorm statistics, which are to be calibrated otherwise.
     """
-    places = [place for average in averages for place in average.form()]
-    beside = means_of(unmixed, group)
+    places: list[KeptPlace] = [place for average in averages for place in average.form()]
+    beside: list[tuple[Tensor, Tensor | None]] = [*means_of(unmixed, group)]
     for model in models:
         layers_by_worker = _calibrated_by_worker(model, frozen)
         beside += _shared_buffers(model, layers_by_worker[0], group.everyone)
@@ -287,8 +287,12 @@ def _calibrated_by_worker(model: nn.Module, frozen: Collection[nn.Module]) -> li
     return [calibrated_layers(replica, fixed) for replica in replicas_of(model)]
 
 
-def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: WorkerGroup) -> list[tuple[Tensor, Tensor]]:
+def _shared_buffers(
+    model: nn.Module, layers: Sequence[_BatchNorm], group: WorkerGroup
+) -> list[tuple[Tensor, Tensor | None]]:
     """Return buffers with worker 0's values, except the statistics of `layers` and caches that differ in shape.
+
+    None is the value of a buffer that is equal on all workers.
 
     Floating-point buffers with other values on other workers may be running statistics: one warning names them.
     """
@@ -305,11 +309,13 @@ def _shared_buffers(model: nn.Module, layers: Sequence[_BatchNorm], group: Worke
     gathered = group.all_gather_object((layout, known), "comparing the buffers of the model")
     layouts = [theirs for theirs, _ in gathered]
     values = Counter(name for name, _ in set().union(*(theirs for _, theirs in gathered)))
-    pairs, differing = [], []
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    differing: list[str] = []
     for name, buffer in named.items():
         if all(theirs.get(name) == layout[name] for theirs in layouts):
-            value = buffer.detach().clone()
+            value = None
             if values[name] > 1:
+                value = buffer.detach().clone()
                 group.broadcast_(value, f"sharing buffer {name} for the deployed model")
                 differing += [name] if value.is_floating_point() else []
             replicated = [buffers[name] for buffers in others if name in buffers]

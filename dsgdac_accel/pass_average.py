@@ -191,6 +191,8 @@ class PassAverage:
         if self._kept is None or not self._kept.is_current():
             self._kept = None  # a script has written weights, such as an average of its own, which it evaluates
             return False
+        for virtual in self.training.owners.virtual_models:
+            virtual.follow_the_first()  # before its buffers are overwritten
         self._in_models = True
         self._kept.show()
         return True

@@ -62,6 +62,11 @@ def bits_differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     return on_host(differ)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number that operations in place count up; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def narrowed(tensor: Tensor, like: Tensor) -> Tensor:
     """Narrow `tensor` to one entry along dimensions that `like` expands: torch writes to no memory twice."""
     for dimension, stride in enumerate(like.stride()):

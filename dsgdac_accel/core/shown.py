@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dsgdac_accel.core.copies import Copies, Use
-from dsgdac_accel.tensor_bytes import bits_differ, narrowed
+from dsgdac_accel.tensor_bytes import bits_differ, narrowed, version_of
 
 Place = tuple[Tensor, Tensor, Tensor]
 """A tensor that a script sees, a copy of its own value, and the value to show."""
+KeptPlace = tuple[Tensor, Tensor, Tensor | None]
+"""The same, or None if the tensor shows what is in it, and only gets its own value back."""
 
 
 class Shown:
@@ -28,7 +30,7 @@ class Shown:
     """
 
     def __init__(
-        self, places: Sequence[Place], copies: Sequence[Copies] = (), models: Sequence[nn.Module] = ()
+        self, places: Sequence[KeptPlace], copies: Sequence[Copies] = (), models: Sequence[nn.Module] = ()
     ) -> None:
         self.places = places
         self.copies = copies
@@ -56,12 +58,13 @@ class Shown:
             copies.use = Use.BACKUP
         modules = [module for model in self.models for module in model.modules()]
         self._named = [(module, *named) for module in modules for named in module._buffers.items()]
-        self._versions = [_version(tensor) for tensor, _, _ in self.places]
+        self._versions = [version_of(tensor) for tensor, _, _ in self.places]
         self._memory = [tensor.data for tensor, _, _ in self.places]
         for memory, (tensor, own, value) in zip(self._memory, self.places, strict=True):
             if not _is_parameter(tensor):
                 own.copy_(tensor)
-            _write(memory, value)
+            if value is not None:
+                _write(memory, value)
 
     def leave(self) -> None:
         """Overwrite the tensors for good."""
@@ -82,12 +85,12 @@ class Shown:
         """
         edited: list[Tensor] = []
         if keep_edits:
-            differ = bits_differ((tensor, value.to(tensor.dtype)) for tensor, _, value in self.places)
-            edited = [tensor for (tensor, _, _), differs in zip(self.places, differ, strict=True) if differs]
+            valued = [(tensor, value.to(tensor.dtype)) for tensor, _, value in self.places if value is not None]
+            edited = [tensor for (tensor, _), differs in zip(valued, bits_differ(valued), strict=True) if differs]
         stay: set[int] = set()
         if any(map(_is_parameter, edited)):
             versions = zip(self.places, self._versions, strict=True)
-            written = [tensor for (tensor, _, _), version in versions if _version(tensor) > version]
+            written = [tensor for (tensor, _, _), version in versions if version_of(tensor) > version]
             stay = {id(tensor) for tensor in (*edited, *written)}
         for memory, (tensor, own, _) in zip(self._memory, self.places, strict=True):
             if id(tensor) not in stay:
@@ -103,10 +106,6 @@ class Shown:
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, Parameter) or tensor.requires_grad
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _write(memory: Tensor, value: Tensor) -> None:

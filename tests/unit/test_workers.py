@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -431,6 +433,77 @@ def test_the_other_replicas_follow_the_first():
     model.load_state_dict(own, strict=False)
     assert torch.equal(model.replicas[2][0].weight, own["replicas.2.0.weight"]), "each replica loads its own"
     assert torch.equal(model.replicas[1][0].weight, own["replicas.1.0.weight"])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.tau, self.config = nn.BatchNorm1d(2), 1.0, SimpleNamespace(power=1)
+        self.register_buffer("scale", torch.ones(()))
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.norm(x) * self.scale * self.tau**self.config.power
+
+
+def scaled() -> tuple[GossipAccelerator, Any, nn.Module]:
+    accelerator = GossipAccelerator(cpu=True, gossip=GossipConfig(workers_per_process=3))
+    model = Scaled()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(prepared(torch.randn(6, 2)).sum())
+    optimizer.step()
+    return accelerator, prepared, model
+
+
+SETTINGS = {
+    "an attribute of the wrapper": (lambda wrapper, first: setattr(wrapper, "tau", 5.0), "tau", 5.0),
+    "an attribute": (lambda wrapper, first: setattr(first, "tau", 7.0), "tau", 7.0),
+    "a new attribute": (lambda wrapper, first: setattr(first, "theta", (1, 2)), "theta", (1, 2)),
+    "a setting of the config": (lambda wrapper, first: setattr(wrapper.config, "power", 2), "config.power", 2),
+    "a buffer in place": (lambda wrapper, first: wrapper.scale.fill_(3), "scale", 3.0),
+    "a buffer of the wrapper": (lambda wrapper, first: setattr(wrapper, "scale", torch.tensor(4.0)), "scale", 4.0),
+    "a buffer put in place of another": (lambda wrapper, first: setattr(first, "scale", torch.tensor(4.0)), "scale", 4),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("change", SETTINGS)
+def test_what_a_script_sets_on_a_prepared_model_reaches_all_replicas(change, inside):
+    accelerator, wrapper, first = scaled()
+    edit, name, value = SETTINGS[change]
+    statistics = [replica.norm.running_mean.clone() for replica in wrapper.replicas]
+    if inside and "buffer" not in change:  # which the deployed model gives back
+        with accelerator.deployed_model(wrapper):
+            edit(wrapper, first)
+    else:
+        edit(wrapper, first)
+        with accelerator.deployed_model(wrapper) as deployed:
+            deployed(torch.randn(6, 2)).sum()
+            deployed.norm.running_mean.mul_(2)  # which is given back
+    wrapper.eval()
+    wrapper(torch.zeros(6, 2))
+    for replica, own in zip(wrapper.replicas, statistics, strict=True):
+        assert operator.attrgetter(name)(replica) == value
+        assert torch.equal(replica.norm.running_mean, own), "statistics stay those of each worker"
+    assert len({replica.seen for replica in wrapper.replicas}) == 1
+    assert len({replica.scale.data_ptr() for replica in wrapper.replicas}) == 3
+
+
+def test_what_only_one_replica_would_get_is_an_error_and_a_loaded_state_stays():
+    _, wrapper, first = scaled()
+    with pytest.raises(RuntimeError, match=r"model\.head is set to a Linear"):
+        wrapper.head = nn.Linear(2, 2)
+    state = {name: value + 1 for name, value in wrapper.state_dict().items() if "extra" not in name}
+    expected = [torch.as_tensor(replica.norm.running_mean) + 1 for replica in wrapper.replicas]
+    wrapper.load_state_dict(state, strict=False)
+    wrapper.eval()
+    wrapper(torch.zeros(6, 2))
+    for replica, own in zip(wrapper.replicas, expected, strict=True):
+        torch.testing.assert_close(replica.norm.running_mean, own)
+    first.head = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="modules were added"):
+        wrapper(torch.zeros(6, 2))
 
 
 def test_calling_a_submodule_of_the_first_replica_is_warned_of_once(caplog):
