@@ -664,9 +664,9 @@ class GossipAccelerator(Accelerator):
         """Load each worker's own state from `save_state` into the same prepared objects. Collective.
 
         Training then continues bit by bit as if it had not stopped, also where the script has changed weights since
-        they were sent. Take the rest of the interrupted pass from
-        `resumed_batches`. If the workers have another number of shards than the saved ones, each gets its own values,
-        and random streams are seeded anew.
+        they were sent. Take the rest of the interrupted pass from `resumed_batches`; loaders with
+        `use_stateful_dataloader=True` hand it out by themselves. If the workers have another number of shards than the
+        saved ones, each gets its own values, and random streams are seeded anew.
 
         Args:
             input_dir: the checkpoint. With automatic naming, leave it out to load the newest complete one; "auto" loads
@@ -687,9 +687,10 @@ class GossipAccelerator(Accelerator):
         """
         self.pass_average.drop()
         loaded = self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
-        for step in self.training.steps:
-            if loaded is not None:
+        if loaded is not None:
+            for step in self.training.steps:
                 step.mixer.resume_exchange(step.schedule.lr)
+            self.pass_average.after_load()
         return loaded
 
     # ---- stopping on a signal

@@ -18,6 +18,7 @@ from accelerate.state import GradientState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from dsgdac_accel.core.copies import Use
 from dsgdac_accel.core.shown import Shown
 from dsgdac_accel.data.dataloader_state import OpenPass, recorder_of
 from dsgdac_accel.deployed_model import Deployment
@@ -36,7 +37,8 @@ class PassAverage:
     """Keeps the average of the workers from the last optimizer step of a pass until the next step.
 
     It is formed after the last step of a pass over a prepared loader, and after the last step of the learning rate
-    schedule, since scripts often leave the last pass by `break`. Each worker shows it by itself:
+    schedule, since scripts often leave the last pass by `break`; and again when such a state is loaded. Each worker
+    shows it by itself:
 
     - in a pass over a prepared loader that has not been trained on and does not count as training when it begins, see
       `TrainingPhase.is_training`;
@@ -137,6 +139,12 @@ class PassAverage:
                 self._kept = self.deployment.form()
             except ValueError as error:  # on all workers; a script that never reads an average goes on
                 self._say("no average", f"no average is kept at the end of a pass: {error}")
+
+    def after_load(self) -> None:
+        """Keep the average of loaded weights, unless copies of them are on their way as they were at the save."""
+        steps = self.training.steps if self.enabled and self.training.num_workers > 1 else []
+        if steps and all(step.mixer.copies.use is Use.FREE for step in steps):
+            self._kept = self.deployment.form()
 
     def drop(self) -> None:
         """Forget the average, because the parameters change or the script evaluates by itself."""

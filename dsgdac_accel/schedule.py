@@ -267,11 +267,11 @@ def tick(scheduler: Any, times: int, *args: Any, **kwargs: Any) -> None:
 
     Args:
         scheduler: a learning rate scheduler of torch or Transformers.
-        times: number of ticks. A single tick is `scheduler.step(...)`, without a stop.
+        times: number of ticks.
         *args, **kwargs: of `scheduler.step`.
     """
     for _ in range(times):
-        if times == 1 or not isinstance(scheduler, OneCycleLR) or scheduler.last_epoch < scheduler.total_steps:
+        if not isinstance(scheduler, OneCycleLR) or scheduler.last_epoch < scheduler.total_steps:
             scheduler.step(*args, **kwargs)
 
 

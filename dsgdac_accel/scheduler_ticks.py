@@ -49,7 +49,7 @@ class GossipScheduler(AcceleratedScheduler):
         if not self.has_ticked and self.decision is not None:
             self.decision.log(type(self.scheduler).__name__)
         self.has_ticked = True
-        if self.ticks == 1 or not self.gradient_state.sync_gradients:
+        if self.counts_optimizer_steps or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         else:
             tick(self.scheduler, self.ticks, *args, **kwargs)

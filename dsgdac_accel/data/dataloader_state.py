@@ -365,7 +365,8 @@ class PassRecorder:
         self.passes_begun = now["passes"]
         self._latest = None
         self._loaded = None if running is None else _Pass(**running, saved_random=random)
-        self._resumes = False
+        # As Accelerate's stateful loaders do, over which a script writes its resumed loop like any other.
+        self._resumes = self._loaded is not None and self.loader.use_stateful_dataloader
 
     def resume(self, replay: bool | None) -> None:
         """Let the next pass be the rest of the loaded one. See `GossipAccelerator.resumed_batches` for `replay`."""
@@ -458,6 +459,8 @@ def record_passes(
     # A new object, because Accelerate's loaders do not allow assigning `__class__`.
     own: Any = object.__new__(kind)
     vars(own).update(vars(prepared), recorder=PassRecorder(own, active, around))
+    if own.use_stateful_dataloader:
+        own.base_dataloader.load_state_dict({})  # Accelerate has begun a pass, whose order is drawn already
     loaders[:] = [own if loader is prepared else loader for loader in loaders]
     return own
 

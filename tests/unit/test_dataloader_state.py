@@ -62,8 +62,9 @@ def make_loader(kind, active=lambda: True):
         data, BATCH, shuffle=kind != "stream", num_workers=2 * (kind == "processes"), generator=torch.Generator()
     )
     prepared = prepare_data_loader(
-        plain, torch.device("cpu"), put_on_device=True, dispatch_batches=kind == "dispatched"
-    )
+        plain, torch.device("cpu"), put_on_device=True, dispatch_batches=kind == "dispatched",
+        use_stateful_dataloader=kind == "stateful",
+    )  # fmt: skip
     return record_passes(prepared, [], active)
 
 
@@ -72,38 +73,43 @@ def seed():
     random.seed(4)
 
 
-KINDS = ["map", "stream", "dispatched", "processes"]
+KINDS = ["map", "stream", "dispatched", "processes", "stateful"]
 
 
 @pytest.mark.parametrize("taken", [1, 4, 6, 7])  # of 7 batches
 @pytest.mark.parametrize("replay", [None, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rest_of_a_pass_is_that_of_the_unbroken_one(kind, replay, taken):
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
     seed()
     loader = make_loader(kind)
-    list(loader)  # the second pass is the one to resume
+    earlier = int(kind != "stateful")  # the order of the first pass of a stateful loader was once drawn too early
+    for _ in range(earlier):
+        list(loader)
     batches, draws, state, streams = [], [], None, None
     for number, batch in enumerate(loader, 1):
         batches.append(batch)
         draws.append(torch.rand(()).item())
         if number == taken:
             state, streams = decode(encode([recorder_of(loader).state_dict(), random_state()]))
-            assert data_position(loader) == (DataPosition(1, taken) if taken < 7 else DataPosition(2, 0))
+            at = DataPosition(earlier, taken) if taken < 7 else DataPosition(earlier + 1, 0)
+            assert data_position(loader) == at
     following = list(loader)
 
     torch.manual_seed(99)  # a new process
     resumed = make_loader(kind)
     recorder_of(resumed).load_state_dict(state, streams)
     set_random_state(streams)
-    rest = ResumedBatches(resumed, replay)
+    rest = resumed if kind == "stateful" and replay is None else ResumedBatches(resumed, replay)
     if taken < 7:
-        assert data_position(resumed) == DataPosition(1, taken)
-        assert kind == "stream" or len(rest) == 7 - taken
+        assert data_position(resumed) == at
+        assert kind == "stream" or rest is resumed or len(rest) == 7 - taken
         for batch, draw, expected in zip(rest, draws[taken:], batches[taken:], strict=True):
             assert torch.equal(batch, expected)
             assert torch.rand(()).item() == draw
-            assert epoch_of(resumed) == 1
-    assert data_position(resumed) == DataPosition(2, 0)
+            assert epoch_of(resumed) == earlier
+    assert data_position(resumed) == DataPosition(earlier + 1, 0)
     assert torch.equal(torch.cat(list(resumed)), torch.cat(following))
 
 

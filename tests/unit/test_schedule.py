@@ -354,7 +354,11 @@ def test_a_scheduler_that_cannot_be_copied_or_stepped_is_unknown():
 
     assert planned_lrs(LambdaLR(two_groups("sgd"), Stubborn()), total_steps=10) is None
     assert planned_lrs(object(), total_steps=10) is None
-    assert planned_lrs(OneCycleLR(two_groups("sgd"), max_lr=1.0, total_steps=5), total_steps=50) is None
+
+
+def test_a_plan_goes_on_where_a_one_cycle_has_ended():
+    planned = planned_lrs(OneCycleLR(two_groups("sgd"), max_lr=1.0, total_steps=5), total_steps=50)
+    assert planned[5:] == [planned[5]] * 45
 
 
 def test_named_parameters_and_a_fused_optimizer_can_be_planned():

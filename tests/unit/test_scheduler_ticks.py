@@ -87,6 +87,20 @@ def test_where_accelerate_ticks_once_there_is_nothing_to_decide(accelerate):
     assert decide(linear(300), setting="num_processes", **accelerate) is None
 
 
+def test_a_one_cycle_that_has_ended_stays_there_where_it_does_with_accelerate():
+    prepared = GossipScheduler(AcceleratedScheduler(OneCycleLR(sgd(), 1.0, total_steps=2), []), 1)
+    split = GossipScheduler(AcceleratedScheduler(OneCycleLR(sgd(), 1.0, total_steps=2), [], split_batches=True), 1)
+    for scheduler in (prepared, split):
+        scheduler.scheduler.optimizer.step()
+        for _ in range(2):
+            scheduler.step()
+    last = prepared.get_last_lr()
+    prepared.step()
+    assert prepared.get_last_lr() == last
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        split.step()
+
+
 def test_after_free_memory_the_next_loader_counts_and_an_old_one_only_if_it_is_reused():
     ticks = SchedulerTicks("auto", WORKERS)
     for whole in (1000, 100):
