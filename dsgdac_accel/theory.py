@@ -208,14 +208,14 @@ def radius_along(
     >>> print(*(f"{error.frobenius:.3f}" for error in errors))
     1.732 1.561 1.526 1.518 1.516 1.515
     """
-    lrs = torch.atleast_1d(_numbers("lrs", lrs)).tolist()
+    lrs_T = torch.atleast_1d(_numbers("lrs", lrs)).tolist()
     if isinstance(gammas, AdaptiveConsensus):
         schedule = copy.deepcopy(gammas)  # gamma() changes the state of a schedule
-        gammas = [schedule.gamma(step=step, lr=lr) for step, lr in enumerate(lrs)]
-    gammas = torch.atleast_1d(_numbers("gammas", gammas)).tolist()
-    if len(gammas) != len(lrs):
+        gammas = [schedule.gamma(step=step, lr=lr) for step, lr in enumerate(lrs_T)]
+    gammas_T = torch.atleast_1d(_numbers("gammas", gammas)).tolist()
+    if len(gammas_T) != len(lrs_T):
         raise ValueError(
-            f"gammas and lrs must have one entry for each step; got {len(gammas)} gammas and {len(lrs)} lrs. "
+            f"gammas and lrs must have one entry for each step; got {len(gammas_T)} gammas and {len(lrs_T)} lrs. "
             f"Pass an AdaptiveConsensus to compute gamma from the lrs."
         )
     lam_K, sigma2_K, counts_K = _spectrum(lam, sigma2, counts)
@@ -223,7 +223,7 @@ def radius_along(
     size = 2 * topology.num_workers
     covariance = torch.zeros(len(lam_K), size, size, dtype=torch.float64, device="cpu")
     errors = []
-    for step, (gamma, lr) in enumerate(zip(gammas, lrs, strict=True)):
+    for step, (gamma, lr) in enumerate(zip(gammas_T, lrs_T, strict=True)):
         A, added = _recursion(topology.matrix(step), gamma, lr, lam_K, sigma2_K, momentum)
         covariance = A @ covariance @ A.mT + added
         errors.append(Disagreement(_variance_of_workers(covariance)[None], lam_K, counts_K))
