@@ -13,7 +13,7 @@ from dsgdac_accel.checkpoint.local_shards import KeyPath, LocalShard, mapped
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
-from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def average_of_workers(
         counts[path] += 1
 
     for worker in range(manifest.workers):
-        other = revived(load_private(folder, manifest, worker, targets or Targets()))
+        other = load_private(folder, manifest, worker, targets or Targets())
         _drop_codes(other, warn and worker == 0)
         for path, found in leaves(other):
             if _is_averaged(path, found):

@@ -27,7 +27,7 @@ from dsgdac_accel.checkpoint.manifest import (
 from dsgdac_accel.checkpoint.reader import add_common, load_private, shared_manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
-from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
     load_gradients,
@@ -296,7 +296,7 @@ class AcceleratorCheckpoints:
         else:
             state = average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
         add_common(state, folder, manifest, targets)
-        return revived(state)
+        return state
 
     def _require_same_split(self, folder: Path, manifest: Manifest) -> None:
         """Refuse another split of workers over processes: one file holds the state of all workers of a process."""

@@ -46,7 +46,7 @@ from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets
-from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, revived, safetensors_parts, write_whole
+from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, safetensors_parts, write_whole
 from tests.multiprocess.small_model import Scaled
 
 
@@ -197,7 +197,7 @@ def test_every_scheduler_resumes_where_it_was(make):
     one = build()
     for _ in range(3):
         step(*one)
-    saved = placed(revived(decode(encode([part.state_dict() for part in one]))))
+    saved = placed(decode(encode([part.state_dict() for part in one])))
     other = build()
     for part, state in zip(other, saved, strict=True):
         part.load_state_dict(state)

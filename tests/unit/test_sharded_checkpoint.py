@@ -47,7 +47,7 @@ from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.reader import load_private
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, put_together
-from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
+from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.shards import is_sharded, local_of, whole_of
 
@@ -315,7 +315,7 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         return load_checkpoint(tmp_path / "c", group, targets=Targets({target: parameter}, 0, 2))
 
     for state in in_threads(WORKERS * 2, resume):
-        found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
+        found = local_of(placed(state)["optimizers"][0]["state"][0]["exp_avg"])
         assert torch.equal(found.a, blocks.a)
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
