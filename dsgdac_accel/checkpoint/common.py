@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,15 +12,16 @@ import torch
 from torch import Tensor
 
 from dsgdac_accel.checkpoint.errors import on_all
-from dsgdac_accel.checkpoint.local_shards import Box, box_of
-from dsgdac_accel.checkpoint.serialization import CheckpointError
+from dsgdac_accel.checkpoint.local_shards import Box, KeyPath, box_of
+from dsgdac_accel.checkpoint.resharding import leaves
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Reference
 from dsgdac_accel.checkpoint.worker_state import in_first_replica
 from dsgdac_accel.distributed.processes import Processes
 from dsgdac_accel.distributed.shards import local_of
 from dsgdac_accel.tensor_bytes import begin_digest, digest, finish_digests, is_plain
 
 MIN_BYTES = 1024
-"""Smaller tensors stay with each worker: their line in the manifest would take as much."""
+"""Smaller tensors stay with each worker: a reference to them would take as much."""
 
 PARTS = ("parameters", "buffers", "caches")
 """Parts of `worker_state.model_state` that hold tensors."""
@@ -33,33 +36,11 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CommonTensor:
-    """A tensor of a checkpoint that was equal on all workers, as the manifest describes it."""
-
-    model: int
-    part: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-    """As of `tensor_bytes.digest`; of a DTensor, with the part of it that was digested."""
-    stored: bool
-    """Whether the checkpoint holds it, under its digest. Otherwise the model to load into must have it already."""
-    shard: int = 0
-    """The rank of each worker that has it: every rank has its own part of a DTensor."""
-
-    @property
-    def place(self) -> Place:
-        return Place(self.model, self.part, self.name)
-
-
-@dataclass(frozen=True)
 class Common:
-    """The common tensors of a checkpoint that is being saved."""
+    """The common tensors that a checkpoint stores."""
 
-    listed: tuple[CommonTensor, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those to store, by digest. Sharded workers store equal ones under each name, by longer keys."""
+    """By digest. Sharded workers store equal ones under each name, by longer keys."""
     names: Mapping[tuple, tuple] = field(default_factory=dict)
     """Their paths in a worker's state by their paths in `tensors`, which other programs find in the file."""
 
@@ -97,9 +78,9 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[Place, st
 
 
 def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Place, str], shards: int = 0) -> Common:
-    """Take the tensors that are equal on all workers out of the states of models. Collective.
+    """Put references in the places of the tensors that are equal on all workers in the states of models. Collective.
 
-    Of workers that are several processes, those with the same shards are compared, and a tensor is taken if all are
+    Of workers that are several processes, those with the same shards are compared, and a tensor is common if all are
     equal.
 
     Args:
@@ -126,60 +107,66 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Pla
                 f"saved. Load the same base with the same quantization on all workers."
             )
 
-    listed = []
     stored: dict[str, Tensor] = {}
     names: dict[tuple, tuple] = {}
     for place, (found, plain) in mine.items():
         if place not in equal:
             continue
-        tensor = models[place.model][place.part].pop(place.name)
+        tensor = tensors[place]
         # Whoever loads a model loads its first replica, of which the others become copies.
         source = place._replace(name=in_first_replica(place.name))
         unchanged = all(part in mine and elsewhere.get(part) == mine[part][0] for part in (place, source))
         keep = plain and not unchanged
-        listed.append(CommonTensor(*place, *_layout(tensor), found, keep))
+        models[place.model][place.part][place.name] = Reference(found, *_layout(tensor), keep)
         if keep and (found not in stored or shards):
             key = found if found not in stored else f"{found} for {place}"
             stored[key], names[(key,)] = tensor, ("models", *place)
-    return Common(tuple(listed), stored, names)
+    return Common(stored, names)
 
 
 def put_common(
-    models: dict[int, Any],
-    listed: Iterable[CommonTensor],
-    read: Callable[[], Mapping[str, Tensor]],
-    own: Mapping[Place, Tensor] | None = None,
+    state: Any, read: Callable[[], Mapping[str, Tensor]], own: Mapping[KeyPath, Tensor], same_split: bool
 ) -> None:
-    """Put the common tensors of a checkpoint back into the states of models, which are changed in place.
+    """Put the common tensors of a checkpoint in the places of the references in a state, in place.
 
     Args:
-        models: the states by the models' index.
-        listed: the common tensors of the checkpoint.
+        state: of one process, as its file holds it.
         read: returns the stored ones by digest. Not called if `own` has them all.
-        own: the tensors of the models to load into, which are put where they have the same value. With None, tensors
-            that the checkpoint does not hold are left out.
+        own: the tensors to load into by their paths in the state, which are put where they have the same value. If
+            there are none, tensors that the checkpoint does not hold are left out.
+        same_split: whether `own` are the same parts of tensors as those in the state.
 
     Raises:
-        CheckpointError: a tensor that the checkpoint does not hold has another value in `own`.
+        CheckpointError: a tensor that the checkpoint does not hold has another value in `own`, or is another part.
     """
     stored: Mapping[str, Tensor] | None = None
     changed = []
-    for common in listed:
-        mine = None if own is None else own.get(common.place)
-        alike = mine is not None and _layout(mine) == (common.dtype, common.shape)
-        if mine is not None and alike and _with_part(digest(local_of(mine)), mine) == common.digest:
-            value = mine
-        elif common.stored:
+    for path, reference in list(leaves(state, Reference)):
+        *outer, name = path
+        siblings = functools.reduce(operator.getitem, outer, state)
+        mine = own.get(path) if same_split else None
+        alike = mine is not None and _layout(mine) == (reference.dtype, reference.shape)
+        if mine is not None and alike and _with_part(digest(local_of(mine)), mine) == reference.digest:
+            siblings[name] = mine
+        elif reference.stored:
             stored = read() if stored is None else stored
-            value = stored[common.digest]
-        elif own is None:
-            continue
+            if reference.digest not in stored:
+                raise CheckpointError(
+                    f"the checkpoint is damaged: its common tensors are not those of its models. {LOAD_ANOTHER}"
+                )
+            siblings[name] = stored[reference.digest]
+        elif not own:
+            del siblings[name]
+        elif not same_split:
+            raise CheckpointError(
+                "the checkpoint leaves frozen weights to the base model and the Trainer's own file, and a model that "
+                "is split in another way cannot be compared with them. Launch as many ranks per worker as the saved "
+                "run had."
+            )
         elif alike:
-            changed.append(common.name)
-            continue
+            changed.append(name)
         else:  # `require_same_model` names it
-            value = torch.empty(common.shape, dtype=getattr(torch, common.dtype), device="meta")
-        models[common.model][common.part][common.name] = value
+            siblings[name] = torch.empty(reference.shape, dtype=getattr(torch, reference.dtype), device="meta")
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise CheckpointError(

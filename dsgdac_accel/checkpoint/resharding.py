@@ -167,10 +167,10 @@ class _Needed:
         return LocalShard(self.values, tuple(self.like.shape), self.box.offsets, like=self.like)
 
 
-def leaves(tree: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    """Yield the tensors of a tree of state with their paths."""
-    if isinstance(tree, Tensor | LocalShard):
+def leaves(tree: Any, kinds: Any = Tensor | LocalShard, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """Yield the leaves of a tree of state that are of some kinds, by default the tensors, with their paths."""
+    if isinstance(tree, kinds):
         yield path, tree
     elif isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from leaves(value, (*path, key))
+            yield from leaves(value, kinds, (*path, key))

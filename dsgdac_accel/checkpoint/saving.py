@@ -24,7 +24,7 @@ from dsgdac_accel.checkpoint.manifest import (
     is_leftover,
     newest_readable,
 )
-from dsgdac_accel.checkpoint.reader import add_common, load_private, shared_manifest
+from dsgdac_accel.checkpoint.reader import load_state, shared_manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
 from dsgdac_accel.checkpoint.serialization import CheckpointError
@@ -292,11 +292,8 @@ class AcceleratorCheckpoints:
     def _state_to_load(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
         targets = self._targets()
         if manifest.workers == self.group.size:
-            state = load_private(folder, manifest, self.group.rank, targets)
-        else:
-            state = average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
-        add_common(state, folder, manifest, targets)
-        return state
+            return load_state(folder, manifest, self.group.rank, targets)
+        return average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
 
     def _require_same_split(self, folder: Path, manifest: Manifest) -> None:
         """Refuse another split of workers over processes: one file holds the state of all workers of a process."""

@@ -31,10 +31,10 @@ from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.distributed.shards import is_sharded
 from dsgdac_accel.tensor_bytes import as_bytes
 
-FORMAT = 6
+FORMAT = 7
 """Version of the files and of the manifest, the only one that is read. Raise it when the layout of either changes."""
-_LAST_READERS = {"5": "c05c811"}
-"""The last commit that reads an older format."""
+_LAST_READERS = {"5": "c05c811", "6": "18367cf"}
+"""The last commits that read older formats."""
 
 
 def reader_of(found: object) -> str:
@@ -71,6 +71,18 @@ class CheckpointError(RuntimeError):
 # ---- trees of state
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Stands in a worker's file for a tensor that is equal on all workers, and is kept outside of their files."""
+
+    digest: str
+    """As of `tensor_bytes.digest`; of a DTensor, with the part of it that was digested."""
+    dtype: str
+    shape: tuple[int, ...]
+    stored: bool
+    """Whether the checkpoint holds it, under its digest. Otherwise the model to load into must have it already."""
+
+
 @dataclass
 class Encoded:
     """A tree of state, ready to be written."""
@@ -88,10 +100,10 @@ class Encoded:
 def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple, tuple] | None = None) -> Encoded:
     """Split a tree into JSON and tensors.
 
-    A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
-    None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them bit by
-    bit, parameters as plain CPU tensors, tensors of a subclass that consists of plain ones (quantized optimizer states)
-    as such, and DTensors as this rank's `LocalShard`.
+    A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, `Reference`, NumPy arrays and
+    scalars, None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them
+    bit by bit, parameters as plain CPU tensors, tensors of a subclass that consists of plain ones (quantized optimizer
+    states) as such, and DTensors as this rank's `LocalShard`.
 
     Args:
         state: the tree.
@@ -321,6 +333,11 @@ _VALUES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: ("$device", str, torch.device),
     torch.Size: ("$size", list, torch.Size),
+    Reference: (
+        "$reference",
+        lambda value: [value.digest, value.dtype, list(value.shape), value.stored],
+        lambda content: Reference(content[0], content[1], tuple(content[2]), content[3]),
+    ),
     numpy.generic: (
         "$scalar",
         lambda value: [value.dtype.str, value.tobytes().hex()],

@@ -134,7 +134,8 @@ def test_the_average_dequantizes_and_codes_start_anew(tmp_path, monkeypatch, cap
 
     rescale = "dsgdac_accel.checkpoint.rescale"
     monkeypatch.setattr(
-        f"{rescale}.load_private", lambda folder, manifest, rank, targets: decode(encode(state_of(rank)))
+        f"{rescale}.load_state",
+        lambda folder, manifest, rank, targets, common=True: decode(encode(state_of(rank))),
     )
     manifest = Manifest(2, step=1, facts={}, files=())
     with caplog.at_level(logging.WARNING):
