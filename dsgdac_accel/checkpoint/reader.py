@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,23 +98,18 @@ def load_state(
         state = read_state(Path(folder), files[shard])
         if common:
             file = manifest.common_file_of(shard)
-            put_common(state, lambda: read_state(Path(folder), file) if file else {}, targets.own, same_split)
+            put_common(state, folder, lambda: read_state(Path(folder), file) if file else {}, targets.own, same_split)
         return state
 
-    with _damage_named(folder, "a worker's files are not as this library writes them"):
-        readers = [partial(of_rank, shard) for shard in targets.order(len(files))]
-        return put_together(readers, targets, manifest.shards > 0)
-
-
-@contextmanager
-def _damage_named(folder: Path | str, what: str) -> Iterator[None]:
-    """Turn every error into a CheckpointError: a forged file can lead to any, and the other workers wait."""
+    readers = [partial(of_rank, shard) for shard in targets.order(len(files))]
     try:
-        yield
+        return put_together(readers, targets, manifest.shards > 0)
     except CheckpointError:
         raise
-    except Exception as error:
-        raise CheckpointError(f"{folder} is damaged: {what} ({error!r}). {LOAD_ANOTHER}") from error
+    except Exception as error:  # a forged file can lead to any, and the other workers wait
+        raise CheckpointError(
+            f"{folder} is damaged: a worker's files are not as this library writes them ({error!r}). {LOAD_ANOTHER}"
+        ) from error
 
 
 def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:

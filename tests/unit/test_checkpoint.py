@@ -41,7 +41,7 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     worker_parameters,
 )
-from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.common import take_common, tensors_of
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
@@ -620,8 +620,7 @@ def test_common_tensors_that_the_model_has_are_not_read(tmp_path, alone):
     whole = saved_with_base(tmp_path / "c", alone)
     file = tmp_path / "c" / "workers" / "common.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    own = {("models", *place): tensor for place, tensor in tensors_by_place(whole["models"]).items()}
-    loaded = load_checkpoint(tmp_path / "c", alone, Targets(own))
+    loaded = load_checkpoint(tmp_path / "c", alone, Targets(tensors_of(whole["models"])))
     assert loaded["models"][0]["parameters"]["weight"] is whole["models"][0]["parameters"]["weight"]
 
 
