@@ -107,7 +107,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
 
 def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
-    whole = {path for path, saved in leaves(tree) if not isinstance(saved, LocalShard)}
+    whole = {path for path, saved in leaves(tree) if not (isinstance(saved, LocalShard) or is_sharded(saved))}
     for path, saved in leaves(tree):
         if is_sharded(saved):
             continue  # a common tensor that the model has already

@@ -519,6 +519,16 @@ def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shar
     assert state["gossip"] == [{"mixer": {"step": 5, "workers": launched}}]
 
 
+def test_an_ordinary_state_of_a_frozen_shard_that_the_model_has_stays_as_it_is():
+    with rank_of({"dp_shard": 2}, 0) as mesh:
+        weight = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
+    seen = torch.ones(4, 3)
+    state = {"models": {0: {"parameters": {"w": weight}}}, "optimizers": [{"state": {0: {"seen": seen}}}]}
+    own = {("models", 0, "parameters", "w"): weight, ("optimizers", 0, "state", 0): weight}
+    found = put_together([lambda: state], Targets(own, 0, 2), sharded=True)
+    assert found["optimizers"][0]["state"][0]["seen"] is seen
+
+
 def test_parts_that_overlap_are_a_clear_error():
     files = [partial(dict, long=LocalShard(torch.arange(5.0), (8,), (first,))) for first in (0, 3)]
     with pytest.raises(CheckpointError, match=r"parts of state\['long'\] overlap"):
