@@ -171,9 +171,9 @@ def amount(text: str) -> float:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="examine a launch before training: versions, settings, data, links",
-        description="Launched like the training, compare its workers (versions, configuration, data) and measure an "
-        "exchange over each link. With --config the run of a task is built as in training, in a temporary folder, but "
+        help="examine a launch before training: versions, settings, links",
+        description="Launched like the training, compare its workers (versions, configuration) and measure an exchange "
+        "over each link. With --config the run of a task is built as in training, in a temporary folder, but "
         "not trained; further arguments are keys of the task. Exit status: 0 without errors, 1 with errors, 2 for a "
         "mistake in the command.",
         epilog=DOCTOR_EXAMPLES,
@@ -191,7 +191,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from dsgdac_accel.doctor import Finding, errors_of
 
     join_slurm_step()
-    rank, size = launched_processes()
+    rank, size = rank_and_world_size()
     try:
         _check_doctor(options)
         examine = _run_of_task(options) if options.config is not None else _links_alone(options, size)
@@ -221,7 +221,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return status
 
 
-def launched_processes() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return rank and number of processes as the launcher set them; (0, 1) without a launcher.
 
     Raises:

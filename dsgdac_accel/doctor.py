@@ -12,11 +12,9 @@ import logging
 import math
 import pickle
 import platform
-import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
 from statistics import median_low
@@ -24,18 +22,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsgdac_accel.core.exchange import Exchange
 from dsgdac_accel.core.rounds import Rounds
-from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
-from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.devices import synchronize
 from dsgdac_accel.distributed.failure_detection import WorkerLostError
 from dsgdac_accel.distributed.group import WorkerGroup
-from dsgdac_accel.randomness import random_state, set_random_state
+from dsgdac_accel.randomness import random_state
 from dsgdac_accel.topology import Topology, build_topology
 from dsgdac_accel.version import __version__
 
@@ -45,9 +39,6 @@ PACKAGES = ("torch", "accelerate", "transformers", "numpy", "safetensors")
 _MAY_DIFFER = ("python", "transformers", "numpy", "safetensors")
 """Different versions of these are only a warning. The others decide what is computed and sent."""
 _MOST_DIFFERENCES = 8
-
-MOST_SAMPLES = 200_000
-"""Number of samples per process to compare, from the beginning of a pass."""
 
 PROBE_BYTES = 2**20
 MOST_BYTES = 2**30
@@ -72,8 +63,8 @@ Links = dict[tuple[int, int], float]
 class Finding:
     """The result of one check.
 
-    >>> Finding("warning", "steps", "worker 1 has more batches", "Distribute the data evenly").line()
-    'warning  steps           worker 1 has more batches. Distribute the data evenly.'
+    >>> Finding("warning", "links", "workers 0 and 1 are slow", "Check the network").line()
+    'warning  links           workers 0 and 1 are slow. Check the network.'
     """
 
     level: Level
@@ -99,15 +90,12 @@ def errors_of(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level == "error"]
 
 
-def examine(
-    accelerator: Any, parameters: int, loader: Any = None, *, settings: Any = None, timeout: float = 30.0
-) -> list[Finding]:
+def examine(accelerator: Any, parameters: int, *, settings: Any = None, timeout: float = 30.0) -> list[Finding]:
     """Examine a run after `prepare` and before its first step. Collective; changes nothing.
 
     Args:
         accelerator: a `GossipAccelerator`, or any other `accelerate.Accelerator`.
         parameters: number of trained parameters of one worker, which an exchange sends in float32.
-        loader: the prepared loader. Steps and shards are found by a pass over sample indices, without reading data.
         settings: further settings that all workers must share, as a mapping or a configuration dataclass.
         timeout: seconds after which a worker that does not answer is reported as lost.
 
@@ -135,10 +123,7 @@ def examine(
         findings += [_count_workers(accelerator, group)]
         findings += compare_settings(group, own | flat_settings(settings or {}))
         if errors_of(findings):
-            return [*findings, Finding("ok", "data and links", "not examined until the errors above are fixed")]
-        if loader is not None:
-            shares = group.all_gather_object(share_of(loader), "looking at the data")
-            findings += [*check_steps(shares), *check_shards(shares)]
+            return [*findings, Finding("ok", "network", "not measured until the errors above are fixed")]
         if group.size > 1:
             # Without gossip the links of an all-reduce are measured, each process as one worker.
             config = getattr(accelerator, "gossip_config", None)
@@ -282,118 +267,6 @@ def _owners(values: Sequence[Any]) -> dict[Any, list[int]]:
     for rank, value in enumerate(values):
         owners[value].append(rank)
     return owners
-
-
-# ---- data: equal numbers of steps, and shards that do not overlap
-
-
-@dataclass(frozen=True)
-class Share:
-    """The data that one process reads in the next pass. None: unknown."""
-
-    steps: int | None
-    samples: list[Any] | None
-    """Keys of the data set in order."""
-    batch_size: int
-    """Size of the largest batch."""
-    equalized: bool
-    """Whether passes stop at the shortest worker."""
-
-
-class _Keys(Dataset):
-    """Stands in for a data set: every sample is its own key."""
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, key: Any) -> Any:
-        return key
-
-
-def share_of(loader: Any) -> Share:
-    """Find out what this process reads in the next pass, without reading data. Collective, like a pass.
-
-    Counters, generators and random streams keep their state.
-    """
-    outer = inner_loader(loader)
-    base = getattr(outer, "base_dataloader", outer)
-    equalized = isinstance(loader, EqualSteps) or base is not outer
-    steps = known_length(outer)
-    reveals = isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
-    if not reveals or isinstance(outer, DataLoaderDispatcher):
-        return Share(steps, None, 0, equalized)
-    samples: list[Any] = []
-    batches = largest = 0
-    with _only_keys(outer, base):
-        for batch in outer:
-            batches, largest = batches + 1, max(largest, len(batch))
-            samples += [key if isinstance(key, int) else repr(key) for key in batch]
-            if len(samples) >= MOST_SAMPLES:
-                break
-        else:
-            steps = batches
-    return Share(steps, samples, largest, equalized)
-
-
-@contextmanager
-def _only_keys(outer: Any, base: DataLoader) -> Iterator[None]:
-    """Let the loader yield lists of keys in place of batches, inside the context."""
-    stand_ins = {"dataset": _Keys(), "collate_fn": list, "num_workers": 0, "pin_memory": False, "timeout": 0}
-    # Through vars(): a DataLoader refuses to replace its parts, which matters only while a pass is under way.
-    kept = {name: vars(base)[name] for name in stand_ins}
-    state = getattr(outer, "gradient_state", None)
-    references = [] if state is None else list(state.dataloader_references)
-    streams = random_state()
-    try:
-        with preserved_loaders([outer]):
-            vars(base).update(stand_ins)
-            yield
-    finally:
-        vars(base).update(kept)
-        set_random_state(streams)
-        if state is not None:
-            state.dataloader_references = references
-
-
-def check_steps(shares: Sequence[Share]) -> list[Finding]:
-    """Find workers without a batch, and workers with different or unknown numbers of batches."""
-    steps = [share.steps for share in shares]
-    if 0 in steps:
-        empty = [rank for rank, count in enumerate(steps) if count == 0]
-        advice = "Use more data, smaller batches or fewer workers"
-        return [Finding("error", "steps", f"{_named(empty)} would get no batch", advice)]
-    shown = ", ".join("unknown" if count is None else str(count) for count in steps)
-    if None not in steps and len(set(steps)) == 1:
-        return [Finding("ok", "steps", f"{steps[0]} batches a pass")]
-    text = f"the workers have different or unknown numbers of batches a pass ({shown})"
-    if not all(share.equalized for share in shares):
-        return [Finding("error", "steps", text, "Pass the loader through `prepare` or `equal_steps`")]
-    if None in steps:
-        return [Finding("ok", "steps", f"{text}; a pass stops at the shortest worker")]
-    return [Finding("warning", "steps", f"{text}; a pass stops at the shortest", "Distribute the data evenly")]
-
-
-def check_shards(shares: Sequence[Share]) -> list[Finding]:
-    """Find pairs of workers that read the same samples."""
-    seen = [set(share.samples) for share in shares if share.samples is not None]
-    if len(seen) < len(shares):
-        return [Finding("ok", "shards", "not checked: the loader does not reveal which samples it reads")]
-    first_reader: dict[Any, int] = {}
-    common: Counter[tuple[int, int]] = Counter()
-    for rank, samples in enumerate(seen):
-        for sample in samples:
-            reader = first_reader.setdefault(sample, rank)
-            if reader != rank:
-                common[reader, rank] += 1
-    # A loader may repeat some samples to fill its last batches.
-    spare = len(shares) * max(share.batch_size for share in shares)
-    findings = []
-    for (one, other), count in common.items():
-        if count > min(spare, len(seen[one]) // 2, len(seen[other]) // 2):
-            text = f"{_named((one, other))} both read {count} samples"
-            advice = "Seed all workers alike before `prepare`, and let it distribute the batches"
-            findings.append(Finding("error", "shards", text, advice))
-    return findings[:8] or [Finding("ok", "shards", f"disjoint, {len(first_reader)} samples compared")]
 
 
 # ---- links, measured with the library's own `Exchange`

@@ -62,8 +62,8 @@ class Box:
 class LocalShard:
     """The part of a DTensor that a rank holds."""
 
-    values: Any
-    """The local tensor; as a file holds it, possibly a `serialization.Flattened`."""
+    values: Tensor
+    """The local tensor."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     offsets: tuple[int, ...]

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.common import CommonTensor
 from dsgdac_accel.checkpoint.serialization import (
     FORMAT,
     LOAD_ANOTHER,
@@ -64,10 +63,9 @@ class Manifest:
     """Plain values from the caller: topology, configuration, ..."""
     files: tuple[SavedFile, ...]
     """State of worker 0, 1, ...; of a worker that is sharded, that of its ranks one after another."""
-    common: tuple[CommonTensor, ...] = ()
-    """Tensors that were equal on all workers, which are not in `files`."""
     common_files: tuple[SavedFile, ...] = ()
-    """The common tensors that are stored, by digest: one file, or one for each rank of a worker that has some."""
+    """The tensors that `files` have references to, by digest: one file, or one for each rank of a worker that has
+    some."""
     shards: int = 0
     """Ranks of each worker, which have a file each; 0 if a worker is one process without a device mesh."""
     library: str = __version__
@@ -128,9 +126,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if mesh.keys() - {"dp_shard"} or mesh.get("dp_shard", 1) < 1:
         raise ValueError(f"its mesh is {mesh}, and only 'dp_shard' may split a worker")
     files, common_files = (tuple(SavedFile(**file) for file in content[key]) for key in ("files", "common_files"))
-    common = tuple(CommonTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["common"])
     rest = {key: value for key, value in content.items() if key != "format"}
-    rest |= {"files": files, "common": common, "common_files": common_files}
+    rest |= {"files": files, "common_files": common_files}
     manifest = Manifest(**rest, shards=mesh.get("dp_shard", 0))
     if any(type(number) is not int for number in (manifest.workers, manifest.step, manifest.shards)):
         raise ValueError("workers, step and mesh are not as this library writes them")
@@ -140,9 +137,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         raise ValueError("its files are not those of its workers")
     if not isinstance(manifest.facts, dict):
         raise ValueError("its facts are not as this library writes them")
-    stored = {tensor.shard for tensor in common if tensor.stored}
-    if [("common", shard) for shard in sorted(stored)] != list(map(_place_of, common_files)):
-        raise ValueError("its common files are not those of its common tensors")
+    if any(place is None or place[0] != "common" for place in map(_place_of, common_files)):
+        raise ValueError("its common files are not as this library writes them")
     return manifest
 
 

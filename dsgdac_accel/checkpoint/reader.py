@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dsgdac_accel.checkpoint.common import PARTS, Place, put_common
+from dsgdac_accel.checkpoint.common import put_common
 from dsgdac_accel.checkpoint.errors import on_all
 from dsgdac_accel.checkpoint.manifest import Manifest, WorkerCountError, read_manifest
 from dsgdac_accel.checkpoint.resharding import Targets, put_together
@@ -41,12 +39,7 @@ def load_checkpoint(folder: Path | str, group: Processes, targets: Targets = _WH
     if manifest.workers != workers:
         raise WorkerCountError(Path(folder), manifest.workers, workers)
 
-    def read() -> Any:
-        state = load_private(folder, manifest, worker, targets)
-        add_common(state, folder, manifest, targets)
-        return state
-
-    return on_all(group, read)
+    return on_all(group, lambda: load_state(folder, manifest, worker, targets))
 
 
 def shared_manifest(folder: Path | str, group: Processes) -> Manifest:
@@ -81,57 +74,42 @@ def load_worker(folder: Path | str, rank: int) -> Any:
         raise CheckpointError(
             f"the checkpoint {folder} holds the state of workers 0 to {manifest.workers - 1}; asked was worker {rank}."
         )
-    state = load_private(folder, manifest, rank)
-    add_common(state, folder, manifest)
-    return state
+    return load_state(folder, manifest, rank)
 
 
-def load_private(folder: Path | str, manifest: Manifest, worker: int, targets: Targets = _WHOLE) -> Any:
-    """Return the state of a worker without the common tensors. No communication. Raises as `load_worker`."""
+def load_state(
+    folder: Path | str, manifest: Manifest, worker: int, targets: Targets = _WHOLE, common: bool = True
+) -> Any:
+    """Return the state of a worker, as in `load_checkpoint`. No communication.
+
+    Args:
+        folder, targets: as in `load_checkpoint`.
+        manifest: of the checkpoint.
+        worker: number of the worker.
+        common: whether to put the common tensors into the state. Otherwise it has the references to them.
+
+    Raises:
+        CheckpointError: as in `load_checkpoint`.
+    """
     files = manifest.files_of(worker)
-    readers = [partial(read_state, Path(folder), files[shard]) for shard in targets.order(len(files))]
-    with _damage_named(folder, "a worker's files are not as this library writes them"):
-        return put_together(readers, targets, manifest.shards > 0)
+    same_split = manifest.ranks == targets.ranks  # otherwise the digests are of other parts than this rank's
 
+    def of_rank(shard: int) -> Any:
+        state = read_state(Path(folder), files[shard])
+        if common:
+            file = manifest.common_file_of(shard)
+            put_common(state, folder, lambda: read_state(Path(folder), file) if file else {}, targets.own, same_split)
+        return state
 
-def add_common(state: Any, folder: Path | str, manifest: Manifest, targets: Targets = _WHOLE) -> None:
-    """Put the common tensors into a state of `load_private`, in place. Raises as `load_checkpoint`."""
-    if not manifest.common:
-        return
-    own = {Place(*path[1:]): tensor for path, tensor in targets.own.items() if path[0] == "models"}
-    alike = manifest.ranks == targets.ranks  # otherwise the digests are of other parts than this rank's
-    if own and not alike and not all(tensor.stored for tensor in manifest.common):
-        raise CheckpointError(
-            f"{folder} leaves frozen weights to the base model and the Trainer's own file, and a model that is split "
-            f"in another way cannot be compared with them. Launch as many ranks per worker as the saved run had."
-        )
-
-    def of_rank(shard: int) -> dict[str, Any]:
-        """Return the common tensors of one rank of each worker, in a state that holds nothing else."""
-        models: dict[int, Any] = {index: {part: {} for part in PARTS} for index in state["models"]}
-        listed = [tensor for tensor in manifest.common if tensor.shard == shard]
-        file = manifest.common_file_of(shard)
-        put_common(
-            models, listed, lambda: read_state(Path(folder), file) if file else {}, own if own and alike else None
-        )
-        return {"models": models}
-
-    readers = [partial(of_rank, shard) for shard in targets.order(manifest.ranks)]
-    with _damage_named(folder, "its common tensors are not those of its models"):
-        for index, model in put_together(readers, targets, manifest.shards > 0)["models"].items():
-            for part in PARTS:
-                state["models"][index][part].update(model[part])
-
-
-@contextmanager
-def _damage_named(folder: Path | str, what: str) -> Iterator[None]:
-    """Turn every error into a CheckpointError: a forged file can lead to any, and the other workers wait."""
+    readers = [partial(of_rank, shard) for shard in targets.order(len(files))]
     try:
-        yield
+        return put_together(readers, targets, manifest.shards > 0)
     except CheckpointError:
         raise
-    except Exception as error:
-        raise CheckpointError(f"{folder} is damaged: {what} ({error!r}). {LOAD_ANOTHER}") from error
+    except Exception as error:  # a forged file can lead to any, and the other workers wait
+        raise CheckpointError(
+            f"{folder} is damaged: a worker's files are not as this library writes them ({error!r}). {LOAD_ANOTHER}"
+        ) from error
 
 
 def worker_parameters(folder: Path | str, model: int = 0) -> list[dict[str, Tensor]]:

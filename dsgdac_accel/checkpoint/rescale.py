@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dsgdac_accel.checkpoint.local_shards import KeyPath, LocalShard, mapped
 from dsgdac_accel.checkpoint.manifest import Manifest
-from dsgdac_accel.checkpoint.reader import load_private
+from dsgdac_accel.checkpoint.reader import load_state
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
-from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def average_of_workers(
 
     Parameters and floating-point optimizer states are averaged in float64; quantized states of torchao by their values.
     States stored as integer codes, as those of bitsandbytes, start anew. BatchNorm statistics are pooled by the law of
-    total variance. Everything else is worker 0's. The common tensors are left out.
+    total variance. Everything else is worker 0's.
 
     Args:
         folder: a checkpoint of `save_state`, of any number of workers.
@@ -43,9 +43,17 @@ def average_of_workers(
         sums[path] = sums[path] + value if path in sums else value
         counts[path] += 1
 
+    targets = targets or Targets()
+    state = load_state(folder, manifest, 0, targets)
+    if state["window"] is not None:
+        raise CheckpointError(
+            "it was saved between two micro-batches, and gradients of each worker cannot be shared among others. Save "
+            "after an optimizer step."
+        )
+    _drop_codes(state, warn)
     for worker in range(manifest.workers):
-        other = revived(load_private(folder, manifest, worker, targets or Targets()))
-        _drop_codes(other, warn and worker == 0)
+        other = load_state(folder, manifest, worker, targets, common=False)
+        _drop_codes(other, False)
         for path, found in leaves(other):
             if _is_averaged(path, found):
                 own = _own(found)
@@ -53,13 +61,6 @@ def average_of_workers(
                 add(path, value)
                 if _ends_with(path, "running_mean"):
                     add((*path, "squared"), value.square())
-        if worker == 0:
-            state = other
-            if state["window"] is not None:
-                raise CheckpointError(
-                    "it was saved between two micro-batches, and gradients of each worker cannot be shared among "
-                    "others. Save after an optimizer step."
-                )
         for optimizer, others in zip(state["optimizers"], other["optimizers"], strict=True):
             for parameter, values in others["state"].items():
                 optimizer["state"].setdefault(parameter, values)  # worker 0 had no gradient for it yet
@@ -68,7 +69,7 @@ def average_of_workers(
         return sums[path] / counts[path]
 
     def averaged(path: KeyPath, found: Any) -> Any:
-        if not _is_averaged(path, found):
+        if path not in sums:
             return found
         value, own = mean(path), _own(found)
         if _ends_with(path, "running_var"):

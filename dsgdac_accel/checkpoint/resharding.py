@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dsgdac_accel.checkpoint.local_shards import Box, KeyPath, LocalShard, box_of, local_shard, mapped, template
-from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, Flattened, named
+from dsgdac_accel.checkpoint.serialization import LOAD_ANOTHER, CheckpointError, named
 from dsgdac_accel.distributed.shards import is_sharded
 
-Saved = Tensor | LocalShard | Flattened
-"""A tensor in a file: whole, the part that one rank held, or made of several."""
+Saved = Tensor | LocalShard
+"""A tensor in a file: whole, or the part that one rank held."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def put_together(files: Sequence[Callable[[], Any]], targets: Targets, sharded: 
 
 def _parts(tree: Any, targets: Targets, sharded: bool) -> Iterable[tuple[KeyPath, Any]]:
     """Yield the tensors that are a part of a larger one, or of which this rank needs a part."""
-    whole = {path for path, saved in leaves(tree) if not isinstance(saved, LocalShard)}
+    whole = {path for path, saved in leaves(tree) if not (isinstance(saved, LocalShard) or is_sharded(saved))}
     for path, saved in leaves(tree):
         if is_sharded(saved):
             continue  # a common tensor that the model has already
@@ -146,7 +147,7 @@ class _Needed:
             return
         if any(shard.box.overlap(other).volume for other in self.seen):
             raise CheckpointError(f"parts of {self.name} overlap in the files of one worker. {LOAD_ANOTHER}")
-        if not isinstance(shard.values, Tensor):
+        if is_traceable_wrapper_subclass(shard.values):
             raise CheckpointError(
                 f"{self.name} is quantized in blocks, and this run cuts it in another way than the saved one. Launch "
                 f"the mesh of the saved run."
@@ -166,10 +167,10 @@ class _Needed:
         return LocalShard(self.values, tuple(self.like.shape), self.box.offsets, like=self.like)
 
 
-def leaves(tree: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    """Yield the tensors of a tree of state with their paths."""
-    if isinstance(tree, Tensor | LocalShard | Flattened):
+def leaves(tree: Any, kinds: Any = Tensor | LocalShard, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """Yield the leaves of a tree of state that are of some kinds, by default the tensors, with their paths."""
+    if isinstance(tree, kinds):
         yield path, tree
     elif isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from leaves(value, (*path, key))
+            yield from leaves(value, kinds, (*path, key))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsgdac_accel.checkpoint.common import Place, take_common, tensors_by_place, untrained_digests
+from dsgdac_accel.checkpoint.common import take_common, tensors_of, untrained_digests
 from dsgdac_accel.checkpoint.errors import on_all
-from dsgdac_accel.checkpoint.local_shards import placed
+from dsgdac_accel.checkpoint.local_shards import KeyPath, placed
 from dsgdac_accel.checkpoint.manifest import (
     Manifest,
     WorkerCountError,
@@ -24,10 +24,10 @@ from dsgdac_accel.checkpoint.manifest import (
     is_leftover,
     newest_readable,
 )
-from dsgdac_accel.checkpoint.reader import add_common, load_private, shared_manifest
+from dsgdac_accel.checkpoint.reader import load_state, shared_manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
 from dsgdac_accel.checkpoint.resharding import Targets, leaves
-from dsgdac_accel.checkpoint.serialization import CheckpointError, revived
+from dsgdac_accel.checkpoint.serialization import CheckpointError
 from dsgdac_accel.checkpoint.worker_state import (
     gradients_of,
     load_gradients,
@@ -97,7 +97,7 @@ class AcceleratorCheckpoints:
         *,
         wait: bool = True,
         facts: Mapping[str, Any] | None = None,
-        elsewhere: Mapping[Place, str] | None = None,
+        elsewhere: Mapping[KeyPath, str] | None = None,
     ) -> Path:
         """Save the state of every worker and return the folder. Collective. See `GossipAccelerator.save_state`.
 
@@ -122,7 +122,7 @@ class AcceleratorCheckpoints:
         self.accelerator.project_configuration.iteration += 1
         return folder
 
-    def frozen_digests(self) -> dict[Place, str]:
+    def frozen_digests(self) -> dict[KeyPath, str]:
         """Return the digests of the frozen tensors of the prepared models as they are now.
 
         Of sharded models none: each process reads its own shards, which only the states of workers hold.
@@ -274,11 +274,8 @@ class AcceleratorCheckpoints:
     def _targets(self) -> Targets:
         """Return this rank's place in its worker, and the tensors to load into by their paths in a state."""
         accelerator = self.accelerator
-        own: dict[tuple[Any, ...], Tensor] = {}
-        for place, tensor in tensors_by_place(self._models_by_index()).items():
-            own["models", *place] = tensor
-            if place.part == "parameters":
-                own["window", place.model, place.name] = tensor
+        own = tensors_of(self._models_by_index())
+        own |= {("window", path[1], path[3]): tensor for path, tensor in own.items() if path[2] == "parameters"}
         for number, loose in enumerate(self._loose()):
             own.update({("loose", number, place): tensor for place, tensor in enumerate(loose)})
         for number, optimizer in enumerate(accelerator._optimizers):
@@ -292,11 +289,8 @@ class AcceleratorCheckpoints:
     def _state_to_load(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
         targets = self._targets()
         if manifest.workers == self.group.size:
-            state = load_private(folder, manifest, self.group.rank, targets)
-        else:
-            state = average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
-        add_common(state, folder, manifest, targets)
-        return revived(state)
+            return load_state(folder, manifest, self.group.rank, targets)
+        return average_of_workers(folder, manifest, self.everyone.rank == 0, targets)
 
     def _require_same_split(self, folder: Path, manifest: Manifest) -> None:
         """Refuse another split of workers over processes: one file holds the state of all workers of a process."""

@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard, mapped
+from dsgdac_accel.checkpoint.local_shards import LocalShard, local_shard
 from dsgdac_accel.checkpoint.staging import staged
 from dsgdac_accel.distributed.shards import is_sharded
 from dsgdac_accel.tensor_bytes import as_bytes
 
-FORMAT = 6
+FORMAT = 7
 """Version of the files and of the manifest, the only one that is read. Raise it when the layout of either changes."""
-_LAST_READERS = {"5": "c05c811"}
-"""The last commit that reads an older format."""
+_LAST_READERS = {"5": "c05c811", "6": "18367cf"}
+"""The last commits that read older formats."""
 
 
 def reader_of(found: object) -> str:
@@ -71,6 +71,18 @@ class CheckpointError(RuntimeError):
 # ---- trees of state
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Stands in a worker's file for a tensor that is equal on all workers, and is kept outside of their files."""
+
+    digest: str
+    """As of `tensor_bytes.digest`; of a DTensor, with the part of it that was digested."""
+    dtype: str
+    shape: tuple[int, ...]
+    stored: bool
+    """Whether the checkpoint holds it, under its digest. Otherwise the model to load into must have it already."""
+
+
 @dataclass
 class Encoded:
     """A tree of state, ready to be written."""
@@ -88,10 +100,10 @@ class Encoded:
 def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple, tuple] | None = None) -> Encoded:
     """Split a tree into JSON and tensors.
 
-    A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, NumPy arrays and scalars,
-    None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them bit by
-    bit, parameters as plain CPU tensors, tensors of a subclass that consists of plain ones (quantized optimizer states)
-    as `Flattened`, which `revived` turns into tensors, and DTensors as this rank's `LocalShard`.
+    A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, `Reference`, NumPy arrays and
+    scalars, None, bool, int, float, str, bytes, torch.dtype, torch.device and torch.Size. `decode` returns all of them
+    bit by bit, parameters as plain CPU tensors, tensors of a subclass that consists of plain ones (quantized optimizer
+    states) as such, and DTensors as this rank's `LocalShard`.
 
     Args:
         state: the tree.
@@ -115,12 +127,17 @@ def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple,
 def decode(encoded: Encoded) -> Any:
     """Return the tree that `encode` split. Its tensors share memory with `encoded.tensors`.
 
+    A file cannot make the program import anything: the classes of tensors must have been imported already, as they are
+    once the optimizer that uses them exists.
+
     Raises:
-        CheckpointError: the text is not from `encode`.
+        CheckpointError: the text is not from `encode`, or a class of tensors is not there.
     """
     encoded.wait()
     try:
         return _decoded(json.loads(encoded.text), encoded.tensors)
+    except CheckpointError:
+        raise
     except Exception as error:  # a forged tree can lead to any error
         raise CheckpointError(
             f"the saved state is not a tree of values as this library writes it ({type(error).__name__}: {error})."
@@ -141,20 +158,13 @@ class _Encoder:
 
     def encoded(self, value: Any, path: tuple) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        as_is = kind in (bool, str) or (kind is int and value.bit_length() <= 1024)
+        if value is None or as_is or (kind is float and math.isfinite(value)):
             return value
-        if kind is int:
-            # Python limits the length of decimal numbers that it converts.
-            return value if value.bit_length() <= 1024 else {"$int": hex(value)}
-        if kind is float:
-            # JSON has neither NaN nor infinity.
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"$bytes": binascii.b2a_base64(value, newline=False).decode()}
-        if kind in (torch.dtype, torch.device):
-            return {f"${kind.__name__}": str(value).removeprefix("torch.")}
-        if kind is torch.Size:
-            return {"$size": list(value)}
+        number = isinstance(value, numpy.generic) and value.dtype.kind in _ARRAY_KINDS
+        if number or kind in _VALUES:
+            tag, written, _ = _VALUES[numpy.generic if number else kind]
+            return {tag: written(value)}
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
                 f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself: {named(path)}. Let its "
@@ -168,8 +178,6 @@ class _Encoder:
             return self._encoded_dict(value, path)
         if isinstance(value, Tensor):
             return self._encoded_tensor(value, path)
-        if isinstance(value, numpy.generic) and value.dtype.kind in _ARRAY_KINDS:
-            return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
         if kind is numpy.ndarray and value.dtype.kind in _ARRAY_KINDS:
             octets = numpy.frombuffer(bytearray(value.tobytes()), dtype=numpy.uint8)  # a copy, in C order
             return {"$array": [self._put(torch.from_numpy(octets), path), value.dtype.str, list(value.shape)]}
@@ -276,20 +284,27 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
         return kind({_decoded(key, tensors): _decoded(item, tensors) for key, item in content})
     if tag == "$tuple":
         return tuple(_decoded(item, tensors) for item in content)
-    return _LEAVES[tag](content, tensors)
-
-
-def _decoded_array(content: list, tensors: dict[str, Tensor]) -> numpy.ndarray:
-    name, dtype, shape = content
-    return numpy.frombuffer(tensors[name].numpy().tobytes(), dtype=_number_dtype(dtype)).reshape(shape).copy()
-
-
-def _decoded_cast(content: list, tensors: dict[str, Tensor]) -> Tensor:
-    name, dtype_name, shape = content
-    dtype = _torch_dtype(dtype_name)
-    octets = tensors[name]
-    # An empty tensor cannot be viewed. The shape must match the bytes, so a forged one allocates nothing.
-    return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype, device="cpu")).reshape(shape)
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$permuted":
+        stored, order = content
+        return _decoded(stored, tensors).permute(order)
+    if tag == "$cast":
+        name, dtype, shape = content
+        octets, dtype = tensors[name], _torch_dtype(dtype)
+        # An empty tensor cannot be viewed. The shape must match the bytes, so a forged one allocates nothing.
+        return (octets.view(dtype) if octets.numel() else torch.empty(0, dtype=dtype, device="cpu")).reshape(shape)
+    if tag == "$array":
+        name, dtype, shape = content
+        return numpy.frombuffer(tensors[name].numpy().tobytes(), dtype=_number_dtype(dtype)).reshape(shape).copy()
+    if tag == "$shard":
+        return LocalShard(_decoded(content[0], tensors), *map(tuple, content[1:]))
+    if tag == "$subclass":
+        module, qualname, parts, context, shape, stride = (_decoded(part, tensors) for part in content)
+        kind = _tensor_class(module, qualname)
+        return kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
+    _, _, read = next(found for found in _VALUES.values() if found[0] == tag)
+    return read(content)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -306,65 +321,34 @@ def _number_dtype(name: str) -> numpy.dtype:
     return dtype
 
 
-_LEAVES: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
-    "$int": lambda content, tensors: int(content, 16),
-    "$float": lambda content, tensors: struct.unpack(">d", bytes.fromhex(content))[0],
-    "$bytes": lambda content, tensors: binascii.a2b_base64(content),
-    "$scalar": lambda content, tensors: numpy.frombuffer(bytes.fromhex(content[1]), _number_dtype(content[0]))[0],
-    "$tensor": lambda content, tensors: tensors[content],
-    "$permuted": lambda content, tensors: _decoded(content[0], tensors).permute(content[1]),
-    "$array": _decoded_array,
-    "$cast": _decoded_cast,
-    "$dtype": lambda content, tensors: _torch_dtype(content),
-    "$device": lambda content, tensors: torch.device(content),
-    "$size": lambda content, tensors: torch.Size(content),
-    "$shard": lambda content, tensors: LocalShard(_decoded(content[0], tensors), *map(tuple, content[1:])),
-    "$subclass": lambda content, tensors: Flattened(*content[:2], *(_decoded(part, tensors) for part in content[2:])),
+_VALUES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # Python limits the length of decimal numbers that it converts, and JSON has neither NaN nor infinity.
+    int: ("$int", hex, lambda text: int(text, 16)),
+    float: (
+        "$float",
+        lambda value: struct.pack(">d", value).hex(),
+        lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    ),
+    bytes: ("$bytes", lambda value: binascii.b2a_base64(value, newline=False).decode(), binascii.a2b_base64),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), _torch_dtype),
+    torch.device: ("$device", str, torch.device),
+    torch.Size: ("$size", list, torch.Size),
+    Reference: (
+        "$reference",
+        lambda value: [value.digest, value.dtype, list(value.shape), value.stored],
+        lambda content: Reference(content[0], content[1], tuple(content[2]), content[3]),
+    ),
+    numpy.generic: (
+        "$scalar",
+        lambda value: [value.dtype.str, value.tobytes().hex()],
+        lambda content: numpy.frombuffer(bytes.fromhex(content[1]), _number_dtype(content[0]))[0],
+    ),
 }
+"""Values that JSON does not have: tag, to JSON and back."""
 
 
-# ---- tensors of a subclass, made of plain ones
-
-
-@dataclass
-class Flattened:
-    """A tensor of a subclass, as a file holds it: its class by name, and the plain tensors that it is made of."""
-
-    module: str
-    qualname: str
-    parts: dict[str, Any]
-    """Tensors by attribute; some may be `Flattened` themselves."""
-    context: Any
-    """Everything else that the class needs to put the parts together."""
-    shape: list[int]
-    stride: list[int]
-
-    def tensor(self) -> Tensor:
-        """Put the parts together."""
-        kind: Any = _tensor_class(self.module, self.qualname)
-        parts = {name: revived(part) for name, part in self.parts.items()}
-        return kind.__tensor_unflatten__(parts, self.context, torch.Size(self.shape), tuple(self.stride))
-
-
-def revived(state: Any) -> Any:
-    """Return a decoded tree with tensors in place of every `Flattened`, as `local_shards.mapped`.
-
-    A file cannot make the program import anything: their classes must have been imported already, as they are once the
-    optimizer that uses them exists.
-
-    Raises:
-        CheckpointError: such a class is not there.
-    """
-
-    def revived_leaf(path: tuple, leaf: Any) -> Any:
-        if isinstance(leaf, LocalShard):
-            leaf.values = revived_leaf(path, leaf.values)
-        return leaf.tensor() if isinstance(leaf, Flattened) else leaf
-
-    return mapped(state, revived_leaf)
-
-
-def _tensor_class(module: str, qualname: str) -> type[Tensor]:
+def _tensor_class(module: str, qualname: str) -> Any:
+    """Return a class of tensors that are made of plain ones, by the name of its module and its own."""
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
         found = getattr(found, name, None)

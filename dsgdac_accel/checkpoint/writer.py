@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,7 @@ def save_checkpoint(
         group: all processes: the workers, or the ranks of worker 0, 1, ... one after another.
         step: optimizer steps done.
         facts: plain values for the manifest, taken from worker 0.
-        common: tensors taken out of `state` because they are equal on all workers; see `common.take_common`. Worker 0
-            writes those to store.
+        common: tensors to which `state` has references, which worker 0 writes; see `common.take_common`.
         shards: ranks of each worker, which write a file each; 0 if a worker is one process without a device mesh.
 
     Raises:
@@ -182,8 +181,7 @@ class PendingCheckpoint:
             generation = self._clear() if self.rank == 0 else 0
         except OSError as error:
             problem = _described(error, Path(error.filename or folder))
-        listed = self.common.listed if self.rank < self.ranks else ()
-        plans = group.all_gather_object((str(folder), step, generation, problem, listed), "beginning a checkpoint")
+        plans = group.all_gather_object((str(folder), step, generation, problem), "beginning a checkpoint")
         for rank, plan in enumerate(plans):
             if plan[3] is not None:
                 raise CheckpointError(f"{self._who(rank)} cannot save the checkpoint of step {step}: {plan[3]}")
@@ -193,8 +191,6 @@ class PendingCheckpoint:
                     f"{plans[0][1]} into {plans[0][0]} and {self._who(rank)} step {plan[1]} into {plan[0]}. Give all "
                     f"of them one folder on shared storage, and save after the same step."
                 )
-        self.listed = tuple(replace(tensor, shard=rank) for rank, plan in enumerate(plans) for tensor in plan[4])
-        """The common tensors of all ranks of a worker."""
         # New file names, so that a checkpoint that is replaced stays complete until the new manifest is written.
         self.suffix = f"-{plans[0][2]}" if plans[0][2] else ""
 
@@ -272,7 +268,7 @@ class PendingCheckpoint:
         files = tuple(outcome.files[0] for outcome in outcomes)
         common = tuple(file for outcome in outcomes for file in outcome.files[1:])
         workers = self.group.size // self.ranks
-        manifest = Manifest(workers, self.step, self.facts, files, self.listed, common, self.shards)
+        manifest = Manifest(workers, self.step, self.facts, files, common, self.shards)
         path = self.folder / MANIFEST
         try:
             self._require_shared([*files, *common])

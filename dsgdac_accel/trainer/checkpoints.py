@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dsgdac_accel.accelerator import GossipAccelerator
 from dsgdac_accel.checkpoint import CheckpointError, is_complete
-from dsgdac_accel.checkpoint.common import Place
+from dsgdac_accel.checkpoint.local_shards import KeyPath
 from dsgdac_accel.checkpoint.manifest import MANIFEST
 from dsgdac_accel.data.dataloader_state import order_state, set_order_state
 from dsgdac_accel.data.equal_steps import inner_loader, known_length
@@ -50,7 +50,7 @@ class TrainerCheckpoints:
         """The checkpoint's data position, until the pass that it describes begins."""
         self._random_state: dict[str, Any] | None = None
         """Random streams to restore once the skipped batches of a resumed pass have been read."""
-        self._base: dict[Place, str] | None = None
+        self._base: dict[KeyPath, str] | None = None
         """Digests of the frozen tensors that are there again when a run resumes; None before the first `train()`."""
 
     @property
@@ -221,7 +221,7 @@ class TrainerCheckpoints:
             set_random_state(self._random_state)
             self._random_state = self._random_state if again else None
 
-    def _loaded_by_the_trainer(self) -> dict[Place, str]:
+    def _loaded_by_the_trainer(self) -> dict[KeyPath, str]:
         """Return the digests of the frozen tensors that workers' states need not hold.
 
         The Trainer's own file holds them, or PEFT leaves them to the base model. A Trainer that saves its model in
@@ -233,9 +233,9 @@ class TrainerCheckpoints:
             return {}
         dropped = tuple(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
         return {
-            place: digest
-            for place, digest in self._accelerator.checkpoints.frozen_digests().items()
-            if place.part != "caches" and not place.name.endswith(dropped)
+            path: digest
+            for path, digest in self._accelerator.checkpoints.frozen_digests().items()
+            if path[2] != "caches" and not path[-1].endswith(dropped)
         }
 
     def in_mid_epoch(self, state: TrainerState) -> bool:

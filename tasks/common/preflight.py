@@ -61,7 +61,7 @@ def _examine_run(run_class: Any, config: Any, timeout: float) -> list[Finding]:
         }
         run = run_class(replace(config, **quiet))
         trained = sum(p.numel() for p in first_replica(run.model).parameters() if p.requires_grad)
-        findings = examine(run.accelerator, trained, run.loader, settings=config, timeout=timeout)
+        findings = examine(run.accelerator, trained, settings=config, timeout=timeout)
         return [Finding("ok", "run", run.described()), *findings]
     finally:
         if folder:

@@ -41,12 +41,20 @@ from dsgdac_accel.checkpoint import (
     save_checkpoint,
     worker_parameters,
 )
-from dsgdac_accel.checkpoint.common import take_common, tensors_by_place
+from dsgdac_accel.checkpoint.common import take_common, tensors_of
 from dsgdac_accel.checkpoint.local_shards import placed
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers, fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets
-from dsgdac_accel.checkpoint.serialization import Encoded, decode, encode, revived, safetensors_parts, write_whole
+from dsgdac_accel.checkpoint.resharding import Targets, leaves
+from dsgdac_accel.checkpoint.serialization import (
+    Encoded,
+    Reference,
+    decode,
+    encode,
+    read_state,
+    safetensors_parts,
+    write_whole,
+)
 from tests.multiprocess.small_model import Scaled
 
 
@@ -197,7 +205,7 @@ def test_every_scheduler_resumes_where_it_was(make):
     one = build()
     for _ in range(3):
         step(*one)
-    saved = placed(revived(decode(encode([part.state_dict() for part in one]))))
+    saved = placed(decode(encode([part.state_dict() for part in one])))
     other = build()
     for part, state in zip(other, saved, strict=True):
         part.load_state_dict(state)
@@ -446,7 +454,7 @@ def damaged(folder, how):
     elif how == "a nested manifest":
         (folder / "gossip.json").write_text("[" * 100_000)
     elif how == "another format of the file":
-        content = file.read_bytes().replace(b'"dsgdac_accel.format":"6"', b'"dsgdac_accel.format":"5"')
+        content = file.read_bytes().replace(b'"dsgdac_accel.format":"7"', b'"dsgdac_accel.format":"5"')
         file.write_bytes(content)
         manifest = (folder / "gossip.json").read_text()
         digests = [hashlib.sha256(text).hexdigest() for text in (bytes(before), content)]
@@ -477,8 +485,8 @@ def damaged(folder, how):
         ("altered", "sha256 differs", True),
         ("no manifest", "no complete checkpoint", False),
         ("half a manifest", "is damaged", False),
-        ("a newer format", "has format 99, written by dsgdac_accel 9.9.* reads format 6", False),
-        ("an older format", "has format 5, written by dsgdac_accel 0.1.* reads format 6.*commit c05c811", False),
+        ("a newer format", "has format 99, written by dsgdac_accel 9.9.* reads format 7", False),
+        ("an older format", "has format 5, written by dsgdac_accel 0.1.* reads format 7.*commit c05c811", False),
         ("worker missing", "is damaged", False),
         ("too many workers", "is damaged", False),
         ("no workers", "is damaged", False),
@@ -486,7 +494,7 @@ def damaged(folder, how):
         ("lead out", "is damaged", False),
         ("lead out of the workers", "is damaged", False),
         ("a nested manifest", "is damaged", False),
-        ("another format of the file", "has format 5; this version reads format 6.*commit c05c811", True),
+        ("another format of the file", "has format 5; this version reads format 7.*commit c05c811", True),
     ],
 )
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path, alone, how, message, complete):
@@ -540,6 +548,11 @@ def test_one_worker_of_a_checkpoint_is_read_by_its_number(tmp_path, alone):
 # ---- tensors that all workers share
 
 
+def references_in(folder):
+    """The references in the file of worker 0."""
+    return list(leaves(read_state(folder, read_manifest(folder).files[0]), Reference))
+
+
 def saved_with_base(folder, group, value=1.0, elsewhere=None):
     """Save a frozen layer of 16 KiB, and return the state as it was."""
     model = nn.Linear(64, 64).requires_grad_(False)
@@ -558,8 +571,9 @@ def test_common_tensors_are_in_a_file_of_their_own(tmp_path, alone):
     for loaded in (load_checkpoint(tmp_path / "c", alone), load_worker(tmp_path / "c", 0)):
         assert loaded["models"][0]["parameters"].keys() == {"weight", "bias"}
         same(loaded["models"][0]["parameters"]["weight"], whole["models"][0]["parameters"]["weight"].data)
-    (listed,) = read_manifest(tmp_path / "c").common
-    assert (listed.stored, listed.shape) == (True, (64, 64))
+    ((path, reference),) = references_in(tmp_path / "c")
+    assert path == ("models", 0, "parameters", "weight")
+    assert (reference.stored, reference.shape) == (True, (64, 64))
     saved_with_base(tmp_path / "c", alone, value=2.0)
     assert load_worker(tmp_path / "c", 0)["models"][0]["parameters"]["weight"][3, 5] == 2.0
     names = {"00000-1.safetensors", "common-1.safetensors"}
@@ -572,10 +586,9 @@ def test_common_tensors_are_in_a_file_of_their_own(tmp_path, alone):
         ("missing", "cannot be read", False),
         ("truncated", "has .* bytes, and .* were written", False),
         ("altered", "sha256 differs", True),
-        ("no common file", "is damaged", False),
+        ("no common file", "is damaged: its common tensors are not those of its models", True),
         ("lead out", "is damaged", False),
-        ("another model", "its common tensors are not those of its models", True),
-        ("another digest", "its common tensors are not those of its models", True),
+        ("another base", "is damaged: its common tensors are not those of its models", True),
     ],
 )
 def test_damaged_common_tensors_are_a_clear_error(tmp_path, alone, how, message, complete):
@@ -594,7 +607,9 @@ def test_damaged_common_tensors_are_a_clear_error(tmp_path, alone, how, message,
         elif how == "lead out":
             manifest["common_files"][0]["name"] = "workers/../../common.safetensors"
         else:
-            manifest["common"][0].update({"model": 1} if how == "another model" else {"digest": "0" * 64})
+            saved_with_base(tmp_path / "other", alone, value=2.0)
+            file.write_bytes((tmp_path / "other" / "workers" / "common.safetensors").read_bytes())
+            manifest["common_files"] = json.loads((tmp_path / "other" / "gossip.json").read_text())["common_files"]
         (tmp_path / "c" / "gossip.json").write_text(json.dumps(manifest))
     assert is_complete(tmp_path / "c") is complete
     with pytest.raises(CheckpointError, match=message):
@@ -605,8 +620,7 @@ def test_common_tensors_that_the_model_has_are_not_read(tmp_path, alone):
     whole = saved_with_base(tmp_path / "c", alone)
     file = tmp_path / "c" / "workers" / "common.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    own = {("models", *place): tensor for place, tensor in tensors_by_place(whole["models"]).items()}
-    loaded = load_checkpoint(tmp_path / "c", alone, Targets(own))
+    loaded = load_checkpoint(tmp_path / "c", alone, Targets(tensors_of(whole["models"])))
     assert loaded["models"][0]["parameters"]["weight"] is whole["models"][0]["parameters"]["weight"]
 
 
@@ -890,8 +904,8 @@ def state_of(rank):
 
 def test_another_number_of_workers_starts_from_the_average(tmp_path, monkeypatch):
     states = [state_of(rank) for rank in range(3)]
-    saved = "dsgdac_accel.checkpoint.rescale.load_private"
-    monkeypatch.setattr(saved, lambda folder, manifest, rank, targets: decode(encode(states[rank])))
+    saved = "dsgdac_accel.checkpoint.rescale.load_state"
+    monkeypatch.setattr(saved, lambda folder, manifest, rank, targets, common=True: decode(encode(states[rank])))
     manifest = Manifest(3, step=1, facts={"lost": []}, files=())
     average = average_of_workers(tmp_path, manifest)
     fit_to_processes(average, manifest, launched=2, shards=1)

@@ -12,7 +12,7 @@ from torch import nn
 from dsgdac_accel import GossipAccelerator
 from dsgdac_accel.checkpoint.manifest import Manifest
 from dsgdac_accel.checkpoint.rescale import average_of_workers
-from dsgdac_accel.checkpoint.serialization import CheckpointError, Encoded, decode, encode, revived
+from dsgdac_accel.checkpoint.serialization import CheckpointError, Encoded, decode, encode
 from tests.held import held
 
 aten = torch.ops.aten
@@ -105,9 +105,8 @@ def test_a_file_cannot_name_anything_but_a_tensor_class_that_is_there(module, na
     encoded = encode({"momentum": Rounded.of(torch.ones(3))})
     tree = json.loads(encoded.text)
     tree["momentum"]["$subclass"][:2] = module, name
-    state = decode(Encoded(json.dumps(tree), encoded.tensors))
     with pytest.raises(CheckpointError, match=f"no tensor class {module}.{name}.*Import it"):
-        revived(state)
+        decode(Encoded(json.dumps(tree), encoded.tensors))
 
 
 def test_a_subclass_that_nobody_could_find_again_is_refused():
@@ -135,7 +134,8 @@ def test_the_average_dequantizes_and_codes_start_anew(tmp_path, monkeypatch, cap
 
     rescale = "dsgdac_accel.checkpoint.rescale"
     monkeypatch.setattr(
-        f"{rescale}.load_private", lambda folder, manifest, rank, targets: decode(encode(state_of(rank)))
+        f"{rescale}.load_state",
+        lambda folder, manifest, rank, targets, common=True: decode(encode(state_of(rank))),
     )
     manifest = Manifest(2, step=1, facts={}, files=())
     with caplog.at_level(logging.WARNING):

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 from dsgdac_accel import CheckpointError, GossipAccelerator
+from dsgdac_accel.checkpoint.serialization import FORMAT
 from dsgdac_accel.distributed import restarts
 from dsgdac_accel.distributed.restarts import init_method_after_restart, warn_of_restarts
 
@@ -97,6 +98,6 @@ def test_auto_does_not_take_unreadable_checkpoints_for_none(tmp_path):
     assert accelerator.load_state("auto") is None
     folder = accelerator.save_state()
     manifest = folder / "gossip.json"
-    manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 5'))
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 5'))
     with pytest.raises(CheckpointError, match="has format 5"):
         GossipAccelerator(cpu=True, project_config=project).load_state("auto")

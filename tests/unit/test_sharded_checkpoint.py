@@ -44,10 +44,10 @@ from dsgdac_accel.checkpoint import (
 from dsgdac_accel.checkpoint.common import take_common
 from dsgdac_accel.checkpoint.local_shards import LocalShard, placed
 from dsgdac_accel.checkpoint.manifest import Manifest
-from dsgdac_accel.checkpoint.reader import load_private
+from dsgdac_accel.checkpoint.reader import load_state
 from dsgdac_accel.checkpoint.rescale import fit_to_processes
-from dsgdac_accel.checkpoint.resharding import Targets, put_together
-from dsgdac_accel.checkpoint.serialization import SavedFile, decode, encode, revived
+from dsgdac_accel.checkpoint.resharding import Targets, leaves, put_together
+from dsgdac_accel.checkpoint.serialization import Reference, SavedFile, decode, encode, read_state
 from dsgdac_accel.distributed.processes import members_by_worker
 from dsgdac_accel.distributed.shards import is_sharded, local_of, whole_of
 
@@ -315,13 +315,13 @@ def test_what_is_quantized_in_blocks_loads_on_the_same_mesh_only(tmp_path):
         return load_checkpoint(tmp_path / "c", group, targets=Targets({target: parameter}, 0, 2))
 
     for state in in_threads(WORKERS * 2, resume):
-        found = local_of(placed(revived(state))["optimizers"][0]["state"][0]["exp_avg"])
+        found = local_of(placed(state)["optimizers"][0]["state"][0]["exp_avg"])
         assert torch.equal(found.a, blocks.a)
         assert torch.equal(found.b, blocks.b)
     for name, own in (("whole", parameter), ("c", torch.zeros(4, 3))):
         manifest = read_manifest(tmp_path / name)
         with pytest.raises(CheckpointError, match=r"\['exp_avg'\] is quantized in blocks, and this run cuts it"):
-            load_private(tmp_path / name, manifest, 0, Targets({target: own}, 0, 2 if is_sharded(own) else 1))
+            load_state(tmp_path / name, manifest, 0, Targets({target: own}, 0, 2 if is_sharded(own) else 1))
 
 
 def test_a_rank_on_the_same_mesh_reads_its_own_file_only(tmp_path, parts, monkeypatch):
@@ -374,12 +374,9 @@ def test_a_frozen_base_is_stored_once_in_its_parts(tmp_path, parts, saved):
         save_checkpoint(tmp_path / "c", state, group, step=5, common=common, shards=ranks)
 
     assert in_threads(WORKERS * ranks, work) == [None] * WORKERS * ranks
-    assert {tensor.name for tensor in read_manifest(tmp_path / "c").common} == {
-        "base",
-        "zeros",
-        "zeros again",
-        "more zeros",
-    }
+    for file in read_manifest(tmp_path / "c").files:
+        references = {path[-1] for path, _ in leaves(read_state(tmp_path / "c", file), Reference)}
+        assert references == {"base", "zeros", "zeros again", "more zeros"}
     stored = list((tmp_path / "c" / "workers" / "common").iterdir())
     assert len(stored) == ranks
     numel = sum(tensor.numel() for file in stored for tensor in load_file(file).values())
@@ -520,6 +517,16 @@ def test_the_consumed_batches_are_those_of_as_many_samples(saved, launched, shar
     fit_to_processes(state, manifest, launched, shards)
     assert position["running"] == {"taken": taken, "fetched_at": None}
     assert state["gossip"] == [{"mixer": {"step": 5, "workers": launched}}]
+
+
+def test_an_ordinary_state_of_a_frozen_shard_that_the_model_has_stays_as_it_is():
+    with rank_of({"dp_shard": 2}, 0) as mesh:
+        weight = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
+    seen = torch.ones(4, 3)
+    state = {"models": {0: {"parameters": {"w": weight}}}, "optimizers": [{"state": {0: {"seen": seen}}}]}
+    own = {("models", 0, "parameters", "w"): weight, ("optimizers", 0, "state", 0): weight}
+    found = put_together([lambda: state], Targets(own, 0, 2), sharded=True)
+    assert found["optimizers"][0]["state"][0]["seen"] is seen
 
 
 def test_parts_that_overlap_are_a_clear_error():
