@@ -68,6 +68,11 @@ def refuse_unsupported_launch(accelerator: Accelerator, workers: ShardedWorkers 
     refuse_unsuitable(accelerator.device)
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
+    if getattr(accelerator, "use_stateful_dataloader", False):
+        raise ValueError(
+            "use_stateful_dataloader=True is not supported, since `save_state` keeps the position in every prepared "
+            "loader already. Leave it out."
+        )
     launched, variable = launched_processes()
     if launched > 1 and accelerator.num_processes == 1:
         raise ValueError(
