@@ -160,18 +160,21 @@ def set_shared_epoch(loader: Any, epoch: int) -> None:
 
 
 _LISTS = (list, tuple, range, numpy.ndarray, Tensor)
+"""What is compared between workers."""
 _LIBRARIES = ("builtins", "torch", "typing", "datasets", "accelerate", "transformers")
 _RANKS = {"get_rank", "get_node_local_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
 
 
 def refuse_undistributable(loader: DataLoader, group: WorkerGroup, dispatched: bool) -> None:
     """Raise ValueError if the loader has no batches that could be distributed, or a stream that is split already."""
+    if group.size == 1:
+        return
     if getattr(getattr(loader.dataset, "_distributed", None), "world_size", 1) > 1:
         raise ValueError(
             f"split_dataset_by_node gives every worker its part of the stream, and `prepare` would split that over "
             f"{group.size} workers again. Leave split_dataset_by_node out."
         )
-    if not dispatched and group.size > 1 and loader.batch_size is None and batch_sampler_of(loader) is None:
+    if not dispatched and loader.batch_size is None and batch_sampler_of(loader) is None:
         raise ValueError(
             f"batch_size=None leaves batches to the dataset, and Accelerate cannot distribute them over "
             f"{group.size} workers. Give a BatchSampler as `sampler`, set dispatch_batches=True in "
@@ -245,38 +248,41 @@ def _digests(part: Any, depth: int = 4) -> Iterator[tuple[str, bytes]]:
     """Yield names and digests of the lists, arrays and tensors in a dataset, also in those inside it, or a sampler."""
     table = hasattr(part, "_fingerprint") and hasattr(part, "with_format")  # a Dataset of datasets
     if table or isinstance(part, _LISTS):
-        named = [("rows", part.with_format(None) if table else part)]
+        named = [("rows", part.with_format("arrow") if table else part)]
     else:
         named = list(getattr(part, "__dict__", {}).items())
     for name, value in named:
         if (isinstance(value, Dataset) or name in ("_ex_iterable", "ex_iterable")) and depth:
             yield from _digests(value, depth - 1)
-        elif is_generator(value) and hasattr(part, "ex_iterable"):  # the order of `shuffle` of datasets
-            yield (
-                "the generator of shuffle(seed=...)",
-                hashlib.sha256(repr(generator_state(value)).encode()).digest()[:8],
-            )
+        elif is_generator(value) and hasattr(part, "ex_iterable"):
+            yield "the generator of shuffle(seed=...) of datasets", _digest(generator_state(value))
         elif isinstance(value, _LISTS) or table:
-            count = len(value) if getattr(value, "ndim", 1) else 0
-            places = sorted({place * count // 1024 for place in range(1024)}) if count else []
-            entries = [value[place] for place in places]
+            count, most = len(value) if getattr(value, "ndim", 1) else 0, 32 if table else 1024
+            entries = [value[place] for place in sorted({place * count // most for place in range(min(most, count))})]
             for entry in entries if depth else ():
                 yield from _digests(entry, depth - 1) if isinstance(entry, Dataset) else ()
-            content = repr([count, *map(_plain, entries)])
-            yield f"{type(part).__name__}.{name}", hashlib.sha256(content.encode()).digest()[:8]
+            entries = [entry.to_pylist() for entry in entries] if table else entries
+            yield f"{type(part).__name__}.{name}", _digest([count, *(_plain(e, 8192 // len(entries)) for e in entries)])
 
 
-def _plain(entry: Any) -> Any:
-    """Return what can be compared between processes of an entry: of a path its last part, of objects their type."""
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()[:8]
+
+
+def _plain(entry: Any, size: int) -> Any:
+    """Return what can be compared between processes: about `size` numbers, the last part of a path, or a type."""
     if isinstance(entry, Tensor | numpy.ndarray):
-        return entry.reshape(-1)[:16].tolist()
+        flat = entry.reshape(-1)
+        return flat[:: max(1, len(flat) // size)].tolist()
     if isinstance(entry, str):
-        return entry.rsplit("/", 1)[-1]
+        return entry.rsplit("/", 1)[-1][:64]
+    if isinstance(entry, bytes):
+        return entry[-64:]
     if isinstance(entry, list | tuple):
-        return [_plain(value) for value in entry[:16]]
+        return [_plain(value, 8) for value in entry[:16]]
     if isinstance(entry, dict):
-        return {name: _plain(value) for name, value in entry.items()}
-    return entry if isinstance(entry, int | float | bytes | numpy.generic | None) else type(entry).__name__
+        return {name: _plain(value, 8) for name, value in entry.items()}
+    return entry if isinstance(entry, int | float | numpy.generic | None) else type(entry).__name__
 
 
 # ---- randomness that differs
@@ -339,7 +345,8 @@ def keep_order(loaders: Iterable[Any]) -> Callable[[bool], None]:
     for part in parts:
         loads = isinstance(part, DataLoader | DataLoaderShard | DataLoaderDispatcher | IterableDataset)
         own = {name: value for name, value in vars(part).items() if not loads or name in _PASS_STATE}
-        copies = {name: copy.copy(value) for name, value in own.items() if isinstance(value, list | numpy.ndarray)}
+        lists = {name: value for name, value in own.items() if isinstance(value, list | numpy.ndarray)}
+        copies = {name: copy.copy(value) for name, value in lists.items() if name != "data_source"}
         vars(part).update(copies)
         kept.append((part, own, copies))
 
