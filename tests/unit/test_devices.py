@@ -120,6 +120,9 @@ def test_launches_on_other_accelerators_are_not_mistaken_for_split_models(monkey
     with pytest.raises(ValueError, match=r"DistributedType.FSDP was configured.*device_mesh="):
         refuse_unsupported_launch(launched("cuda:0", "FSDP"))
     refuse_unsupported_launch(launched("cuda:0", "MULTI_GPU"))
+    stateful = SimpleNamespace(**vars(launched("cuda:0", "MULTI_GPU")), use_stateful_dataloader=True)
+    with pytest.raises(ValueError, match=r"use_stateful_dataloader=True is not supported.* Leave it out"):
+        refuse_unsupported_launch(stateful)
 
 
 def test_workers_whose_buffers_are_on_different_devices_share_none(monkeypatch):
