@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -81,6 +82,8 @@ class GossipOptimizer(AcceleratedOptimizer):
 
     gossip: GossipStep | None = None
     pass_average: PassAverage | None = None
+    trains_on: weakref.WeakMethod[Callable[[Any], None]] | None = None
+    """Notes the prepared loader, or None, that a step is taken in. Weak, since it is the accelerator's."""
     ended = False
     """Whether the gossip has ended. Then no step is taken until the optimizer is given to `prepare` again."""
 
@@ -111,6 +114,9 @@ class GossipOptimizer(AcceleratedOptimizer):
             loss = None if closure is None else closure()
         if self.pass_average is not None:
             self.pass_average.before_step()
+        note = None if self.trains_on is None else self.trains_on()
+        if note is not None:
+            note(self.gradient_state.active_dataloader)
         local_step = self.gossip.before_local_step(self._epoch(), self.scaler)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if local_step or scaled:  # after an overflow the scaler skips the update and lowers its scale
@@ -283,6 +289,7 @@ class GossipAccelerator(Accelerator):
             self.training, self.deployment, self.gradient_state, keep_average, watch_average
         )
         phase.enter_for_passes(self.pass_average.during_pass)
+        phase.number_passes_by(self._number_of_pass)
         self.pass_average.last_steps = self.tick_rules.last_steps(self._gossip_schedulers)
         self.checkpoints = AcceleratorCheckpoints(
             self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
@@ -331,6 +338,7 @@ class GossipAccelerator(Accelerator):
                 optimizer.ended = False
                 optimizer.gossip = self.training.new_step(optimizer.optimizer)
                 optimizer.pass_average = self.pass_average
+                optimizer.trains_on = weakref.WeakMethod(self._train_on)
                 self._warn_of_unscaled_gradients(optimizer.gossip)
         self._settle_schedulers()
         self.pass_average.watch(self._models[first_model:])
@@ -343,6 +351,10 @@ class GossipAccelerator(Accelerator):
                 "trained parameters are float16, and without loss scaling gradients below 6e-8 become 0. Set "
                 "mixed_precision='fp16' (fp16=True in a Trainer), or load the model in bfloat16 or float32."
             )
+
+    def _train_on(self, loader: Any) -> None:
+        if self.tick_rules.trains_on(loader):
+            self._settle_schedulers()
 
     def _settle_schedulers(self) -> None:
         """Decide how the schedulers tick, and let gamma look ahead along them."""
@@ -406,13 +418,21 @@ class GossipAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Shard a loader over the workers. If they get unequally many batches, training stops at the shortest."""
         new = not getattr(data_loader, "_is_accelerate_prepared", False)
-        self.sharding.share_order(data_loader, self.dataloader_config)
+        self.sharding.share_seed(self.dataloader_config)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if not new:
+            return prepared
         completed = self.sharding.complete(prepared, data_loader, self._dataloaders)
-        if new:
-            with self.tick_rules.preparing():
-                self.tick_rules.loader_sharded(known_length(data_loader), known_length(completed))
+        with self.tick_rules.preparing():
+            self.tick_rules.loader_sharded(known_length(data_loader), known_length(completed), inner_loader(completed))
         return completed
+
+    def _number_of_pass(self, passes: int) -> int:
+        """Return the number by which a pass is ordered: the steps before it, or the passes if nothing is trained.
+
+        Steps are the same on all workers, whatever one of them has read alone.
+        """
+        return self.training.taken_steps if self.training.steps else passes
 
     def equal_steps(self, loader: Iterable[Any]) -> EqualSteps:
         """Cut any iterable of this worker's own batches so that all workers take equally many steps. Collective."""
@@ -426,6 +446,15 @@ class GossipAccelerator(Accelerator):
         recorder = recorder_of(dataloader)
         if recorder is not None and 0 < num_batches == recorder.loaded_batches:
             return self.resumed_batches(dataloader)
+        if recorder is not None:
+            if recorder.loaded_batches and self.is_main_process:
+                logger.warning(
+                    "skip_first_batches(loader, %d) after load_state, but %d batches of this pass were taken: rows are "
+                    "left out or read again. Iterate over accelerator.resumed_batches(loader).",
+                    num_batches,
+                    recorder.loaded_batches,
+                )
+            recorder.begin_elsewhere()
         if isinstance(dataloader, EqualSteps):
             return self.equal_steps(super().skip_first_batches(dataloader.loader, num_batches))
         inner = inner_loader(dataloader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,9 @@ class SchedulerTicks:
         self.processes = processes
         self.total_steps = total_steps
         self.longest: ShardedLoader | None = None
-        """The longest prepared loader, which is the one to train with."""
+        """The loader to train with: the longest one that was prepared, until it is known by the first step."""
+        self._loaders: weakref.WeakKeyDictionary[Any, ShardedLoader] = weakref.WeakKeyDictionary()
+        self._trained = False
         self.call = 0
         """Number of the last `prepare`."""
         self._of_earlier_training = False
@@ -142,15 +145,25 @@ class SchedulerTicks:
         finally:
             self._depth -= 1
 
-    def loader_sharded(self, whole: int | None, shard: int | None) -> None:
+    def loader_sharded(self, whole: int | None, shard: int | None, prepared: Any = None) -> None:
         """Note the lengths of a loader before and after it was sharded; None for one without a length."""
         loader = ShardedLoader(whole or 0, shard or 0, self.call)
+        if prepared is not None:
+            self._loaders[prepared] = loader
         if self.longest is None or self._of_earlier_training or loader.whole > self.longest.whole:
             self.longest, self._of_earlier_training = loader, False
 
+    def trains_on(self, prepared: Any) -> bool:
+        """Note the prepared loader (or None) of an optimizer step; return whether it changes what is decided."""
+        loader = None if self._trained or prepared is None else self._loaders.get(prepared)
+        if loader is None:
+            return False
+        changed, self.longest, self._trained = loader != self.longest, loader, True
+        return changed
+
     def end_training(self) -> None:
         """Let the next loader that is sharded be the longest; until then it is the present one, which may be reused."""
-        self._of_earlier_training = True
+        self._of_earlier_training, self._trained = True, False
 
     def last_steps(self, schedulers: Iterable[GossipScheduler]) -> set[int]:
         """Return the optimizer steps with which the run may end: those of the schedules, and `total_steps`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,17 @@ from dsgdac_accel.data.loaders import (
     batch_sampler_of,
     generator_state,
     is_generator,
+    keep_order,
     new_generator,
+    number_passes,
+    own_processes,
     parts_of,
     set_generator_state,
 )
+from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import random_state, set_random_state
 
-_COUNTERS = ("iteration", "epoch", "seed", "initial_seed", "shared_seed")
+_COUNTERS = ("iteration", "epoch", "seed", "initial_seed")
 """Attributes from which samplers and loaders derive an order."""
 
 _NOTHING = object()
@@ -147,6 +151,12 @@ class _Pass:
     """Global random streams when the checkpoint was saved, until a resumed pass has caught up with it."""
     skips_in_order: bool = False
     """Whether a resumed pass skips the batches taken before in the sampler, without fetching them."""
+    open: Any = None
+    """Its `OpenPass`."""
+    end: Any = None
+    """Ends it, see `keep_order`."""
+    looked: bool = False
+    """Whether it only took a sample: another pass went on since."""
 
     def state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("order", "random", "taken", "fetched_at", "passes")}
@@ -163,18 +173,32 @@ class PassRecorder:
         active: whether a pass that begins now may be one of training. Others are not recorded.
         around: returns a context for a pass over the given loader, which is entered when the pass begins. It gives the
             `OpenPass` in which the batches are noted.
+        number: returns the number by which a pass is ordered, from that of the training passes before it; None if the
+            order is set elsewhere.
+        group: the workers, if worker 0 reads the batches of all of them.
     """
 
-    def __init__(self, loader: Any, active: Callable[[], bool], around: AroundPass = unwatched_pass) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        active: Callable[[], bool],
+        around: AroundPass = unwatched_pass,
+        number: Callable[[int], int | None] = lambda ended: None,
+        group: WorkerGroup | None = None,
+    ) -> None:
         self.loader = loader
         self.active = active
         self.around = around
-        self.passes_begun = 0
-        """Training passes begun, including those left by `break`."""
+        self.number = number
+        self.group = group
+        self._passes = 0
+        """Training passes that have ended or were left."""
+        self._begun = 0
+        """Passes begun, also those that only took a sample."""
+        self._open: list[_Pass] = []  # recorded ones, the outermost first
         self._advancing: _Pass | None = None  # the pass whose next batch is being fetched
-        self._latest: weakref.ref[_Pass] | None = None  # weak: it dies with its iterator, when a loop is left by break
         self._handed_out: OpenPass | None = None  # the pass of the batch that was handed out last
-        self._loaded: _Pass | None = None  # from a checkpoint, until a pass begins
+        self._loaded: _Pass | None = None  # from a checkpoint, until it is trained in
         self._resumes = False
         self._replay: bool | None = None
 
@@ -190,27 +214,79 @@ class PassRecorder:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the loader, which sets itself, and the running pass: a copy begins a pass of its own."""
         return {name: value for name, value in vars(self).items() if name != "_loader"} | {
+            "group": None,
+            "_open": [],
             "_advancing": None,
-            "_latest": None,
             "_handed_out": None,
         }
 
     # ---- iteration
 
     def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield from `batches`, the loader's own iteration, and record the pass."""
-        loader, active = self.loader, self.active()
+        """Yield from `batches`, the loader's own iteration, and record the pass.
+
+        A pass counts if it was trained in, or reached its end and was none of evaluation. Others, such as a look at a
+        sample, leave the order and the position as they were.
+        """
+        loader, active, handed_out = self.loader, self.active(), self._handed_out
         inside_another = any(outer is not None for outer in loader.gradient_state.dataloader_references)
-        with self.around(loader) as open_pass:
+        self._begun += 1
+        end, ended, loaded = keep_order([loader]), False, self._loaded
+        for earlier in reversed(self._open):
+            if earlier.taken == 1 and not earlier.open.trained_in:  # maybe a look at a sample, whose iterator lives on
+                earlier.end(False)
+                keep_order([loader])  # new copies
+        resumed = loaded if self._resumes and active else None
+        self._resumes = self._resumes and not active
+        if loaded is None:
+            self._number_next()
+        with self.around(loader) as open_pass, own_processes(loader) if self._open else nullcontext():
+            pass_ = None
+            if active:
+                pass_ = _Pass(order_state(loader), random_state()) if resumed is None else self._resumed(resumed)
+                pass_.open, pass_.end = open_pass, end
+                pass_.passes, pass_.fetches = self.passes_begun, loader.unreported_fetches
+                self._open.append(pass_)
+                batches = batches if resumed is None else self._rest_of(batches, pass_)
             try:
-                for batch in self._recorded(batches):
+                for batch in self._advance(batches, open_pass, pass_):
                     open_pass.fresh, open_pass.last = True, loader.end_of_dataloader
                     self._handed_out = open_pass
                     yield batch
+                ended = active and not open_pass.evaluation
             except BaseException:  # left in its middle: Accelerate still counts the loader as the one being read
                 if inside_another or not active or open_pass.evaluation:
                     _end_one_pass(loader)
                 raise
+            finally:
+                looked = pass_ is not None and pass_.looked
+                counts = (ended or open_pass.trained_in or open_pass.steps > 1) and not looked
+                if pass_ is not None and counts:
+                    self._end_looks(pass_)
+                self._open = [other for other in self._open if other is not pass_]
+                if counts:
+                    end(True)
+                    self._passes += 1
+                    self._loaded = None
+                elif self._handed_out in (open_pass, handed_out) and not looked:
+                    end(False)
+                    self._handed_out, self._loaded = handed_out, loaded
+
+    def _end_looks(self, pass_: _Pass) -> None:
+        """Let a pass go on: what others have drawn that took one sample of the loader leaves no trace."""
+        if pass_.taken and pass_.looked:
+            self._open, pass_.looked = [pass_, *self._open], False
+        for other in reversed(self._open):
+            if pass_.taken and other is not pass_ and other.taken == 1:
+                if self._open.index(other) > self._open.index(pass_):
+                    other.end(False)
+                other.looked, other.open.fresh = True, False
+        self._open = [other for other in self._open if not other.looked]
+
+    @property
+    def passes_begun(self) -> int:
+        """Training passes begun, including those left by `break`."""
+        return self._passes + sum(pass_.open.trained_in for pass_ in self._open)
 
     @property
     def trained_in(self) -> bool:
@@ -223,31 +299,46 @@ class PassRecorder:
         if self._handed_out is not None:
             self._handed_out.last = True
 
-    def _recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if not self.active():
-            yield from self._advance(batches, None)
-            return
-        loaded, self._loaded = self._loaded, None
-        resumes, self._resumes = self._resumes, False
-        if loaded is None or not resumes:
-            pass_ = _Pass(order_state(self.loader), random_state(), passes=self.passes_begun)
-        else:
-            pass_ = loaded
-            if pass_.saved_random is None:
-                pass_.random = random_state()
-            else:
-                set_random_state(pass_.random)
-            batches = self._rest_of(batches, pass_)
-        pass_.fetches = self.loader.unreported_fetches
-        self.passes_begun += 1
-        self._latest = weakref.ref(pass_)
-        yield from self._advance(batches, pass_)
+    def _number_next(self) -> None:
+        number = self.number(self.passes_begun)
+        if number is not None:
+            number_passes(self.loader, number)
 
-    def _advance(self, batches: Iterator[Any], pass_: _Pass | None) -> Iterator[Any]:
+    def begin_elsewhere(self) -> None:
+        """Give a copy of the loader, such as of Accelerate's `skip_first_batches`, the order of the next pass."""
+        if self._loaded is None:
+            self._number_next()
+        self._loaded = None
+
+    def _resumed(self, loaded: _Pass) -> _Pass:
+        self._loaded = None
+        if loaded.saved_random is None:
+            return replace(loaded, random=random_state())
+        set_random_state(loaded.random)
+        return replace(loaded)
+
+    def _agree(self) -> None:
+        """Raise RuntimeError if the workers are in different passes, where worker 0 reads for all. Then collective."""
+        what = "reading a batch of a stream for all workers (one worker alone reads the loader's `dataset`)"
+        begun = [] if self.group is None else self.group.all_gather_object(self._begun, what)
+        other = next((rank for rank, count in enumerate(begun) if count != begun[0]), None)
+        if self.group is not None and other is not None:
+            first, second = self.group.members.named([0]), self.group.members.named([other])
+            raise RuntimeError(
+                f"worker 0 reads this loader for all workers (dispatch_batches), so all must begin every pass over it; "
+                f"{first} is in pass {begun[0]}, {second} in pass {begun[other]}. To look at a sample on one worker, "
+                f"read the loader's `dataset`."
+            )
+
+    def _advance(self, batches: Iterator[Any], open_pass: OpenPass, pass_: _Pass | None) -> Iterator[Any]:
         while True:
             # An evaluation may read the same loader while a training pass waits between two batches.
             outer, self._advancing = self._advancing, pass_
             try:
+                if not open_pass.last:
+                    self._agree()
+                if pass_ is not None:
+                    self._end_looks(pass_)
                 batch = next(batches, _NOTHING)
             finally:
                 self._advancing = outer
@@ -312,19 +403,14 @@ class PassRecorder:
 
     def _running(self) -> _Pass | None:
         """Return the pass that a loop is in the middle of, or that was loaded and not resumed yet."""
-        if self._loaded is not None:
+        trained = [pass_ for pass_ in self._open if pass_.open.trained_in]
+        if not trained and self._loaded is not None:
             return self._loaded
-        latest = self._latest_pass()
-        return latest if latest is not None and latest.taken and not self.loader.end_of_dataloader else None
-
-    def _latest_pass(self) -> _Pass | None:
-        return None if self._latest is None else self._latest()
+        return next((pass_ for pass_ in trained or self._open if pass_.taken and not pass_.open.last), None)
 
     def _next_iteration(self) -> int:
         # Accelerate counts a pass after its last batch was taken and used; here it ends with the taking.
-        latest = self._latest_pass()
-        finished = latest is not None and latest.taken > 0 and self.loader.end_of_dataloader
-        return self.loader.iteration + finished
+        return self.loader.iteration + any(pass_.taken and pass_.open.last for pass_ in self._open)
 
     @property
     def position(self) -> DataPosition:
@@ -362,8 +448,7 @@ class PassRecorder:
         running = state["running"]
         now = state if running is None else running
         set_order_state(self.loader, now["order"], lenient=random is None)
-        self.passes_begun = now["passes"]
-        self._latest = None
+        self._passes = now["passes"]
         self._loaded = None if running is None else _Pass(**running, saved_random=random)
         # As Accelerate's stateful loaders do, over which a script writes its resumed loop like any other.
         self._resumes = self._loaded is not None and self.loader.use_stateful_dataloader
@@ -374,8 +459,9 @@ class PassRecorder:
 
     @property
     def loaded_batches(self) -> int:
-        """Batches taken of the loaded pass; 0 once a pass has begun."""
-        return 0 if self._loaded is None else self._loaded.taken
+        """Batches taken of the loaded pass; 0 once a pass is trained in."""
+        trained = any(pass_.open.trained_in for pass_ in self._open)
+        return 0 if self._loaded is None or trained else self._loaded.taken
 
     @property
     def skipped_batches(self) -> int:
@@ -447,18 +533,23 @@ _RECORDED: dict[type, type] = {DataLoaderShard: RecordedShard, DataLoaderDispatc
 
 
 def record_passes(
-    prepared: Any, loaders: list[Any], active: Callable[[], bool], around: AroundPass = unwatched_pass
+    prepared: Any,
+    loaders: list[Any],
+    active: Callable[[], bool],
+    around: AroundPass = unwatched_pass,
+    number: Callable[[int], int | None] = lambda ended: None,
+    group: WorkerGroup | None = None,
 ) -> Any:
     """Return a prepared loader that records its passes while `active`, and put it in place of `prepared` in `loaders`.
 
-    Each pass runs inside the context `around(loader)`. Returns loaders of other classes as they are.
+    Further arguments as for `PassRecorder`. Returns loaders of other classes as they are.
     """
     kind = _RECORDED.get(type(prepared))
     if kind is None:
         return prepared
     # A new object, because Accelerate's loaders do not allow assigning `__class__`.
     own: Any = object.__new__(kind)
-    vars(own).update(vars(prepared), recorder=PassRecorder(own, active, around))
+    vars(own).update(vars(prepared), recorder=PassRecorder(own, active, around, number, group))
     if own.use_stateful_dataloader:
         own.base_dataloader.load_state_dict({})  # Accelerate has begun a pass, whose order is drawn already
     loaders[:] = [own if loader is prepared else loader for loader in loaders]

@@ -123,7 +123,8 @@ class EqualSteps:
                 "a copy of a prepared loader without a length cannot ask the other workers where a pass ends. Prepare "
                 "another loader on all workers."
             )
-        states = self.group.all_gather_object(last_here, "asking whether every worker has another batch")
+        what = "asking whether every worker has another batch (one worker alone reads the loader's `dataset`)"
+        states = self.group.all_gather_object(last_here, what)
         return None if None in states else any(states)
 
     def _warn_of_rest(self, taken: int) -> None:

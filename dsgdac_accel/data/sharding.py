@@ -13,12 +13,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 from dsgdac_accel.data.dataloader_state import AroundPass, OpenPass, record_passes, unwatched_pass
 from dsgdac_accel.data.equal_steps import EqualSteps, known_length
-from dsgdac_accel.data.loaders import (
-    differ_per_worker,
-    share_own_samplers,
-    share_sampler_seed,
-    warn_of_own_shards,
-)
+from dsgdac_accel.data.loaders import differ_per_worker, refuse_undistributable, share_order, shared_seed_of
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.randomness import shared_seed
 
@@ -33,6 +28,7 @@ class TrainingPhase:
         self._evaluations = 0
         self._around: weakref.WeakMethod[AroundPass] | None = None
         self._evaluates_in: weakref.WeakMethod[Callable[[Any], bool]] | None = None
+        self._number: weakref.WeakMethod[Callable[[int], int]] | None = None
 
     def enter_for_passes(self, around: AroundPass) -> None:
         """From now on, run each pass over a loader inside the context `around(loader)`, a method."""
@@ -41,6 +37,15 @@ class TrainingPhase:
     def ask_for_evaluations(self, evaluates_in: Callable[[Any], bool]) -> None:
         """From now on, a pass is one of evaluation also where the method `evaluates_in(loader)` says so."""
         self._evaluates_in = weakref.WeakMethod(evaluates_in)
+
+    def number_passes_by(self, number: Callable[[int], int]) -> None:
+        """From now on, order a pass by what the method `number` makes of the number of training passes before it."""
+        self._number = weakref.WeakMethod(number)
+
+    def number(self, passes: int) -> int | None:
+        """Return the number by which a pass is ordered, the same on all workers; None if others set the order."""
+        number = None if self._number is None else self._number()
+        return None if number is None else number(passes)
 
     def around(self, loader: Any) -> AbstractContextManager[OpenPass]:
         """Return the context for a pass over a loader."""
@@ -88,9 +93,8 @@ class LoaderSharding:
         self.group = group
         self.phase = phase
 
-    def share_order(self, loader: Any, config: DataLoaderConfiguration) -> None:
-        """Seed the samplers alike on all workers, before Accelerate prepares the loader. Collective."""
-        share_sampler_seed(loader, self.group)
+    def share_seed(self, config: DataLoaderConfiguration) -> None:
+        """Seed Accelerate's own samplers alike on all workers, before it prepares a loader. Collective."""
         if self.group.size > 1 and config.use_seedable_sampler and config.data_seed is None:
             # Accelerate uses the process's own seed, with which shards of differently seeded workers would overlap.
             config.data_seed = shared_seed(self.group)
@@ -106,12 +110,17 @@ class LoaderSharding:
         Raises:
             ValueError: some worker would get no batch, or the batches cannot be shared out.
         """
-        prepared = record_passes(prepared, loaders, self.phase.may_train, self.phase.around)
-        share_own_samplers(prepared, self.group)
+        dispatched = isinstance(prepared, DataLoaderDispatcher)
+        refuse_undistributable(loader, self.group, dispatched)
+        seed = shared_seed_of(loader, self.group, dispatched) if self.group.size > 1 else 0
+        phase = self.phase
+        reading = self.group if dispatched else None
+        prepared = record_passes(prepared, loaders, phase.may_train, phase.around, phase.number, reading)
         differ_per_worker(prepared, self.group)
-        if isinstance(prepared, DataLoaderDispatcher):
+        if dispatched:
             return prepared  # worker 0 reads for all workers, so all get equally many batches
-        warn_of_own_shards(loader, self.group)
+        if self.group.size > 1:
+            share_order(prepared, seed)
         equal = self.equal_steps(prepared)
         if 0 in equal.lengths:  # on all workers, since none may wait for one that has stopped
             members = self.group.members

@@ -6,19 +6,25 @@ import random
 import re
 import warnings
 
+import datasets
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from datasets.distributed import split_dataset_by_node
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -523,6 +529,224 @@ def test_every_sample_counts_the_same_with_smaller_batches_of_a_slow_worker():
         optimizer.step()
     for _, mean in results:
         torch.testing.assert_close(mean, x.detach(), rtol=0, atol=1e-14)
+
+
+# ---- samplers and streams of all kinds, and looks at a sample
+
+
+class OwnRandom(RandomSampler):
+    def __iter__(self):
+        return iter(random.sample(range(16), 16))
+
+
+class OwnWeighted(WeightedRandomSampler):
+    def __iter__(self):
+        return iter(numpy.random.permutation(16).tolist())
+
+
+class OwnSubset(SubsetRandomSampler):
+    """Shuffles its list in place."""
+
+    def __iter__(self):
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class OwnSequential(SequentialSampler):
+    def __iter__(self):
+        return iter(torch.randperm(16).tolist())
+
+
+class OwnBatchSampler(BatchSampler):
+    def __iter__(self):
+        return iter(random.sample(list(super().__iter__()), 8))
+
+
+class OfEachProcess(Sampler):
+    """Has a generator that is seeded differently in every process."""
+
+    def __init__(self):
+        self.drawn = numpy.random.default_rng(dist.get_rank())
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self):
+        return iter(self.drawn.permutation(16).tolist())
+
+
+class CountsPasses(OfEachProcess):
+    def __init__(self):
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(numpy.random.default_rng(self.begun).permutation(16).tolist())
+
+
+NUMBERS = list(range(16))
+SAMPLERS = {
+    "shuffle": lambda: {"batch_size": 2, "shuffle": True},
+    "persistent": lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1, "persistent_workers": True},
+    "random": lambda: {"batch_size": 2, "sampler": OwnRandom(NUMBERS)},
+    "weighted": lambda: {"batch_size": 2, "sampler": OwnWeighted([1.0] * 16, 16)},
+    "subset": lambda: {"batch_size": 2, "sampler": OwnSubset(list(range(16)))},
+    "sequential": lambda: {"batch_size": 2, "sampler": OwnSequential(NUMBERS)},
+    "batches": lambda: {"batch_sampler": OwnBatchSampler(SequentialSampler(NUMBERS), 2, False)},
+    "own generator": lambda: {"batch_size": 2, "sampler": OfEachProcess()},
+    "counts": lambda: {"batch_size": 2, "sampler": CountsPasses()},
+}
+
+
+class Shuffled(IterableDataset):
+    """A stream that shuffles with a global random stream."""
+
+    def __iter__(self):
+        return iter(random.sample(range(16), 16))
+
+
+def train_on(rank: int, loader: DataLoader, look: str = "", **options) -> tuple[list[list[int]], list[str]]:
+    """Train for three passes. Worker 0 looks at a sample before each and in its middle, and may keep the iterator."""
+    set_seed(rank)
+    accelerator = accelerator_with(**options)
+    model = nn.Linear(1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    passes, kept = [], []
+
+    def look_at_a_sample() -> None:
+        if look and (rank == 0 or look == "all"):
+            iterator = iter(prepared)
+            next(iterator)
+            kept[:] = [iterator] * (look == "kept")
+
+    for _ in range(3):
+        look_at_a_sample()
+        passes.append([])
+        for number, batch in enumerate(prepared):
+            if number == len(passes) - 1:
+                look_at_a_sample()
+            numbers = batch["x"] if isinstance(batch, dict) else batch
+            passes[-1] += numbers.tolist()
+            accelerator.backward(model(numbers[:, None] * 1e-3).sum())
+            optimizer.step()
+            assert accelerator.data_position(prepared).batches in (0, number + 1)
+    assert accelerator.data_position(prepared).epoch == 3
+    accelerator.free_memory()
+    return passes, [
+        str(warning.message)
+        for warning in caught
+        if "every pass" in str(warning.message) or "differs" in str(warning.message)
+    ]
+
+
+def train_on_samplers(rank: int, look: str) -> dict[str, tuple]:
+    loaders = {kind: DataLoader(NUMBERS, **make()) for kind, make in SAMPLERS.items()}
+    return {kind: train_on(rank, loader, look) for kind, loader in loaders.items()}
+
+
+def test_all_samplers_give_each_row_once_and_a_look_at_a_sample_changes_no_pass():
+    plain = run_workers(train_on_samplers, 2, "")
+    for kind, (passes, said) in plain[0].items():
+        others, _ = plain[1][kind]
+        assert said == [], kind
+        assert [sorted(mine + theirs) for mine, theirs in zip(passes, others, strict=True)] == [NUMBERS] * 3, kind
+        assert len({tuple(mine) for mine in passes}) == 3, f"{kind}: another order in every pass"
+    for look in ("one", "kept"):
+        assert run_workers(train_on_samplers, 2, look) == plain, look
+
+
+def rows(**columns) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(columns)
+
+
+class OwnPart(IterableDataset):
+    """Reads every second number, as its worker's own."""
+
+    def __iter__(self):
+        return iter(range(dist.get_rank(), 16, dist.get_world_size()))
+
+
+class OwnPartByNumber(IterableDataset):
+    def __init__(self):
+        self.mine = dist.get_rank()
+
+    def __iter__(self):
+        return iter(range(self.mine, 16, 2))
+
+
+def data_of_each_worker(rank: int) -> dict[str, tuple[list[str], list[int]]]:
+    set_seed(rank)
+    once = torch.Generator().manual_seed(0)
+    table, stream = rows(x=NUMBERS), rows(x=NUMBERS).to_iterable_dataset(num_shards=4)
+    split = random_split(NUMBERS, [8, 8])[0]
+    made = {
+        "Subset.indices": split,
+        "Subset.indices (in a ConcatDataset)": ConcatDataset([split, split]),
+        "list.": [NUMBERS[place] for place in torch.randperm(16)],
+        "TensorDataset.tensors": TensorDataset(torch.arange(16)[torch.randperm(16)]),
+        "Dataset.rows": table.train_test_split(8)["train"],
+        "split_dataset_by_node": split_dataset_by_node(table, rank, 2),
+        "generator of shuffle": stream.shuffle(buffer_size=4),
+        "OwnPart.__iter__": OwnPart(),
+        "OwnPartByNumber": OwnPartByNumber(),
+        "none, a split from a seed": random_split(NUMBERS, [8, 8], once)[0],
+        "none, a table": table.train_test_split(8, seed=1)["train"],
+        "none, a stream": Shuffled(),
+        "none, a stream of datasets": stream.shuffle(seed=1, buffer_size=4),
+        "none, tensors": TensorDataset(torch.arange(16)),
+    }
+    found = {}
+    for name, data in made.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator_with(dispatch_batches=False).prepare(DataLoader(data, 2))
+        found[name] = [str(w.message) for w in caught if "of the data" in str(w.message) or "differs" in str(w.message)]
+    return found
+
+
+def test_data_and_splits_that_differ_between_workers_are_named_once():
+    for found in run_workers(data_of_each_worker, 2):
+        for name, said in found.items():
+            assert len(said) == (not name.startswith("none")), (name, said)
+            assert all(name.split(" (")[0] in message for message in said), (name, said)
+
+
+def train_on_streams(rank: int) -> dict[str, tuple]:
+    stream = rows(x=NUMBERS).to_iterable_dataset(num_shards=4)
+    found = {}
+    for dispatched in (None, False):
+        found[f"own, {dispatched}"] = train_on(rank, DataLoader(Shuffled(), 2), "all", dispatch_batches=dispatched)
+        in_processes = DataLoader(Shuffled(), 2, num_workers=1, persistent_workers=True)
+        found[f"processes, {dispatched}"] = train_on(rank, in_processes, dispatch_batches=dispatched)
+        found[f"datasets, {dispatched}"] = train_on(rank, DataLoader(stream, 2), dispatch_batches=dispatched)
+        with pytest.raises(ValueError, match=r"split_dataset_by_node gives every worker its part.* Leave"):
+            train_on(rank, DataLoader(split_dataset_by_node(stream, rank, 2), 2), dispatch_batches=dispatched)
+    return found
+
+
+def test_a_stream_is_read_once_by_all_workers_together():
+    mine, others = run_workers(train_on_streams, 2)
+    for kind, (passes, said) in mine.items():
+        assert said == [], kind
+        both = [sorted(one + other) for one, other in zip(passes, others[kind][0], strict=True)]
+        assert both == [NUMBERS] * 3, kind
+
+
+def look_alone(rank: int, who: int) -> None:
+    loader = accelerator_with().prepare(DataLoader(Shuffled(), 2))
+    if rank == who:
+        next(iter(loader))
+    list(loader)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_look_of_one_worker_at_a_stream_that_worker_0_reads_for_all_ends_with_the_way_out(who):
+    for outcome in try_workers(look_alone, 2, who):
+        assert "RuntimeError: worker 0 reads this loader for all workers" in outcome.error
+        assert "read the loader's `dataset`" in outcome.error
+        assert outcome.seconds < 10
 
 
 # ---- what workers tell each other

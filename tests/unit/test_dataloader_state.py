@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from dsgdac_accel.checkpoint.serialization import decode, encode
 from dsgdac_accel.data.dataloader_state import (
     DataPosition,
+    OpenPass,
     ResumedBatches,
     data_position,
     epoch_of,
     record_passes,
     recorder_of,
+    unwatched_pass,
 )
-from dsgdac_accel.data.loaders import preserved_loaders
 from dsgdac_accel.randomness import random_state, set_random_state
 
 SIZE, BATCH = 14, 2
@@ -56,7 +58,7 @@ def alone():
     GradientState._reset_state()
 
 
-def make_loader(kind, active=lambda: True):
+def make_loader(kind, active=lambda: True, around=unwatched_pass):
     data = Stream() if kind == "stream" else Noisy()
     plain = DataLoader(
         data, BATCH, shuffle=kind != "stream", num_workers=2 * (kind == "processes"), generator=torch.Generator()
@@ -65,7 +67,7 @@ def make_loader(kind, active=lambda: True):
         plain, torch.device("cpu"), put_on_device=True, dispatch_batches=kind == "dispatched",
         use_stateful_dataloader=kind == "stateful",
     )  # fmt: skip
-    return record_passes(prepared, [], active)
+    return record_passes(prepared, [], active, around)
 
 
 def seed():
@@ -138,25 +140,46 @@ def test_without_resuming_a_loaded_pass_starts_over():
     assert torch.equal(batches[0][:, 0], first[:, 0])  # the same order
 
 
-def test_passes_left_by_break_count_and_evaluation_does_not():
-    training = True
-    loader = make_loader("map", lambda: training)
+def test_passes_left_by_break_count_if_they_were_trained_in_and_evaluation_does_not():
+    training, passes = True, []
+
+    @contextmanager
+    def around(loader):
+        passes.append(OpenPass(None))
+        yield passes[-1]
+
+    def step():
+        passes[-1].trained_in = True
+
+    loader = make_loader("map", lambda: training, around)
+    next(iter(loader))  # a look at a sample
+    kept = iter(loader)
+    next(kept)
+    assert data_position(loader) == DataPosition(0, 1)
     for _ in loader:
+        step()
         break
+    assert data_position(loader) == DataPosition(1, 0), "the iterator that is kept is none of a pass"
     training = False
-    with preserved_loaders([loader]):
-        assert len(list(loader)) == 7
+    assert len(list(loader)) == 7
     training = True
     assert data_position(loader).epoch == 1
     iterator = iter(loader)
     next(iterator)
+    step()
     assert (epoch_of(loader), epoch_of(None)) == (1, None)
     training = False
-    with preserved_loaders([loader]):  # in the middle of a training pass
-        list(loader)
+    list(loader)  # in the middle of a training pass
     training = True
     next(iterator)
+    next(iter(loader))
     assert data_position(loader) == DataPosition(1, 2)
+    state = recorder_of(loader).state_dict()
+    resumed = make_loader("map")
+    recorder_of(resumed).load_state_dict(state, random_state())
+    next(iter(resumed))
+    next(iter(ResumedBatches(resumed)))
+    assert len(list(ResumedBatches(resumed))) == 5, "looks at a sample before it leave the loaded position"
 
 
 def test_a_loader_of_other_samplers_is_refused():

@@ -111,6 +111,22 @@ def test_after_free_memory_the_next_loader_counts_and_an_old_one_only_if_it_is_r
         assert ticks.decide(prepared).ticks == 1, "built for the steps of one worker, after the loader was sharded"
 
 
+def test_the_loader_of_the_first_step_counts_and_not_a_longer_one():
+    class Loader:
+        """Stands for a prepared one."""
+
+    ticks, train, evaluation = SchedulerTicks("auto", WORKERS), Loader(), Loader()
+    with ticks.preparing():
+        ticks.loader_sharded(100, 25, train)
+        ticks.loader_sharded(8000, 2000, evaluation)
+    prepared = GossipScheduler(AcceleratedScheduler(linear(3 * 25), []), ticks.call + 1)
+    assert ticks.decide(prepared).ticks == 4, "as if trained on the longer one"
+    assert not ticks.trains_on(None)
+    assert ticks.trains_on(train)
+    assert ticks.decide(prepared).ticks == 1
+    assert not ticks.trains_on(evaluation), "decided"
+
+
 def test_declared_lengths():
     sequence = SequentialLR(opt := sgd(), [LinearLR(opt, 0.1, total_iters=4), CosineAnnealingLR(opt, 16)], [4])
     wsd = get_wsd_schedule(sgd(), num_warmup_steps=2, num_stable_steps=20, num_decay_steps=8)
