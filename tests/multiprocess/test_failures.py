@@ -17,6 +17,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from dsgdac_accel import CheckpointError, Gossip, GossipAccelerator, GossipCallback, GossipConfig, WorkerLostError
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.watchdog import WAITS
 from tests.multiprocess.trainer_model import Model, Rows, arguments
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
 
@@ -261,9 +263,23 @@ def test_workers_that_wait_for_each_other_end_within_seconds(cases, tmp_path):
         assert "after WorkerLostError" not in said, "a lost worker is not out of memory"
 
 
+def slow_network(rank: int) -> None:
+    """Wait at once for messages that are on their way: worker 1 is 10 rounds ahead, and waits for worker 0."""
+    WorkerGroup(torch.device("cpu"))
+    for round_ in range(1 + 10 * rank):
+        WAITS.enter("rounds", round_)
+    with WAITS.waiting("a round", "rounds", [0, 1]):
+        time.sleep(8)
+    WAITS.enter("collectives")
+    with WAITS.waiting("a collective", "collectives", [0, 1]):
+        time.sleep(8)
+
+
 @pytest.mark.slow
-def test_workers_that_wait_for_a_slow_one_go_on():
+def test_workers_that_wait_for_a_slow_one_or_for_the_network_go_on():
+    network = Launch(slow_network, 2)
     assert run_workers(loop_alone, 3, "slow") == [None] * 3
+    assert [outcome.exit_code for outcome in network.outcomes()] == [0, 0]
 
 
 def test_all_workers_start_again_with_a_smaller_batch_from_equal_values():
