@@ -275,16 +275,13 @@ class Waits:
                         told = False
                 elif time.monotonic() - since > (_LONG_OWN if wait.stream == _OWN else _LONG):
                     beat, told = beat + 1, True
-                    self._tell(
-                        json.dumps(
-                            [serial, beat, vars(wait), {s: [*places.items()] for s, places in self._entered.items()}]
-                        )
-                    )
+                    entered = {stream: list(places.items()) for stream, places in self._entered.items()}
+                    self._tell(json.dumps([serial, beat, vars(wait), entered]))
                     stuck = self._stuck()
                     if stuck and (self._current or self._own_wait()) == wait:
                         self._end(stuck)
-            except (RuntimeError, OSError):  # the store is gone with the process that kept it
-                return
+            except (RuntimeError, OSError):
+                pass  # the training thread has gone on meanwhile, or the store is gone with the process that kept it
 
     def _tell(self, status: str) -> None:
         self._store.set(f"{_WAITS}/{self._members.launched[self._members.rank]}", status)
