@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
@@ -54,6 +54,7 @@ from dsgdac_accel.data.dataloader_state import (
 from dsgdac_accel.data.equal_steps import EqualSteps, inner_loader, known_length
 from dsgdac_accel.data.sharding import LoaderSharding, TrainingPhase
 from dsgdac_accel.deployed_model import Deployment
+from dsgdac_accel.distributed.failure_detection import WorkerLostError, short_cause
 from dsgdac_accel.distributed.group import WorkerGroup, refuse_copy
 from dsgdac_accel.distributed.launcher_variables import join_slurm_step
 from dsgdac_accel.distributed.model_state import own_state
@@ -175,6 +176,8 @@ class GossipAccelerator(Accelerator):
     """Whether the default process group existed before Accelerate. `end_training` then leaves it running."""
     _adopted_group: WorkerGroup | None = None
     """The group of the last accelerator that was adopted in this process."""
+    _latest_group: WorkerGroup | None = None
+    """The group of the last accelerator in this process."""
     _warned_of_single_worker = False
 
     def __init__(
@@ -295,6 +298,8 @@ class GossipAccelerator(Accelerator):
             self, self.group, self.gossip_steps, config, workers_per_process=config.workers_per_process
         )
         self.stopping = StopOnSignals(self.group.everyone)
+        GossipAccelerator._latest_group = group
+        memory.should_reduce_batch_size = _all_reduce_batch_size
 
     __reduce__ = refuse_copy
 
@@ -838,6 +843,20 @@ class GossipAccelerator(Accelerator):
                 tracker.finish()
         else:
             super().end_training()
+
+
+_should_reduce_batch_size = memory.should_reduce_batch_size
+
+
+def _all_reduce_batch_size(error: Exception) -> bool:
+    """Decide as accelerate's `find_executable_batch_size`, but let no worker start again with a smaller batch alone."""
+    group = GossipAccelerator._latest_group
+    smaller = _should_reduce_batch_size(error) and not isinstance(error, WorkerLostError)  # which quotes others' errors
+    if smaller and group is not None and group.everyone.size > 1 and not group.closed:
+        again = f"starting again with a smaller batch after {type(error).__name__}: {short_cause(error)}"
+        logger.warning("%s: %s", group.everyone.members.me, again)
+        group.everyone.barrier(again)
+    return smaller
 
 
 def _checked_config(gossip: GossipConfig | None) -> GossipConfig:

@@ -18,6 +18,7 @@ from dsgdac_accel.core.rounds import Incoming, Outgoing, Rounds
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.distributed.poster import result_within
 from dsgdac_accel.distributed.transport import Works
+from dsgdac_accel.distributed.watchdog import WAITS
 
 _FEW_BYTES = 2**19
 
@@ -43,6 +44,8 @@ class Exchange:
         self._works: Works = []
         self._what = ""
         self._only_peer: int | None = None
+        self._stream = f"exchange {self.channel} of {group.stream}"
+        self._needs: list[int] = []
         self._transport = group.process_groups.transport
         self._stopwatch = self._transport.stopwatch()
         if not self._transport.host_waits:
@@ -87,6 +90,8 @@ class Exchange:
         averaging = rounds.all_reduce_groups(round_)
         peers = rounds.peers(round_)
         self._what, self._only_peer = what, peers[0] if len(peers) == 1 else None
+        self._needs = [self.group.members.launched[peer] for peer in peers]
+        WAITS.enter(self._stream, round_)
         self.bytes_sent = sum(tensor.nbytes for tensor, _, _ in sends)
         for workers in averaging:
             # An all-reduce by ring sends 2 (m - 1) / m of its input: once to reduce, once to spread.
@@ -126,25 +131,26 @@ class Exchange:
         deadline = time.perf_counter() + group.timeout
         self._stopwatch.start()
         try:
-            if posted is not None:  # else an earlier wait was interrupted
-                try:
-                    self._works = group.guarded(
-                        lambda: result_within(group.timeout, posted), self._what, self._only_peer
-                    )
-                finally:
-                    if posted.done():
-                        self._posted = None
-            while self._works:
-                work, peer = self._works[0]
-                # gloo completes a message in the first `wait`, and an interrupt may come right after that. A second one
-                # would time out.
-                if peer is None or not work.is_completed():
-                    group.guarded(
-                        lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
-                        self._what,
-                        peer,
-                    )
-                del self._works[0]
+            with WAITS.waiting(self._what, self._stream, self._needs):
+                if posted is not None:  # else an earlier wait was interrupted
+                    try:
+                        self._works = group.guarded(
+                            lambda: result_within(group.timeout, posted), self._what, self._only_peer
+                        )
+                    finally:
+                        if posted.done():
+                            self._posted = None
+                while self._works:
+                    work, peer = self._works[0]
+                    # gloo completes a message in the first `wait`, and an interrupt may come right after that. A second
+                    # one would time out.
+                    if peer is None or not work.is_completed():
+                        group.guarded(
+                            lambda: self._transport.wait(self._works[0][0], deadline - time.perf_counter()),
+                            self._what,
+                            peer,
+                        )
+                    del self._works[0]
         finally:
             self._stopwatch.stop()
             self.waited_seconds = self._stopwatch.seconds

@@ -66,7 +66,7 @@ class FailureDetector:
         if _OWN_MISTAKES.search(str(error)):
             self.reports.write(f"{self.members.me} failed in {what}: {short_cause(error)}")
             return None
-        return Failure(what if re.search(r"step \d", what) else f"{what} at step {step}", short_cause(error), peer)
+        return Failure(at_step(what, step), short_cause(error), peer)
 
     def worker_lost(self, failure: Failure) -> WorkerLostError:
         """The error for this worker. Takes a few seconds where the lost worker has to be found by a roll call."""
@@ -85,7 +85,11 @@ class FailureDetector:
         if peer is not None and not first.endswith(f"as {self.members.named([peer])} saw it"):
             # The peer may itself have waited in vain for another worker, which is then to blame.
             reported = self.reports.of(peer)
-            news += f" {self.members.named([peer]).capitalize()} reports: {reported}." if reported else ""
+            news += (
+                f" {self.members.named([peer]).capitalize()} reports: {reported}."
+                if reported not in (None, first)
+                else ""
+            )
         return WorkerLostError(f"{me}: {seen} ({failure.cause}).{news} {_advice(failure, silent)}")
 
     def _blamed(self, failure: Failure) -> tuple[list[int], list[int]]:
@@ -126,6 +130,11 @@ def _is_of_transport(error: BaseException) -> bool:
     # C++ raises in a call. Python raises in a `raise`, also with gloo's words: a DataLoader does for its workers.
     in_cpp = traceback is not None and traceback.tb_frame.f_code.co_code[traceback.tb_lasti] != _RAISE
     return isinstance(error, dist.DistError) or (in_cpp and _PLACES_IN_GLOO.search(str(error)) is not None)
+
+
+def at_step(what: str, step: int) -> str:
+    """Return `what`, the name of a communication, with the optimizer steps taken so far unless it names a step."""
+    return what if re.search(r"step \d", what) else f"{what} at step {step}"
 
 
 def short_cause(error: BaseException) -> str:

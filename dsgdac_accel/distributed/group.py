@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsgdac_accel.devices import Placement, identity_of, indexed, is_on, mistake_on, refuse_misplaced, refuse_unsuitable
-from dsgdac_accel.distributed.failure_detection import FailureDetector
+from dsgdac_accel.distributed.failure_detection import FailureDetector, at_step
 from dsgdac_accel.distributed.failure_reports import this_kernel, this_machine
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes
 from dsgdac_accel.distributed.members import Members
 from dsgdac_accel.distributed.poster import Poster
 from dsgdac_accel.distributed.process_groups import ProcessGroups
 from dsgdac_accel.distributed.row import Row
-from dsgdac_accel.distributed.watchdog import Pending, wait_until
+from dsgdac_accel.distributed.watchdog import WAITS, Pending, wait_until
 from dsgdac_accel.distributed.worker_mesh import WorkerMesh
 from dsgdac_accel.features import Setup, refuse_combinations
 from dsgdac_accel.tensor_bytes import as_bytes, narrowed
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+_NUMBERS = itertools.count()
 
 _LIVE: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 """The groups of this process."""
@@ -94,6 +96,8 @@ class WorkerGroup:
         self.device = device = indexed(device)
         self.timeout = timeout
         self.members = members or Members(dist.get_rank() if launched else 0, processes)
+        self.stream = f"group {next(_NUMBERS)}"
+        """Names the collectives of this group for `Waits`; the same on all workers."""
         self.row = Row()
         self._beside: tuple[WorkerGroup, ...] = ()
         """Where a worker is several processes: all processes, and those of this worker."""
@@ -119,7 +123,9 @@ class WorkerGroup:
     def _connect(self, placement: Placement, exchanges: bool) -> None:
         reports = self.detector.reports
         reports.store = dist.distributed_c10d._get_default_store()
-        self.guarded(self.process_groups.connect_control, "connecting the workers")
+        if self.size == dist.get_world_size():
+            WAITS.start(reports.store, self.members, reports.write)
+        self._together("connect", self.process_groups.connect_control, "connecting the workers")
         everyone = self.all_gather_object((this_machine(), os.getpid(), placement), "connecting the workers")
         reports.processes = [(machine, process) for machine, process, _ in everyone]
         refuse_misplaced([placed for _, _, placed in everyone])  # NCCL would fail on some workers, or hang
@@ -132,7 +138,7 @@ class WorkerGroup:
 
     def _connect_tensors(self) -> None:
         transport, connect = self.process_groups.transport, self.process_groups.connect
-        self.guarded(lambda: transport.within(self.timeout, connect), "connecting the workers")
+        self._together("connect", lambda: transport.within(self.timeout, connect), "connecting the workers")
 
     # ---- workers of several processes
 
@@ -263,6 +269,13 @@ class WorkerGroup:
             self._handle(error, what, peer)
             raise
 
+    def _together(self, kind: str, collective: Callable[[], T], what: str) -> T:
+        """Run a collective `guarded`, and as one of `Waits`. Two of different kinds wait for each other."""
+        stream = f"{kind} of {self.stream}"
+        WAITS.enter(stream)
+        with WAITS.waiting(at_step(what, self.steps_taken), stream, self.members.launched):
+            return self.guarded(collective, what)
+
     def _handle(self, error: RuntimeError, what: str, peer: int | None) -> None:
         """Raise the error of a lost worker, if `error` shows one."""
         failure = self.detector.failure_in(error, what, self.steps_taken, peer)
@@ -284,7 +297,7 @@ class WorkerGroup:
     def barrier(self, what: str) -> None:
         """Wait until every worker is here. The error names the workers that did not come."""
         if self.size > 1:
-            self.guarded(lambda: self.process_groups.barrier(self.timeout), what)
+            self._together("barrier", lambda: self.process_groups.barrier(self.timeout), what)
 
     def _begin(self, tensor: Tensor) -> torch.device:
         """Wait for what communicates in the background, and return the device from which a tensor travels.
@@ -301,11 +314,13 @@ class WorkerGroup:
         """Run a collective of torch on a tensor that is where `_begin` says."""
         groups = self.process_groups
         if not is_on(tensor.device, self.device):
-            self.guarded(lambda: collective(tensor, group=groups.control), what)  # on gloo, where the host waits
+            # On gloo, where the host waits.
+            self._together("tensors", lambda: collective(tensor, group=groups.control), what)
             return
         if groups.reduction is None:
             self._connect_tensors()
-        self.guarded(lambda: groups.transport.run(partial(collective, tensor, group=groups.reduction), what), what)
+        handle = groups.reduction
+        self._together("tensors", lambda: groups.transport.run(partial(collective, tensor, group=handle), what), what)
 
     def all_reduce_mean_(self, tensor: Tensor, what: str, others: Sequence[Tensor] = ()) -> Tensor:
         """Replace contiguous `tensor` (D,) by its mean over the workers, the same bits on all of them.
@@ -358,7 +373,7 @@ class WorkerGroup:
         if self.size == 1:
             return [value]
         content = pickle.dumps((what, value))
-        answers = list(map(pickle.loads, self.guarded(lambda: self._gather(content), what)))
+        answers = list(map(pickle.loads, self._together("objects", lambda: self._gather(content), what)))
         for rank, (where, _) in enumerate(answers):
             if where != answers[0][0]:
                 raise RuntimeError(

@@ -1,10 +1,11 @@
-"""A watchdog for devices that wait for a lost worker, while the host goes on or hangs without a timeout."""
+"""Watchdogs for waits that never end: of a device for a lost worker, and of workers for each other."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import itertools
+import json
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dsgdac_accel.devices import pinned
+from dsgdac_accel.distributed.members import Members
 
 Reached = Callable[[], bool]
 """Whether the device has come to a place in its queue."""
@@ -28,6 +30,16 @@ _GRACE = 5.0  # seconds after the timeout in which the host may notice by itself
 _PAUSES = 50e-6, 1e-3  # shortest and longest seconds between two looks at the device
 _SHARE = 1 / 64  # of the time waited so far: waits of 10 ms ended 0.2 ms late, with doubling pauses 1 ms
 _FLAGS = 4096  # places at a time, more than a device queues
+_LONG = 3.0  # seconds after which a process tells the others what it waits for
+_LONG_OWN = 10.0  # where nothing is counted: the end of one collective may reach two processes apart
+_WAITS = "dsgdac_accel/waits"  # a key in the store
+_OWN = "own"
+_PLACES = 8  # that are remembered of a stream
+_OWN_COLLECTIVES = {"all_gather", "all_gather_into_tensor", "all_reduce", "barrier", "monitored_barrier"}
+_ALL_ALIKE = (
+    "Take every step and enter every save, evaluation and collective on all workers. Share what one of them finds out "
+    "(a reason to stop, a batch to skip, an error that it catches) before it acts, as by `accelerator.reduce`."
+)
 
 
 @dataclass(eq=False)
@@ -182,6 +194,160 @@ def wait_until(is_ready: Callable[[], bool], watchdogs: Sequence[Watchdog]) -> t
         if waited > PATIENCE * max(watchdog.seconds for watchdog in watchdogs):
             return watchdogs[0], waiting
         time.sleep(min(max(least, waited * _SHARE), most))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A communication that a process waits in.
+
+    A stream is a sequence of communications: the collectives of a group, at place 0, or the exchanges of an optimizer,
+    at their rounds.
+    """
+
+    what: str
+    stream: str
+    place: int
+    number: int
+    """How often this process has entered the stream at this place, and others must have."""
+    needs: Sequence[int]
+    """Launched ranks of the other processes in it."""
+
+
+class Waits:
+    """Ends the processes of a run that wait for each other, as where one saves alone and the others take a step.
+
+    Each counts what it has entered. After some seconds it tells the others through the store what it waits for, and its
+    counts. A process is stuck if another one that it needs is stuck in something else, and has not entered as much.
+    Counts only grow, so such workers wait forever, and neither a slow network nor a slow worker looks like that.
+    Collectives of the script itself on all processes cannot be counted; the thread sees the training thread in them.
+    """
+
+    def __init__(self) -> None:
+        self._entered: dict[str, dict[int, int]] = {}
+        """How often each stream was entered, by place; the latest places."""
+        self._current: Wait | None = None
+        self._thread: threading.Thread | None = None
+        self._seen_first: dict[tuple[int, int], int] = {}
+
+    def start(self, store: Any, members: Members, report: Callable[[str], str]) -> None:
+        """Watch this process from now on, in place of an earlier training in it.
+
+        Args:
+            store: the rendezvous store.
+            members: all processes of the run.
+            report: tells the others why the run ends, and returns the first report.
+        """
+        self._members, self._report, self._training_thread = members, report, threading.get_ident()
+        self._store = store
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            self._store = store.clone()  # a connection of its own, since others may wait in theirs
+        if self._thread is None or not self._thread.is_alive():  # not in a forked process
+            self._thread = threading.Thread(target=self._run, name="dsgdac-waits", daemon=True)
+            self._thread.start()
+
+    def enter(self, stream: str, place: int = 0) -> None:
+        """Count a communication that this process takes part in from now on."""
+        places = self._entered.setdefault(stream, {})
+        places[place] = places.pop(place, 0) + 1
+        if len(places) > _PLACES:
+            del places[next(iter(places))]
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, stream: str, needs: Sequence[int]) -> Iterator[None]:
+        """Inside, the process waits in the communication of a stream that it entered last, for the launched ranks."""
+        place, number = next(reversed(self._entered.get(stream, {0: 0}).items()))
+        before, self._current = self._current, Wait(what, stream, place, number, list(needs))
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _run(self) -> None:
+        seen, since, told, serial, beat = None, 0.0, False, 0, 0
+        while True:
+            time.sleep(max(1.0, self._members.size / 50))  # all of them may ask for all others
+            wait = self._current or self._own_wait()
+            try:
+                if wait is None or wait != seen:
+                    seen, since, serial = wait, time.monotonic(), serial + 1
+                    if told:
+                        self._tell("")
+                        told = False
+                elif time.monotonic() - since > (_LONG_OWN if wait.stream == _OWN else _LONG):
+                    beat, told = beat + 1, True
+                    entered = {stream: list(places.items()) for stream, places in self._entered.items()}
+                    self._tell(json.dumps([serial, beat, vars(wait), entered]))
+                    stuck = self._stuck()
+                    if stuck and (self._current or self._own_wait()) == wait:
+                        self._end(stuck)
+            except (RuntimeError, OSError):
+                pass  # the training thread has gone on meanwhile, or the store is gone with the process that kept it
+
+    def _tell(self, status: str) -> None:
+        self._store.set(f"{_WAITS}/{self._members.launched[self._members.rank]}", status)
+
+    def _own_wait(self) -> Wait | None:
+        """The collective of all processes that the script called itself, if the training thread is in one."""
+        frame: Any = sys._current_frames().get(self._training_thread)
+        if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
+            return None
+        name = frame.f_code.co_name
+        if name not in _OWN_COLLECTIVES or frame.f_locals.get("group") not in (None, dist.group.WORLD):
+            return None
+        return Wait(f"torch.distributed.{name}", _OWN, 0, id(frame), list(self._members.launched))
+
+    def _stuck(self) -> dict[int, Wait]:
+        """The processes that wait for each other, by launched rank, with this one; empty if it may go on."""
+        me = self._members.launched[self._members.rank]
+        found: dict[int, tuple[int, int, Wait, dict[str, Any]]] = {}
+        to_ask = [me]
+        while to_ask:
+            rank = to_ask.pop()
+            key = f"{_WAITS}/{rank}"
+            status = self._store.get(key).decode() if rank not in found and self._store.check([key]) else ""
+            if status:
+                serial, beat, wait, entered = json.loads(status)
+                found[rank] = serial, beat, Wait(**wait), entered
+                to_ask += found[rank][2].needs
+
+        def lacks(wait: Wait, other: int) -> bool:
+            _, _, theirs, entered = found[other]
+            if wait.stream == _OWN:
+                return theirs.stream != _OWN
+            places = dict(entered.get(wait.stream, ()))
+            forgotten = bool(places) and wait.place < min(places)
+            return not forgotten and places.get(wait.place, 0) < wait.number
+
+        before = -1
+        while len(found) != before:
+            before = len(found)
+            found = {
+                rank: status
+                for rank, status in found.items()
+                if any(other in found and lacks(status[2], other) for other in status[2].needs if other != rank)
+            }
+        # A process that told what it waits for may have gone on since, so all must tell the same again.
+        again = [
+            self._seen_first.setdefault((rank, status[0]), status[1]) < status[1] for rank, status in found.items()
+        ]
+        return {rank: status[2] for rank, status in sorted(found.items())} if me in found and all(again) else {}
+
+    def _end(self, stuck: dict[int, Wait]) -> None:
+        names = {rank: self._members.named([self._members.launched.index(rank)]) for rank in stuck}
+        listed = list(names)[:4]
+        waits = ", ".join(f"{names[rank]} in {stuck[rank].what}" for rank in listed)
+        more = f" and {len(stuck) - len(listed)} more" if len(stuck) > len(listed) else ""
+        message = self._report(f"the workers wait for each other: {waits}{more}")
+        wait = self._current
+        if wait is not None and wait.stream.startswith("exchange"):
+            time.sleep(_GRACE)  # the end of the others breaks its connections, which raises an error here
+            if self._current is not wait:
+                return
+        _end_process(f"{message}. {_ALL_ALIKE}")
+
+
+WAITS = Waits()
+"""The waits of this process."""
 
 
 def _end_process(message: str) -> NoReturn:

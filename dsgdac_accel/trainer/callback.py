@@ -49,6 +49,10 @@ _WITH_EVALUATION = ("gamma", "radius")
 """The consensus metrics logged with training losses, and with evaluations and the end of training."""
 
 
+class _TrialEnded(Exception):
+    """The hyperparameter search on worker 0 has ended this trial."""
+
+
 class GossipCallback(TrainerCallback):
     """Trains with DSGD-AC (or with DAdam-AC under the Trainer's usual Adam) instead of averaging gradients.
 
@@ -118,6 +122,8 @@ class GossipCallback(TrainerCallback):
         self._has_trained = False
         self._planned_lrs: list[float] | None = None
         self._gradients_checked = False
+        self._reports = False
+        """Whether a metric is being reported to a hyperparameter search."""
 
     # ---- taking over a Trainer
 
@@ -179,6 +185,8 @@ class GossipCallback(TrainerCallback):
         self._wrap("_load_from_checkpoint", self._load_from_checkpoint)
         self._wrap("_load_optimizer_and_scheduler", self._load_optimizer_and_scheduler)
         self._wrap("_load_best_model", self._load_best_model)
+        self._wrap("hyperparameter_search", self._search)
+        self._wrap("_report_to_hp_search", self._report_to_search)
         self._wrap("log", self._log)
 
     def _begin_run(self) -> None:
@@ -246,6 +254,32 @@ class GossipCallback(TrainerCallback):
         original()
         self._adopt_accelerator(self.trainer)
 
+    def _search(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what ends a search by worker 0's clock."""
+        if kwargs.get("timeout") is not None and self._group.everyone.size > 1:
+            raise ValueError(
+                f"hyperparameter_search ends by the clock of worker 0 alone; got timeout={kwargs['timeout']!r}. Leave "
+                f"it out, and limit n_trials."
+            )
+        return original(*args, **kwargs)
+
+    def _report_to_search(self, original: Original, *args: Any, **kwargs: Any) -> None:
+        """Let all workers end a trial that the search, which runs on worker 0 alone, prunes."""
+        if self.trainer.hp_search_backend is None:
+            return original(*args, **kwargs)
+        error: Exception | None = None
+        self._reports = True
+        try:
+            original(*args, **kwargs)
+        except Exception as pruned:
+            error = pruned
+        self._reports = False
+        name = self._group.everyone.first(error and type(error).__name__, "agreeing on the end of a trial")
+        if name is not None:
+            self.deployment.deploy()
+            raise error or _TrialEnded(name)
+        return None
+
     # ---- training
 
     def _train(self, original: Original, resume_from_checkpoint: Any = None, *args: Any, **kw: Any) -> Any:
@@ -262,6 +296,8 @@ class GossipCallback(TrainerCallback):
         try:
             with self.checkpoints.exact_skipping(), self._stop:
                 return self._group.everyone.guarded(lambda: original(resume_from_checkpoint, *args, **kw), "training")
+        except _TrialEnded:
+            return None  # the search goes on to the next trial, as on worker 0
         finally:
             self._training = False
             # A later Trainer without gossip would take the model for one that is wrapped in DDP already.
@@ -357,7 +393,8 @@ class GossipCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the average of the workers in the model, unless the best checkpoint has replaced it already."""
-        self.deployment.deploy()
+        if not self._reports:  # a search that prunes calls this on worker 0 alone
+            self.deployment.deploy()
 
     def _load_best_model(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         self.deployment.deploy()  # collective: worker 0 has written the checkpoint before any worker reads it

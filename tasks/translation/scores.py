@@ -165,8 +165,8 @@ def tokenized_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], 
     tokens = functools.partial(moses_tokens, language=language)
     score = bleu.corpus_score(list(map(tokens, hypotheses)), [list(map(tokens, stream)) for stream in streams]).score
     signature = (
-        f"nrefs:{len(streams)}|case:mixed|punctuation:replace-unicode|tok:moses-{language}|compounds:split|smooth:none"
-        f"|sacremoses:{version('sacremoses')}|sacrebleu:{version('sacrebleu')}"
+        f"nrefs:{len(streams)}|case:mixed|punctuation:replace-unicode|tok:moses-{language}-before-9fc964da7"
+        f"|compounds:split|smooth:none|sacremoses:{version('sacremoses')}|sacrebleu:{version('sacrebleu')}"
     )
     return {"bleu_tokenized": score, "bleu_tokenized_signature": signature}
 
@@ -194,7 +194,8 @@ def paper_bleu(hypotheses: Sequence[str], streams: Sequence[Sequence[str]], lang
 def paper_tokens(text: str, language: str = "de") -> str:
     """Tokenize for `paper_bleu`, with spaces between the tokens: Moses' tokenizer.perl -a, then 13a.
 
-    Unicode punctuation becomes ASCII first. The second tokenizer splits what the first one marks.
+    Unicode punctuation becomes ASCII first. The second tokenizer splits what the first one marks, and every final dot,
+    so the version of tokenizer.perl (see `moses_tokens`) does not matter.
 
     >>> paper_tokens("Der E-Mail-Dienst der „Post“ ruht's, z. B. heute…")
     'Der E @ - @ Mail @ - @ Dienst der „ Post " ruht & apos ; s , z . B . heute . . .'
@@ -210,10 +211,14 @@ def _tokenizer_13a() -> Tokenizer13a:
 
 
 def moses_tokens(text: str, language: str = "de") -> str:
-    """Tokenize as tensor2tensor's get_ende_bleu.sh does, with spaces between the tokens.
+    """Tokenize as tensor2tensor's get_ende_bleu.sh did in 2017, with spaces between the tokens.
 
     Unicode punctuation becomes ASCII (replace-unicode-punctuation.perl), Moses' tokenizer.perl splits and escapes, and
     words with hyphens are split: s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g.
+
+    The tokenizer.perl is that of the published scores, before mosesdecoder's commit 9fc964da7 (November 2018), as
+    sacremoses ports it: the dot of an abbreviation stays at the end of a sentence, too ("Heute usw."). Since then the
+    script splits every final dot.
 
     >>> moses_tokens("Der E-Mail-Dienst der „Post“ ruht, z. B. heute…")
     'Der E ##AT##-##AT## Mail ##AT##-##AT## Dienst der „ Post &quot; ruht , z. B. heute ...'

@@ -7,12 +7,19 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import find_executable_batch_size
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
-from dsgdac_accel import CheckpointError, GossipAccelerator, GossipConfig, WorkerLostError
+from dsgdac_accel import CheckpointError, Gossip, GossipAccelerator, GossipCallback, GossipConfig, WorkerLostError
+from dsgdac_accel.distributed.group import WorkerGroup
+from dsgdac_accel.distributed.watchdog import WAITS
+from tests.multiprocess.trainer_model import Model, Rows, arguments
 from tests.workers import Launch, LaunchesAhead, run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -132,3 +139,150 @@ def test_errors_of_accelerates_own_collectives_are_accelerates_own() -> None:
     errors = [outcomes[0].error, outcomes[2].error]
     assert all("RuntimeError" in error for error in errors), errors
     assert not any(WorkerLostError.__name__ in error for error in errors)
+
+
+# ---- one worker decides alone
+
+
+def loop_alone(rank: int, what: str) -> None:
+    """Train with 2 workers, of which one goes its own way after step 3."""
+    accelerator = GossipAccelerator(gossip=GossipConfig(log_every=0))  # the timeout is 600 s
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(1, 9):
+        if what == "slow" and rank == FAULTY and step in (4, 6):
+            time.sleep(6)
+        if what == "breaks" and rank == FAULTY and step == 4:
+            break
+        if what == "skips" and rank == FAULTY and step == 4:
+            continue
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if what == "deploys" and rank == 0 and step == 3:
+            with accelerator.deployed_model(model):
+                pass
+        if what == "saves" and rank == 0 and step == 8:
+            accelerator.save_state("not reached")
+        if what == "starts anew" and rank == 0 and step == 3:
+            accelerator.restart_exchange()
+        if what == "gathers" and rank == 0 and step == 3:
+            accelerator.gather(torch.ones(1))
+        if what == "slow" and step == 5:
+            accelerator.wait_for_everyone()
+    with accelerator.deployed_model(model):
+        pass
+
+
+def plain_loop_alone(rank: int, what: str) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gossip = Gossip(model, optimizer, GossipConfig(topology="complete"))
+    for step in range(1, 9):
+        if rank == FAULTY and step == 4:
+            break
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    gossip.deploy()
+
+
+def find_batch_size(rank: int, where: str) -> tuple[list[int], list]:
+    accelerator = GossipAccelerator(gossip=GossipConfig(log_every=0))
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(size: int) -> list:
+        sizes.append(size)
+        accelerator.free_memory()
+        torch.manual_seed(rank)
+        model = nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        start = model.weight.tolist()
+        for step in range(1, 5):
+            if size == 8 and step == 3 and (where == "all" or rank == FAULTY):
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rank} GiB.")
+            accelerator.backward(model(torch.ones(size, 4)).square().mean())
+            optimizer.step()
+        return start
+
+    return sizes, train()
+
+
+class OutOfMemory(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def trainer_alone(rank: int, what: str) -> None:
+    gossip = GossipCallback(GossipConfig())
+    callbacks = [gossip, OutOfMemory()] if rank == FAULTY else [gossip]
+    settings = arguments("unused", auto_find_batch_size=True)
+    Trainer(Model(), settings, train_dataset=Rows(120), callbacks=callbacks).train()
+
+
+ALONE = {
+    "breaks": (loop_alone, "worker 0 in the exchange of step 4, worker 1 in averaging the workers at step 3"),
+    "deploys": (loop_alone, "worker 0 in averaging the workers at step 3, worker 1 in the exchange of step 4"),
+    "saves": (
+        loop_alone,
+        "worker 0 in agreeing on a checkpoint at step 8, worker 1 in averaging the workers at step 8",
+    ),
+    "batch size": (find_batch_size, "worker 1 in starting again with a smaller batch after OutOfMemoryError: CUDA out"),
+}
+"""What one worker does alone, in which function, and what is said of it."""
+SLOW_ALONE = {
+    "skips": (loop_alone, "worker 0 in the exchange of step 8, worker 1 in averaging the workers at step 7"),
+    "starts anew": (loop_alone, "worker 0 in the exchange of step 3, worker 1 in"),
+    "gathers": (loop_alone, "worker 0 in torch.distributed.all_gather, worker 1 in"),
+    "trainer": (trainer_alone, "worker 1 in starting again with a smaller batch after OutOfMemoryError: CUDA out"),
+    "plain": (plain_loop_alone, "worker 0 in the exchange of step 4, worker 1 in averaging the workers at step 3"),
+}
+
+
+def speaks_into(rank: int, folder: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function`, with what this process says in a file."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    return function(rank, *args)
+
+
+@pytest.mark.parametrize("cases", [ALONE, pytest.param(SLOW_ALONE, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_workers_that_wait_for_each_other_end_within_seconds(cases, tmp_path):
+    launches = {}
+    for name, (function, _) in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        launches[name] = Launch(speaks_into, 2, str(folder), function, name, timeout=60)
+    for name, launch in launches.items():
+        outcomes = launch.outcomes()
+        said = "".join((tmp_path / name / str(rank)).read_text() + (outcomes[rank].error or "") for rank in (0, 1))
+        function, words = cases[name]
+        assert [outcome.exit_code for outcome in outcomes] == [1, 1], name
+        assert f"the workers wait for each other: {words}" in said or f", {words}" in said, (name, said)
+        assert f"in {function.__name__}" in said, "where one of them hangs"
+        assert "after WorkerLostError" not in said, "a lost worker is not out of memory"
+
+
+def slow_network(rank: int) -> None:
+    """Wait at once for messages that are on their way: worker 1 is 10 rounds ahead, and waits for worker 0."""
+    WorkerGroup(torch.device("cpu"))
+    for round_ in range(1 + 10 * rank):
+        WAITS.enter("rounds", round_)
+    with WAITS.waiting("a round", "rounds", [0, 1]):
+        time.sleep(8)
+    WAITS.enter("collectives")
+    with WAITS.waiting("a collective", "collectives", [0, 1]):
+        time.sleep(8)
+
+
+@pytest.mark.slow
+def test_workers_that_wait_for_a_slow_one_or_for_the_network_go_on():
+    network = Launch(slow_network, 2)
+    assert run_workers(loop_alone, 3, "slow") == [None] * 3
+    assert [outcome.exit_code for outcome in network.outcomes()] == [0, 0]
+
+
+def test_all_workers_start_again_with_a_smaller_batch_from_equal_values():
+    (sizes, start), (other_sizes, other_start) = run_workers(find_batch_size, 2, "all")
+    assert sizes == other_sizes == [8, 7]
+    assert start == other_start

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend
 
 from dsgdac_accel import GossipCallback, GossipConfig, build_topology
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
@@ -118,6 +122,54 @@ def search(rank: int, folder: Path) -> list[bool]:
 
 def test_the_new_accelerator_of_every_trial_gossips(tmp_path):
     assert run_workers(search, 2, tmp_path) == [[False] * 4] * 2, "no DDP, and no sockets per trial"
+
+
+class Pruned(Exception):
+    """What optuna raises where a trial is pruned."""
+
+
+class SearchTrial(SimpleNamespace):
+    """A trial as optuna gives it to worker 0, the only one that has a study; pruned at its second report."""
+
+    def report(self, objective, step):
+        self.reported.append((step, objective))
+
+    def should_prune(self):
+        return self.prunes and len(self.reported) == 2
+
+
+def prune(rank: int, folder: Path) -> dict[str, Any]:
+    """Search as transformers does with optuna, which is stood in for; the first of two trials is pruned."""
+    sys.modules["optuna"] = SimpleNamespace(  # type: ignore[assignment]
+        TrialPruned=Pruned, trial=SimpleNamespace(BaseTrial=SearchTrial), __spec__="a stand-in"
+    )
+    gossip = GossipCallback(GossipConfig())
+    trainer = build(
+        folder, model={"model_init": lambda: Model()}, callbacks=[gossip], eval_strategy="steps", eval_steps=1
+    )
+    with pytest.raises(ValueError, match="by the clock of worker 0 alone; got timeout=60"):
+        trainer.hyperparameter_search(n_trials=2, timeout=60)
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: {"learning_rate": 0.05}
+    trainer.hp_name, trainer.compute_objective = None, lambda metrics: metrics["eval_loss"]
+    study = SimpleNamespace(_is_multi_objective=lambda: False)
+    steps, weights = [], []
+    for number in range(2):
+        trial = SearchTrial(
+            number=number, params={}, prunes=number == 0, reported=[], **({"study": study} if rank == 0 else {})
+        )
+        with pytest.raises(Pruned) if rank == 0 and number == 0 else contextlib.nullcontext():
+            trainer.train(trial=trial)
+        steps.append(trainer.state.global_step)
+        weights.append(flat(trainer.model))
+    return {"steps": steps, "weights": weights, "objective": trainer.objective}
+
+
+def test_a_search_that_prunes_on_worker_0_ends_the_trial_on_all(tmp_path):
+    first, second = run_workers(prune, 2, tmp_path)
+    assert first["steps"] == second["steps"] == [2, 4]
+    assert all(torch.equal(*weights) for weights in zip(first["weights"], second["weights"], strict=True))
+    assert first["objective"] == second["objective"]
 
 
 # ---- what is refused

@@ -253,6 +253,36 @@ class TestTokenizedBleu:
     def test_tokens_as_the_script_makes_them(self, text, tokens):
         assert moses_tokens(text, "de") == tokens
 
+    @pytest.mark.parametrize(
+        ("language", "text", "tokens"),
+        [
+            # The version of 2017 keeps the final dot of an abbreviation, of letters with dots between them, and in
+            # German of a number up to 31 or a Roman one; later versions split all of these.
+            ("en", "He says vs.", "He says vs."),
+            ("en", "in the U.S.", "in the U.S."),
+            ("en", "at 5 p.m.", "at 5 p.m."),
+            ("en", "I met Dr.", "I met Dr."),
+            ("de", "Heute usw.", "Heute usw."),
+            ("de", "schwer wie ein iPhone 5.", "schwer wie ein iPhone 5."),
+            ("de", "am 31.", "am 31."),
+            ("de", "im XX.", "im XX."),
+            ("de", "in den U.S.A.", "in den U.S.A."),
+            # All versions split that of other words and numbers, keep several dots together, and keep the dot of what
+            # is an abbreviation before a number only there.
+            ("en", "See No.", "See No ."),
+            ("en", "No. 5.", "No. 5 ."),
+            ("en", "pp. 3 and 4", "pp. 3 and 4"),
+            ("en", "It is 3.5.", "It is 3.5 ."),
+            ("en", "e.g. this.", "e.g. this ."),
+            ("de", "Im Jahr 1990.", "Im Jahr 1990 ."),
+            ("de", "So bin ich...", "So bin ich ..."),
+        ],
+    )
+    def test_final_dots_as_before_they_were_split_unconditionally(self, language, text, tokens):
+        assert moses_tokens(text, language) == tokens
+        split = f"{text[:-1]} ." if text[-1] == "." and text[-2] != "." else text
+        assert paper_tokens(text, language) == paper_tokens(split, language), "the paper's score has one version"
+
     def test_rules_of_the_language_apply(self):
         assert moses_tokens("Peter's z. B.", "en") == "Peter &apos;s z . B."
         assert moses_tokens("l'eau", "fr") == "l&apos; eau"
@@ -303,7 +333,8 @@ class TestTokenizedBleu:
     def test_signature_says_what_it_is(self):
         signature = scores(HYPOTHESES, REFERENCES, "fr")["bleu_tokenized_signature"]
         assert signature.startswith(
-            "nrefs:1|case:mixed|punctuation:replace-unicode|tok:moses-fr|compounds:split|smooth:none|sacremoses:"
+            "nrefs:1|case:mixed|punctuation:replace-unicode|tok:moses-fr-before-9fc964da7|compounds:split|smooth:none"
+            "|sacremoses:"
         )
 
     def test_no_smoothing(self):

@@ -51,7 +51,7 @@ def groups_of(topology: Topology, local_workers: int, monkeypatch) -> list[list[
         groups = SimpleNamespace(transport=Connected(torch.device("cpu")), exchange=None)
         group = SimpleNamespace(
             rank=rank, members=members, process_groups=groups, timeout=1.0, poster=Poster(False),
-            guarded=lambda call, *_: call(), new_channel=lambda: 0,
+            guarded=lambda call, *_: call(), new_channel=lambda: 0, stream="group 0",
         )  # fmt: skip
         rounds = Rounds(topology, members, local_workers, all_reduce=False)
 
