@@ -94,10 +94,10 @@ class OptimizerWatch:
       optimizer that it prepared, or the two halves of SAM step the inner one. Steps with lr 0 are let through.
     - Its step communicates on the default process group.
     - It keeps a copy of the weights: after steps 1, 2, 4, 8, ..., a floating-point tensor in its state, parameter
-      groups or attributes that is as large as the largest parameter of a group, and is within 10% of that parameter
-      before or after the step (0.1% if it has fewer than 16 values), and not of its gradient. So the first look after
-      a copy was made notices it, be it the start, slow weights or a running average, unless it lags behind by more.
-      The host waits for a GPU there.
+      groups or attributes that is as large as the largest parameter of a group, and is within 1% of that parameter
+      before or after the step, but not parallel to its gradient (after step 1: within 10%, but not of its gradient). So
+      the first look after a copy was made notices it, be it the start, slow weights or a running average, unless it
+      lags behind by more. The host waits for a GPU there.
 
     Args:
         optimizer: takes the local step.
@@ -141,10 +141,10 @@ class OptimizerWatch:
         if _collectives() != sent:
             raise self._reported(ValueError(f"{name}: {COMMUNICATES}"))
         found = [
-            (place, _is_copy(_part(tensor), x, parameter))
+            (place, _is_copy(_part(tensor), x, parameter, first=self._steps == 1))
             for parameter, x in before
             for each in wrapped_optimizers(optimizer)
-            for place, tensor in _tensors(vars(each))
+            for place, tensor in _tensors(vars(each), parameter)
             if local_of(tensor).numel() == local_of(parameter).numel()
             and local_of(tensor).data_ptr() != local_of(parameter).data_ptr()
         ]
@@ -187,22 +187,32 @@ def _part(tensor: Tensor) -> Tensor:
     return local_of(tensor).detach().reshape(-1)[: 2**16]
 
 
-def _is_copy(state: Tensor, before: Tensor, parameter: Parameter) -> Tensor:
-    """Return whether `state` is near a parameter, which was `before` until the step, and not its gradient, shape ()."""
-    values, gradient = _part(parameter), parameter.grad
-    tolerance = values.norm() * (0.1 if len(values) >= 16 else 1e-3)  # a few values may be near by chance
-    near = torch.minimum(torch.dist(state, before), torch.dist(state, values)) <= tolerance
-    if gradient is not None:
-        near &= torch.dist(state, _part(gradient)) > tolerance
-    return near & (values != values[:1]).any()
+def _is_copy(state: Tensor, before: Tensor, parameter: Parameter, first: bool) -> Tensor:
+    """Return whether `state` is near a parameter, which was `before` until the step, and not like its gradient, ()."""
+    tolerance, after = 0.1 if first else 0.01, _part(parameter)
+    near = (torch.dist(state, before) <= tolerance * before.norm()) | (
+        torch.dist(state, after) <= tolerance * after.norm()
+    )
+    near &= (state != state[:1]).any()  # not a step size, the same for all values
+    if parameter.grad is not None:
+        gradient = _part(parameter.grad)
+        if first:  # a momentum is the gradient itself, or a part of it
+            near &= torch.dist(state, gradient) > tolerance * gradient.norm()
+        else:
+            near &= (state * gradient).sum().abs() < 0.99 * state.norm() * gradient.norm()
+    return near
 
 
-def _tensors(values: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Tensor]]:
-    """Yield all floating-point tensors in nested dictionaries and lists, parameters left out, with the nearest key."""
+def _tensors(values: Any, of: Parameter, name: str = "", depth: int = 5) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors in nested dictionaries and lists with the nearest key.
+
+    Parameters, and the state of others than `of`, are left out.
+    """
     if isinstance(values, Tensor):
         if values.is_floating_point() and not isinstance(values, Parameter):
             yield name, values
     elif depth and isinstance(values, Mapping | list | tuple):
         pairs = values.items() if isinstance(values, Mapping) else ((name, value) for value in values)
         for key, value in pairs:
-            yield from _tensors(value, key if isinstance(key, str) else name, depth - 1)
+            if key is of or not isinstance(key, Parameter):
+                yield from _tensors(value, of, key if isinstance(key, str) else name, depth - 1)
