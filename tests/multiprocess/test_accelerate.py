@@ -375,6 +375,7 @@ KINDS = {
 def step_by(rank: int, kind: str, how: str) -> str:
     model = make_model()
     raw = KINDS[kind](model.parameters())
+    when = ""
     try:
         if how == "gossip":
             Gossip(model, raw, GossipConfig(**FAST))
@@ -385,14 +386,16 @@ def step_by(rank: int, kind: str, how: str) -> str:
             model(inputs(rank, step)).sum().backward()
             optimizer.step()
         if kind in OWN_STEPS:
-            before = flat(model)
-            raw.param_groups[0]["lr"] = 0.0
+            before, when = flat(model), "at lr 0: "
+            stepped = raw.inner[0] if kind == "inner" else raw
+            stepped.param_groups[0]["lr"] = 0.0
             OWN_STEPS[kind](raw)  # a step that changes nothing, as of DCP, which makes an optimizer's state so
             assert torch.equal(flat(model), before)
-            raw.param_groups[0]["lr"] = 0.1
+            when = ""
+            stepped.param_groups[0]["lr"] = 0.1
             OWN_STEPS[kind](raw)
     except (ValueError, RuntimeError) as error:
-        return str(error)
+        return f"{when}{error}"
     return "ok"
 
 
