@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,9 +20,10 @@ from typing import Any, Literal, cast
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import InitProcessGroupKwargs, memory
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
@@ -90,6 +92,7 @@ class GossipOptimizer(AcceleratedOptimizer):
 
     __reduce__ = refuse_copy
 
+    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: the local update and one mix. Does nothing inside an accumulation window.
 
@@ -318,6 +321,17 @@ class GossipAccelerator(Accelerator):
         """All workers of the run: processes times `workers_per_process`."""
         return self.training.num_workers
 
+    @property
+    def distributed_type(self) -> DistributedType:
+        """As for `Accelerator`; raises ValueError for Accelerate's LocalSGD, which asks for it first."""
+        if sys._getframe(1).f_code is LocalSGD.__init__.__code__:
+            raise ValueError(
+                "LocalSGD averages the weights every few steps by itself. Leave it out, and set "
+                "GossipConfig(mix_every=k) to mix in every k-th step; with topology='complete' and power=0 all workers "
+                "are averaged there."
+            )
+        return super().distributed_type
+
     # ---- preparing
 
     @torch.inference_mode(False)  # what is made here is trained on, also if it is first prepared to evaluate
@@ -494,8 +508,25 @@ class GossipAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Do nothing: prepared loaders stop at the shortest worker anyway. `even_batches` is ignored."""
-        yield
+        """Override `even_batches` of the loaders that do not train, as Accelerate does for all. Nothing else is joined.
+
+        Passes of training keep it: all workers take equally many steps, and stop at the shortest worker's.
+        """
+        loaders = [] if even_batches is None else [inner_loader(loader) for loader in self._dataloaders]
+        samplers = [
+            loader.batch_sampler
+            for loader in loaders
+            if hasattr(getattr(loader, "batch_sampler", None), "even_batches")
+            and not self.sharding.phase.is_training(loader)
+        ]
+        before = [sampler.even_batches for sampler in samplers]
+        for sampler in samplers:
+            sampler.even_batches = even_batches
+        try:
+            yield
+        finally:
+            for sampler, own in zip(samplers, before, strict=True):
+                sampler.even_batches = own
 
     def make_equal(self, models: list[nn.Module]) -> None:
         """Give all workers worker 0's parameters, frozen ones included, and buffers, as `prepare` does. Collective."""
@@ -723,7 +754,7 @@ class GossipAccelerator(Accelerator):
         loaded = self.checkpoints.load(input_dir, on_other_worker_count=on_other_worker_count)
         if loaded is not None:
             for step in self.training.steps:
-                step.mixer.resume_exchange(step.schedule.lr)
+                step.mixer.resume_exchange(step.schedule.total_lr)
             self.pass_average.after_load()
         return loaded
 

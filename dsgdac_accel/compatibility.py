@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dsgdac_accel.core.masters import refuse_untrainable
+from dsgdac_accel.core.model_watch import wrapped_optimizers
 from dsgdac_accel.devices import refuse_unsuitable
 from dsgdac_accel.distributed.launcher_variables import how_to_join, launched_processes, lone_launchers
 from dsgdac_accel.distributed.sharded_workers import ShardedWorkers
 from dsgdac_accel.distributed.shards import has_shards, refuse_other_splits
-from dsgdac_accel.features import Setup, refuse_combinations
+from dsgdac_accel.features import (
+    SEVERAL_POINTS,
+    Setup,
+    refuse_combinations,
+    refuse_optimizer,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,10 +46,6 @@ _SHARD_IN_TRAINER = (
     "pass TrainingArguments(parallelism_config=ParallelismConfig(dp_replicate_size=workers, dp_shard_size=shards), "
     "fsdp=True), as in docs/sharded.md."
 )
-_SEVERAL_POINTS = (
-    "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
-    "optimizer that evaluates it once, such as AdamW."
-)
 
 
 def refuse_unsupported_launch(accelerator: Accelerator, workers: ShardedWorkers | None = None) -> None:
@@ -64,7 +65,7 @@ def refuse_unsupported_launch(accelerator: Accelerator, workers: ShardedWorkers 
             f"split or re-wrap the model. Launch plain multi-process training (accelerate launch --multi_gpu "
             f"--num_processes N). {_SHARD_BY_MESH}"
         )
-    refuse_combinations(Setup(processes=accelerator.num_processes, device=accelerator.device))
+    refuse_combinations(Setup(processes=accelerator.num_processes, device=accelerator.device, accelerator=accelerator))
     refuse_unsuitable(accelerator.device)
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8' replaces layers and their parameters. Use 'bf16', 'fp16' or 'no'.")
@@ -161,10 +162,10 @@ def refuse_unsupported_model(model: nn.Module) -> None:
 
 
 def refuse_unsupported_optimizer(optimizer: torch.optim.Optimizer, config: GossipConfig) -> None:
-    """Raise ValueError for an optimizer that evaluates the loss several times a step, or has no lr for gamma."""
+    """Raise ValueError for an optimizer that is, or wraps, one of `features.OPTIMIZERS`, or has no lr for gamma."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{name}: {_SEVERAL_POINTS}")
+    for each in wrapped_optimizers(optimizer):
+        refuse_optimizer((kind.__name__ for kind in type(each).__mro__), type(each).__name__)
     own_rule = any(group.get("lr", 0) is None or group.get("relative_step") for group in optimizer.param_groups)
     if own_rule and config.constant is None and config.power > 0:
         raise ValueError(
@@ -182,7 +183,7 @@ def known_loss(loss: Any) -> Callable[[], Any]:
         nonlocal calls
         calls += 1
         if calls > 1:
-            raise ValueError(_SEVERAL_POINTS)
+            raise ValueError(SEVERAL_POINTS)
         return loss
 
     return closure
@@ -232,16 +233,7 @@ def refuse_unsupported_trainer(trainer: Trainer, setup: Setup) -> None:
             "and attach GossipCallback before the first train()."
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if "lomo" in optimizer or "layerwise" in optimizer:
-        raise ValueError(
-            f"optim='{optimizer}' updates parameters during the backward pass, before the workers can mix. "
-            f"Use an optimizer with a separate step, such as adamw_torch."
-        )
-    if optimizer.startswith("schedule_free"):
-        raise ValueError(
-            f"optim='{optimizer}' swaps between two sets of weights, which mixing would confuse. "
-            f"Use an ordinary optimizer, such as adamw_torch: the deployed model is an average already."
-        )
+    refuse_optimizer([optimizer], f"optim='{optimizer}'")
     saves_states = args.save_strategy != "no" and not args.save_only_model
     if optimizer.startswith(("galore", "apollo", "grokadamw")) and saves_states:
         raise ValueError(
@@ -252,15 +244,3 @@ def refuse_unsupported_trainer(trainer: Trainer, setup: Setup) -> None:
         refuse_unsupported_optimizer(trainer.optimizer, setup.config)
     named = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     refuse_untrainable([parameter for _, parameter in named], {id(parameter): name for name, parameter in named})
-
-
-@torch.no_grad()
-def warn_of_equal_gradients(model: nn.Module, group: WorkerGroup) -> None:
-    """Log a warning if the gradients are the same on all workers, as with DDP or with the same batches. Collective."""
-    gradients, what = [p.grad for p in model.parameters() if p.grad is not None], "comparing the first gradients"
-    by_worker = group.all_gather_object(group.row.norm(gradients, what), what)
-    if len(by_worker) > 1 and 0 < by_worker[0] < math.inf and len(set(by_worker)) == 1:
-        logger.warning(
-            "the first gradients are the same on all workers: something averages them (a hook of yours, for example), "
-            "or all workers read the same batches. Gossip needs local gradients of different batches."
-        )

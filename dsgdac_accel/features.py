@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +133,12 @@ FEATURES = (
         "Leave it out (GossipCallback(calibrate=False)), so that the statistics are pooled, or use LayerNorm.",
     ),
     Feature(
+        "a communication hook of DistributedDataParallelKwargs",
+        lambda s: getattr(_get(s, "accelerator.ddp_handler.comm_hook"), "value", "no") != "no",
+        {"several processes": "gradients are not sent"},
+        "Leave it out; GossipConfig(comm_dtype=...) rounds the weights that are.",
+    ),
+    Feature(
         "examine",
         lambda s: s.call == "examine",
         {_SHARDED: "it takes every process for a worker"},
@@ -225,6 +232,45 @@ FEATURES = (
     ),
 )
 """The table."""
+
+
+COPIES_WEIGHTS = (
+    "this optimizer keeps another copy of the weights, which the workers do not mix. Use one without, such as AdamW "
+    "(optim='adamw_torch'): the deployed model is an average already."
+)
+COMMUNICATES = (
+    "this optimizer exchanges parameters or gradients between the workers. Use the optimizer inside it, or one that "
+    "takes its step alone, such as AdamW or torch.optim.Muon."
+)
+SEVERAL_POINTS = (
+    "this optimizer evaluates the loss at several points of one step, which does not fit one mix per step. Use an "
+    "optimizer that evaluates it once, such as AdamW."
+)
+OPTIMIZERS = {
+    "schedulefree|lookahead|^ranger|^asgd$|^swa$|madgrad": COPIES_WEIGHTS,
+    "^distributed|zeroredundancy|postlocalsgd|deepspeedzero|^oss$": COMMUNICATES,
+    "lbfgs|sam$": SEVERAL_POINTS,
+    "prodigy|dadapt|^l?dog$": (
+        "this optimizer finds its learning rate itself, another one on each worker. Use one with a given lr, such as "
+        "AdamW."
+    ),
+    "lomo|layerwise": (
+        "this optimizer updates parameters during the backward pass, before the workers can mix. Use one with a "
+        "separate step, such as AdamW (optim='adamw_torch')."
+    ),
+}
+"""Why optimizers do not gossip, by a pattern of their names in lower case, without underscores.
+
+`OptimizerWatch` notices others that keep a copy of the weights or communicate.
+"""
+
+
+def refuse_optimizer(names: Iterable[str], shown: str) -> None:
+    """Raise ValueError if an optimizer of one of these names is in `OPTIMIZERS`; `shown` begins the message."""
+    for name in names:
+        for pattern, reason in OPTIMIZERS.items():
+            if re.search(pattern, name.lower().replace("_", "")):
+                raise ValueError(f"{shown}: {reason}")
 
 
 def refuse_combinations(setup: Setup) -> None:

@@ -221,5 +221,7 @@ class GossipTraining:
                 self.mixed_earlier.update(dict.fromkeys(slot.parameters))
             step.mixer.release()
             step.masters.release()
+            if step.optimizer_watch is not None:
+                step.optimizer_watch.release()
         self.steps.clear()
         self._plans.clear()

@@ -93,6 +93,7 @@ class Gossip:
         original = owner.step
         self._original_steps.append((owner, original))
 
+        @torch.compiler.disable
         @wraps(original)  # with the mark by which a scheduler of torch that was made before knows it
         def replaced(_: Any, *args: Any, **kwargs: Any) -> Any:
             return take(original, *first, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -14,6 +15,8 @@ from dsgdac_accel.core.copies import Copy, Use
 from dsgdac_accel.core.host_copy import HostCopy
 from dsgdac_accel.core.mixer import Mixer
 from dsgdac_accel.core.shown import Place
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Average:
         self._arriving: tuple[HostCopy, int, int] | None = None
         """Means over the workers of ||x_i - x_bar|| and its square, number of workers, and step of a measurement that
         the host has not looked at yet."""
+        self._expected = self._warned = False
+        """Whether the latest measurement should have found workers apart; whether that it did not was warned of."""
 
     @property
     def latest(self) -> Consensus | None:
@@ -58,6 +63,14 @@ class Average:
             (means, workers, step), self._arriving = self._arriving, None
             distance, square = means.read().tolist()
             self._latest = Consensus(distance, (workers * square) ** 0.5, step)
+            if distance == 0.0 and self._expected and not self._warned and self.group.everyone.rank == 0:
+                self._warned = True
+                logger.warning(
+                    "the workers are equal to the last bit after step %d, so something averages their gradients or "
+                    "weights (DistributedDataParallel around the model, an all_reduce of the script or of a hook), or "
+                    "all read the same batches. Gossip needs local gradients of different batches.",
+                    step,
+                )
         return self._latest
 
     @property
@@ -172,7 +185,7 @@ class Average:
         squares = self.group.row.sum(squares, f"measuring the consensus radius at step {step}")
         means = torch.stack([squares.sqrt().mean(), squares.mean()])
         self.group.all_reduce_mean_(means, f"measuring the consensus radius at step {step}")
-        self._arriving = HostCopy(means), self.mixer.topology.num_workers, step
+        self._arriving, self._expected = (HostCopy(means), self.mixer.topology.num_workers, step), self.mixer.moves
 
 
 def _squared_distance(a: Tensor, b: Tensor, chunk: int = 2**22) -> Tensor:

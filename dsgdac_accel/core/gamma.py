@@ -32,6 +32,8 @@ class GammaSchedule:
         self.rule = adaptive_consensus(config)
         self.lr = current_lr(optimizer)
         """Learning rate of the latest step."""
+        self.total_lr = self.lr
+        """Learning rates of the latest step, summed over the parameter groups; neighbors compare them."""
         self.gamma = 1.0
         """gamma of the latest step."""
         self._steps = 0
@@ -46,6 +48,7 @@ class GammaSchedule:
         group = lr_group(self.optimizer)
         self._say_if_it_waits(group["lr"])
         before, self.lr, self._steps = self.lr, lr_of(group), step + 1
+        self.total_lr = self.lr + sum(lr_of(other) for other in self.optimizer.param_groups if other is not group)
         self.gamma = self.rule.gamma(step=step, lr=self.lr, epoch=epoch)
         self._warn_of_rise(step, before)
         return self.gamma
@@ -100,7 +103,8 @@ class GammaSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position."""
         self.rule.load_state_dict(state["rule"])
-        self.lr, self.gamma, self._steps = state["lr"], state["gamma"], state["steps"]
+        self.lr = self.total_lr = state["lr"]
+        self.gamma, self._steps = state["gamma"], state["steps"]
 
 
 def adaptive_consensus(config: GossipConfig, lrs: list[float] | None = None) -> AdaptiveConsensus:

@@ -118,6 +118,7 @@ class Headers:
             return RuntimeError(f"{changed}. {CHANGE_ON_ALL}")
         return ValueError(
             f"all workers must have the same learning rate; at step {step:.0f} worker {worker} has {their_lr!r} and "
-            f"worker {me} has {lr!r}. Step schedulers alike on all workers; one that follows a metric needs the same "
-            f"metric everywhere, such as one measured in `deployed_model` or `accelerator.reduce(loss, 'mean')`."
+            f"worker {me} has {lr!r}, summed over parameter groups. Step schedulers alike on all workers; one that "
+            f"follows a metric needs the same metric everywhere, such as one measured in `deployed_model` or "
+            f"`accelerator.reduce(loss, 'mean')`."
         )

@@ -76,6 +76,8 @@ class Mixer:
         self.mix_every = mix_every
         self.step = 0
         """Optimizer steps so far; they alone decide who exchanges with whom."""
+        self.moves = False
+        """Whether the latest step had gradients and an lr above 0, after which workers with their own data differ."""
         compressed = comm_dtype != "full" and group.size > 1  # in one process nothing is sent
         self.rounds = Rounds(topology, group.members, local_workers, all_reduce=not compressed)
         if compressed:
@@ -107,7 +109,7 @@ class Mixer:
         """Copy the parameters as they are now and send them, unless that is done; `consensus_update` uses it.
 
         Args:
-            lr: learning rate of the latest step, which must be equal on all workers.
+            lr: learning rate of the latest step, summed over parameter groups; must be equal on all workers.
         """
         if self.copies.use in (Use.IN_FLIGHT, Use.RECEIVED):
             return
@@ -461,6 +463,7 @@ class Mixer:
         self.restart_exchange()
         self.agreement.forget()
         self.step = self.group.steps_taken = step
+        self.moves = False
         self._mixed_first = None
 
     def _sizes(self) -> list[list[int]]:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
 from dsgdac_accel.core.masters import Masters
 from dsgdac_accel.core.mixer import Mixer
-from dsgdac_accel.core.model_watch import ModelWatch
+from dsgdac_accel.core.model_watch import ModelWatch, OptimizerWatch
 from dsgdac_accel.core.nonfinite import GradientGuard
 from dsgdac_accel.core.update import Update
 from dsgdac_accel.devices import refuse_capture
@@ -80,6 +80,7 @@ class GossipStep:
         mixer, limit = self.mixer, config.max_consecutive_nonfinite
         self.guard = GradientGuard(optimizer, mixer.slots, mixer.rounds, group, mixer.agreement, limit)
         self.average = Average(self.mixer)
+        self.optimizer_watch = OptimizerWatch(optimizer, group) if topology.num_workers > 1 else None
         self._updates: list[Update] = []
         self._workers_compared = False
 
@@ -118,14 +119,18 @@ class GossipStep:
             raise
         gamma = self.schedule.next_gamma(self.mixer.step, epoch)
         self.guard.find_nonfinite(self.mixer.step, scaler)
-        self._updates = self.mixer.consensus_update(gamma, self.schedule.lr)
-        return self.guard.allows_step()
+        self._updates = self.mixer.consensus_update(gamma, self.schedule.total_lr)
+        allowed = self.guard.allows_step()
+        gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"])
+        self.mixer.moves = allowed and self.schedule.lr != 0 and any(gradient is not None for gradient in gradients)
+        return allowed
 
     @contextmanager
     def local_step(self) -> Iterator[None]:
         """Enclose the optimizer's step. If that raises, the update is dropped, so that the run can still be saved."""
         try:
-            with self.masters.in_optimizer():
+            watched = nullcontext() if self.optimizer_watch is None else self.optimizer_watch.local_step(self.optimizer)
+            with self.masters.in_optimizer(), watched:
                 yield
         except BaseException:
             self.mixer.copies.drop()
@@ -141,12 +146,13 @@ class GossipStep:
         if self._is_logged():
             self.average.start_measurement()  # between two exchanges, whose buffers are free
         if self.config.overlap:
-            self.mixer.start_exchange(self.schedule.lr)
+            self.mixer.start_exchange(self.schedule.total_lr)
         self.masters.write()
 
     def restart_exchange(self) -> None:
         """Drop the exchange, see `Mixer.restart_exchange`. Call it on all workers."""
         self.mixer.restart_exchange()
+        self.mixer.moves = False
 
     def _is_logged(self) -> bool:
         every = self.config.log_every

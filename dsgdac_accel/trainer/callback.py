@@ -26,7 +26,6 @@ from dsgdac_accel.calibration import Forward, calibrated_layers
 from dsgdac_accel.compatibility import (
     refuse_unsupported_trainer,
     shards_workers,
-    warn_of_equal_gradients,
     warn_of_single_worker,
 )
 from dsgdac_accel.config import GossipConfig
@@ -121,7 +120,6 @@ class GossipCallback(TrainerCallback):
         self._training = False
         self._has_trained = False
         self._planned_lrs: list[float] | None = None
-        self._gradients_checked = False
         self._reports = False
         """Whether a metric is being reported to a hyperparameter search."""
 
@@ -194,7 +192,6 @@ class GossipCallback(TrainerCallback):
         self.deployment = TrainerDeployment(self.trainer, self.calibrate, self.calibration_forward)
         self._stop = SignalStop(self.trainer)
         self._planned_lrs = None
-        self._gradients_checked = False
 
     @property
     def trainer(self) -> Trainer:
@@ -353,12 +350,6 @@ class GossipCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the random streams after the skipped batches of a resumed epoch, which have drawn from them."""
         self.checkpoints.restore_random_state()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check at the first step that gradients are this worker's own."""
-        if not self._gradients_checked:
-            self._gradients_checked = True
-            warn_of_equal_gradients(self._model, self._group)
 
     def _count_items(self, original: Original, batches: list, *args: Any, **kwargs: Any) -> Any:
         """Count the tokens of each worker of this process, shape (workers,), if the model divides its loss by them."""

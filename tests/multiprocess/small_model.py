@@ -29,3 +29,15 @@ class Scaled(nn.Parameter):
         parameter = torch.Tensor._make_subclass(cls, torch.arange(8, dtype=torch.uint8), False)
         parameter.absmax = torch.tensor([scale])
         return parameter
+
+
+class Trailing(torch.optim.SGD):
+    """Keeps a running average of the weights in its state, from the second step on."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            if "steps" in own:
+                own.setdefault("mean", parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+            own["steps"] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from functools import partial
@@ -13,16 +14,19 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from dsgdac_accel import GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel import Gossip, GossipAccelerator, GossipConfig, build_topology
+from dsgdac_accel.core import consensus
 from dsgdac_accel.schedule import AdaptiveConsensus
 from dsgdac_accel.simulation import Simulation
 from tests.launching import free_port
-from tests.multiprocess.small_model import FAST, flat, inputs, make_model
+from tests.multiprocess.small_model import FAST, Trailing, flat, inputs, make_model
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.multiprocess
@@ -103,22 +107,34 @@ def test_gamma_looks_ahead_where_the_schedule_declares_its_length():
         assert gammas == pytest.approx([lr / max(used) for lr in used[:-1]])
 
 
-def rates_apart(rank: int) -> None:
-    accelerator = GossipAccelerator(gossip=GossipConfig(log_every=2, **FAST))
+def rates_apart(rank: int, kind: str, topology: str) -> None:
     model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(4):
-        if step == 1:
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
-        accelerator.backward(model(inputs(rank, step)).sum())
+    groups = [{"params": [p], "lr": 0.1 / (1 + number)} for number, p in enumerate(model.parameters())]
+    raw = torch.optim.SGD(groups)
+    scheduler = ReduceLROnPlateau(raw, patience=0, factor=0.5, min_lr=[0.1, 0.05, 0.1 / 3, 0.0])  # of the last alone
+    config = GossipConfig(log_every=0, topology=topology, **FAST)
+    if kind == "accelerator":
+        model, optimizer, scheduler = GossipAccelerator(gossip=config).prepare(model, raw, scheduler)
+    else:
+        Gossip(model, raw, config)
+        optimizer = raw
+    for step in range(8):
+        model(inputs(rank, step)).sum().backward()
         optimizer.step()
+        scheduler.step(float(step) if rank == 2 else -float(step))
 
 
-def test_learning_rates_that_differ_are_an_error_on_all_workers():
-    for outcome in try_workers(rates_apart, 2):
-        assert outcome.exit_code == 1
-        assert "same learning rate; at step 2" in outcome.error  # it was sent with what step 1 has made
-        assert "0.05" in outcome.error
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("accelerator", "one_peer_ring"), ("accelerator", "complete"), ("gossip", "ring")]
+)
+def test_learning_rates_that_differ_are_an_error_on_all_workers(kind, topology):
+    outcomes = try_workers(rates_apart, 3, kind, topology)
+    assert [outcome.exit_code for outcome in outcomes] == [1] * 3
+    for outcome in outcomes:  # sent with what step 2 has made, and met within a period of 3 rounds
+        assert re.search(
+            r"same learning rate; at step [345] worker . has 0\.\d+ and worker . has 0\.\d+", outcome.error
+        )
+        assert "accelerator.reduce(loss, 'mean')" in outcome.error
 
 
 # ---- accumulation and clipping
@@ -317,6 +333,177 @@ def test_a_closure_is_not_evaluated_at_a_second_point():
     model, optimizer = accelerator.prepare(model, Sharpness(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"several points.*AdamW"):
         optimizer.step(lambda: model(inputs(0, 0)).sum())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Another optimizer inside, which `second_step` steps by itself, as SAM does."""
+
+    def __init__(self, parameters, kind=torch.optim.SGD):
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = [kind(self.param_groups, lr=0.1)]
+
+    def step(self, closure=None):
+        self.inner[0].step()
+
+    second_step = step
+
+
+class Exchanging(torch.optim.SGD):
+    """Each worker updates every second matrix and sends it to the others, as the original Muon does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(parameter.data, number % 2)
+
+
+def from_zero(parameters):
+    """Adam of a matrix that starts at 0, as LoRA's second one does: its state is near 0, too."""
+    matrix = list(parameters)[2]
+    nn.init.zeros_(matrix)
+    return torch.optim.AdamW([matrix], lr=0.01)
+
+
+OWN_STEPS = {"inner": Wrapper.second_step, "raw": lambda raw: type(raw).step(raw)}
+KINDS = {
+    "trailing": Trailing, "exchanging": Exchanging, "inner": Wrapper, "raw": torch.optim.SGD,
+    "works": torch.optim.Rprop, "asgd": partial(Wrapper, kind=torch.optim.ASGD),
+    "wrapped": partial(Wrapper, kind=torch.optim.NAdam), "zero": from_zero,
+}  # fmt: skip
+
+
+def step_by(rank: int, kind: str, how: str) -> str:
+    model = make_model()
+    raw = KINDS[kind](model.parameters())
+    when = ""
+    try:
+        if how == "gossip":
+            Gossip(model, raw, GossipConfig(**FAST))
+            optimizer = raw
+        else:
+            model, optimizer = GossipAccelerator(gossip=GossipConfig(**FAST)).prepare(model, raw)
+        for step in range(4):
+            model(inputs(rank, step)).sum().backward()
+            optimizer.step()
+        if kind in OWN_STEPS:
+            before, when = flat(model), "at lr 0: "
+            stepped = raw.inner[0] if kind == "inner" else raw
+            stepped.param_groups[0]["lr"] = 0.0
+            OWN_STEPS[kind](raw)  # a step that changes nothing, as of DCP, which makes an optimizer's state so
+            assert torch.equal(flat(model), before)
+            when = ""
+            stepped.param_groups[0]["lr"] = 0.1
+            OWN_STEPS[kind](raw)
+    except (ValueError, RuntimeError) as error:
+        return f"{when}{error}"
+    return "ok"
+
+
+def step_by_all(rank: int) -> dict[tuple[str, str], str]:
+    return {(kind, how): step_by(rank, kind, how) for kind in KINDS for how in ("accelerator", "gossip")}
+
+
+def test_optimizers_that_undo_the_mix_or_go_without_it_are_errors():
+    expected = {
+        "trailing": "Trailing, in 'mean': .*another copy of the weights", "asgd": "ASGD: .*another copy",
+        "exchanging": "Exchanging: .*exchanges parameters", "works": "ok", "wrapped": "ok", "zero": "ok",
+        "inner": "SGD.step.. was called by itself.*prepare", "raw": "SGD.step.. was called by itself.*Gossip",
+    }  # fmt: skip
+    for said in run_workers(step_by_all, 2):
+        for (kind, how), message in said.items():
+            assert re.match(expected[kind], message), (kind, how, message)
+
+
+def equal_workers(rank: int) -> list[int]:
+    """Return how often a log warns that the workers are equal, for each case and way."""
+    said: list[str] = []
+    consensus.logger.warning = lambda message, *args: said.append(message)
+    found = []
+    cases = [("reduced", {}), ("same", {}), ("lr 0", {}), ("own", {"topology": "complete", "power": 0}), ("start", {})]
+    for (case, settings), how in itertools.product(cases, ("accelerator", "gossip")):
+        config = GossipConfig(log_every=2, **settings, **FAST)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if case == "lr 0" else 0.1)
+        if how == "accelerator":
+            accelerator = GossipAccelerator(gossip=config)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            log, equal = partial(accelerator.log, {"loss": 1.0}), partial(accelerator.make_equal, [model])
+            measure = accelerator.measure_consensus
+        else:
+            gossip = Gossip(model, optimizer, config)
+            log, equal, measure = gossip.metrics, partial(gossip.training.make_equal, [model]), gossip.measure_consensus
+        for step in range(1 if case == "start" else 5):
+            model(inputs(0 if case == "same" else rank, step)).sum().backward()
+            for parameter in model.parameters() if case == "reduced" else ():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            log()
+        if case == "start":
+            equal()
+            measure()
+        found.append(len(said))
+        said.clear()
+    return found
+
+
+def test_workers_that_are_equal_after_a_step_are_warned_of_once():
+    assert run_workers(equal_workers, 2) == [[1] * 4 + [0] * 6, [0] * 10]
+
+
+def other_ways_to_step(rank: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for how, compiled in itertools.product(("accelerator", "gossip"), (None, "before", "after")):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiled == "before":
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        if how == "accelerator":
+            model, optimizer = GossipAccelerator(gossip=GossipConfig(**FAST)).prepare(model, optimizer)
+        else:
+            Gossip(model, optimizer, GossipConfig(**FAST))
+        take_step = torch.compile(optimizer.step, backend="eager") if compiled == "after" else optimizer.step
+        for step in range(3):
+            model(inputs(rank, step)).sum().backward()
+            take_step()
+        found[f"{how}, compiled {compiled}"] = flat(model)
+    accelerator = GossipAccelerator(gossip=GossipConfig(**FAST))
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for name, attempt in (
+        ("LocalSGD", lambda: LocalSGD(accelerator, make_model(), 4)),
+        ("hook", lambda: GossipAccelerator(kwargs_handlers=[hook])),
+    ):
+        with pytest.raises(ValueError, match="GossipConfig") as refusal:
+            attempt()
+        found[name] = str(refusal.value)
+    data = [torch.full((4,), float(row), dtype=torch.float64) for row in range(7)]
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = DataLoader(data), DataLoader(data)
+    model, optimizer, training, evaluation = accelerator.prepare(model, optimizer, *loaders)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for row in training:
+            with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+                model(row).sum().backward()
+            optimizer.step()
+    found["steps"] = accelerator.gossip_steps[0].steps_taken
+    model.eval()
+    rows = {True: [int(row[0, 0]) for row in evaluation]}
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        rows[False] = [int(row[0, 0]) for row in evaluation]
+    found["rows"] = [rows[True], rows[False], [int(row[0, 0]) for row in evaluation]]
+    return found
+
+
+def test_ways_to_step_that_accelerate_and_torch_have():
+    first, second = run_workers(other_ways_to_step, 2)
+    for found in (first, second):
+        for name in [name for name in found if "compiled" in name]:
+            assert torch.equal(found[name], found["accelerator, compiled None"]), name
+        assert "mix_every=k" in found["LocalSGD"]
+        assert "comm_dtype" in found["hook"]
+        assert found["steps"] == 4
+    assert (first["rows"], second["rows"]) == ([[0, 2, 4, 6]] * 3, [[1, 3, 5, 0], [1, 3, 5], [1, 3, 5, 0]])
 
 
 @pytest.mark.parametrize("settings", [{"constant": 0.5}, {"power": 0}])

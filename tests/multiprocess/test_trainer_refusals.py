@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from dsgdac_accel import GossipCallback, GossipConfig, build_topology
+from tests.multiprocess.small_model import Trailing
 from tests.multiprocess.trainer_model import Model, Rows, arguments, flat
 from tests.workers import run_workers
 
@@ -202,10 +203,10 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         settings.__class__ = Several
         Trainer(Model(), settings, train_dataset=Rows(40), callbacks=[GossipCallback(GOSSIP)])
 
-    def closure() -> None:
+    def given(kind, **settings) -> None:
         model = Model()
-        optimizers = {"model": model, "optimizers": (torch.optim.LBFGS(model.parameters()), None)}
-        build(folder, model=optimizers, callbacks=[GossipCallback(GOSSIP)])
+        optimizers = {"model": model, "optimizers": (kind(model.parameters(), **settings), None)}
+        build(folder, model=optimizers, callbacks=[GossipCallback(GOSSIP)]).train()
 
     def launched_but_alone() -> None:
         os.environ["WORLD_SIZE"] = "4"
@@ -256,7 +257,8 @@ def refuse_all(rank: int, folder: Path) -> dict[str, str]:
         "several GPUs": several_gpus,
         "complex": lambda: build(folder, model={"model": Model().to(torch.complex64)},
                                  callbacks=[GossipCallback(GOSSIP)]),
-        "closure": closure,
+        "closure": lambda: given(torch.optim.LBFGS),
+        "copy": lambda: given(Trailing, lr=0.1),
         "WORLD_SIZE": launched_but_alone,
         "lomo": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="lomo"),
         "layerwise": lambda: build(folder, callbacks=[GossipCallback(GOSSIP)], optim="galore_adamw_layerwise"),
@@ -293,6 +295,7 @@ REFUSED = {
     "subclass": "wrapped its model in DistributedDataParallel",
     "several GPUs": "torchrun --nproc_per_node 2",
     "complex": "from_pretrained(..., dtype=torch.float32)",
+    "copy": "Trailing, in 'mean': this optimizer keeps another copy of the weights",
     "closure": "LBFGS: this optimizer evaluates the loss at several points",
     "WORLD_SIZE": "use_cpu=True",
     "lomo": "adamw_torch",

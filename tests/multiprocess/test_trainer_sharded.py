@@ -39,7 +39,6 @@ from dsgdac_accel import (
     GossipCallback,
     GossipConfig,
     build_topology,
-    compatibility,
 )
 from dsgdac_accel.distributed.shards import gathering_modules, reshard, whole_of
 from dsgdac_accel.simulation import Simulation
@@ -612,22 +611,6 @@ def test_loader_processes_of_every_process_draw_their_own_numbers(tmp_path, by):
     assert len({str(result["noises"]) for result in results}) == 4
     for result in results:
         assert result["gathered"] == [0, 1, 2, 3]
-
-
-def compare_gradients(rank: int, folder: str) -> int:
-    trainer = trainer_of(folder, (2, 2))
-    said: list[str] = []
-    compatibility.logger.warning = lambda message, *args: said.append(message)
-    model = nn.Linear(2, 1, bias=False)
-    for gradients in ([1, 2, 1, 2], [1, 2, 1, 3]):  # in the second case one shard of two is the same
-        model.weight.grad = torch.full((1, 2), float(gradients[rank]))
-        compatibility.warn_of_equal_gradients(model, trainer.accelerator.group)
-    return len(said)
-
-
-@pytest.mark.slow
-def test_gradients_are_compared_between_whole_workers(tmp_path):
-    assert run_workers(compare_gradients, 4, str(tmp_path)) == [1] * 4
 
 
 # ---- a lost process, and a second training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dsgdac_accel import GossipConfig, Topology
-from dsgdac_accel.features import FEATURES, Setup, refuse_combinations
+from dsgdac_accel.features import FEATURES, Setup, refuse_combinations, refuse_optimizer
 
 CYCLE = Topology.from_matrices([torch.eye(3).roll(1, 0) / 2 + torch.eye(3) / 2], "cycle")
 ON: dict[str, dict[str, Any]] = {
@@ -24,6 +25,9 @@ ON: dict[str, dict[str, Any]] = {
     "mixed_precision='fp16'": {"accelerator.mixed_precision": "fp16"},
     "cpu_offload of FSDP2": {"accelerator.state.fsdp_plugin.cpu_offload.pin_memory": False},
     "calibrate= of a model with BatchNorm": {"calibrates": True},
+    "a communication hook of DistributedDataParallelKwargs": {
+        "accelerator.ddp_handler.comm_hook": SimpleNamespace(value="fp16")
+    },
     "examine": {"call": "examine"},
     "hyperparameter_search": {"call": "hyperparameter_search"},
     "trainers of TRL other than SFTTrainer": {"trainer": "DPOTrainer"},
@@ -101,6 +105,23 @@ def test_the_page_shows_the_table():
         page.partition("| this | does not work with | way out |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
     )
     assert rows == [f"| {f.name} | {', '.join(f.excludes)} | {f.way_out} |" for f in FEATURES if f.excludes]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("AdamWScheduleFree SGDScheduleFree schedule_free_radam Lookahead Ranger21 ASGD SWA MADGRAD", "another copy"),
+        ("ZeroRedundancyOptimizer PostLocalSGDOptimizer DistributedShampoo DistributedFusedAdam OSS", "exchanges"),
+        ("LBFGS SAM ASAM WSAM", "several points"),
+        ("Prodigy DAdaptAdam DAdaptSGD DoG LDoG", "learning rate itself"),
+        ("lomo AdaLomo galore_adamw_layerwise", "backward pass"),
+        ("AdamW Adafactor Muon SWATS SparseAdam Rprop Lamb Lion Shampoo apollo_adamw rmsprop_bnb_8bit", None),
+    ],
+)
+def test_optimizers_are_refused_by_name(names, words):
+    for name in names.split():
+        with pytest.raises(ValueError, match=f"{name}: .*{words}") if words else nullcontext():
+            refuse_optimizer([name], name)
 
 
 def test_the_classes_of_trl_and_peft_are_told_apart():
