@@ -522,7 +522,8 @@ def test_logs_evaluations_and_saves_wait_rarely(sham, tmp_path):
             "metrics of two optimizers": {"core/consensus.py latest": 1},
             "log": {"metrics.py log": 1},
             "radius": {"core/consensus.py latest": 1},
-            # Whether other buffers are equal on all workers. The statistics of all layers on their way to the host, and back.
+            # Whether other buffers are equal on all workers.
+            # The statistics of all layers on their way to the host, and back.
             # At the end, whether the script has written weights into the model.
             "calibration": {
                 "tensor_bytes.py finish_digests": 1,
