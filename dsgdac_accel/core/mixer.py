@@ -422,6 +422,8 @@ class Mixer:
         self.copies.refuse(Use.UPDATE)
         self.drain()
         self.agreement.resolve()
+        if self.copies.use is not Use.RECEIVED:
+            self.slots.source.read()  # edits become those of the saved masters, here as in the resumed run
         state: dict[str, Any] = {
             "step": self.step,
             "workers": self.topology.num_workers,

@@ -173,11 +173,12 @@ def test_what_a_script_does_between_steps_is_right(script, tmp_path, monkeypatch
             torch.testing.assert_close(x, expected[step][worker], rtol=0, atol=1e-12, msg=f"{worker} {step}")
 
 
-def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool, when: str) -> bool:
+def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool, when: str, overlap: bool) -> bool:
     """Whether a run that edits its weights before every step ends as it does when it is resumed in the middle."""
 
     def run(first: int) -> torch.Tensor:
-        accelerator = GossipAccelerator(gossip=GossipConfig(log_every=0, power=1, timeout=30, comm_dtype=comm_dtype))
+        config = GossipConfig(log_every=0, power=1, timeout=30, comm_dtype=comm_dtype, overlap=overlap)
+        accelerator = GossipAccelerator(gossip=config)
         model = make_model().to(torch.bfloat16 if masters else torch.float32)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         if first:
@@ -201,14 +202,14 @@ def edit_and_resume(rank: int, folder: Path, comm_dtype: str, masters: bool, whe
 
 
 @pytest.mark.parametrize(
-    ("comm_dtype", "masters", "when"),
+    ("comm_dtype", "masters", "when", "overlap"),
     slow_except(
-        [("full", False, "both"), ("full", True, "after saving"), ("int8", True, "before saving")],
-        [*product(("full", "bf16", "int8"), (False, True), ("before saving", "after saving", "both"))],
+        [("full", True, "both", False), ("full", True, "after saving", True), ("int8", True, "before saving", True)],
+        [*product(("full", "bf16", "int8"), (False, True), ("before saving", "after saving", "both"), (True, False))],
     ),
 )
-def test_a_run_that_edits_its_weights_in_every_step_resumes_bit_by_bit(tmp_path, comm_dtype, masters, when):
-    assert all(run_workers(edit_and_resume, WORKERS, tmp_path / "saved", comm_dtype, masters, when))
+def test_a_run_that_edits_its_weights_in_every_step_resumes_bit_by_bit(tmp_path, comm_dtype, masters, when, overlap):
+    assert all(run_workers(edit_and_resume, WORKERS, tmp_path / "saved", comm_dtype, masters, when, overlap))
 
 
 def mean_in_float32(rank: int, topology: str, steps: int) -> float:
