@@ -315,6 +315,8 @@ class _Settings:
     def __init__(self) -> None:
         self._first: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Attributes of each module of the first replica, and `_versions` of its buffers."""
+        self._held: list[Any] = []
+        """The buffers, so that no other one gets the `id` of one of them."""
         self._others: list[int] = []
         """Of each other replica, what changes if one of its buffers is written or put in place of another."""
 
@@ -325,6 +327,9 @@ class _Settings:
         """Remember the present state of the modules of each replica."""
         self._first = [(vars(module).copy(), _versions(module)) for module in first]
         self._others = list(map(_hash_of_versions, others))
+        self._held = [
+            buffer for modules in (first, *others) for module in modules for buffer in module._buffers.values()
+        ]
 
     @torch.no_grad()
     def follow(self, first: Sequence[nn.Module], *others: Sequence[nn.Module], buffers: bool = True) -> None:

@@ -212,10 +212,10 @@ def _is_copy(state: Tensor, before: Tensor, parameter: Parameter, first: bool) -
 def _tensors(values: Any, of: Parameter, name: str = "", depth: int = 5) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating-point tensors in nested dictionaries and lists with the nearest key.
 
-    Parameters, and the state of others than `of`, are left out.
+    Parameters, the state of others than `of`, and quantized tensors are left out.
     """
     if isinstance(values, Tensor):
-        if values.is_floating_point() and not isinstance(values, Parameter):
+        if values.is_floating_point() and type(local_of(values)) is Tensor:
             yield name, values
     elif depth and isinstance(values, Mapping | list | tuple):
         pairs = values.items() if isinstance(values, Mapping) else ((name, value) for value in values)

@@ -183,7 +183,7 @@ def refuse_undistributable(loader: DataLoader, group: WorkerGroup, dispatched: b
         )
 
 
-def shared_seed_of(loader: DataLoader, group: WorkerGroup, dispatched: bool) -> int:
+def shared_seed_of(loader: DataLoader, group: WorkerGroup, dispatched: bool, number: int) -> int:
     """Return a seed that all workers share, and warn of data that they do not share or have split already. Collective.
 
     `prepare` splits data of which every worker has all. Lists, arrays and tensors in the dataset and its samplers, such
@@ -193,11 +193,12 @@ def shared_seed_of(loader: DataLoader, group: WorkerGroup, dispatched: bool) -> 
         loader: as the script made it.
         group: the workers.
         dispatched: whether worker 0 reads for all.
+        number: of the loader. Loaders without generators of their own have different orders.
     """
     parts = [part for part in parts_of(loader) if part is not loader]
     states = [generator_state(generator) for generator in generators_in(parts)]
     states = [state.numpy() if isinstance(state, Tensor) else state for state in states]
-    seed = int.from_bytes(hashlib.sha256(pickle.dumps((torch.initial_seed(), states))).digest()[:7], "little")
+    seed = int.from_bytes(hashlib.sha256(pickle.dumps((torch.initial_seed(), states or number))).digest()[:7], "little")
     compared = () if dispatched and isinstance(loader.dataset, IterableDataset) else (loader.dataset, *parts)
     digests = dict(itertools.chain.from_iterable(map(_digests, compared)))
     ranks = {
@@ -347,14 +348,16 @@ def keep_order(loaders: Iterable[Any]) -> Callable[[bool], None]:
         own = {name: value for name, value in vars(part).items() if not loads or name in _PASS_STATE}
         lists = {name: value for name, value in own.items() if isinstance(value, list | numpy.ndarray)}
         copies = {name: copy.copy(value) for name, value in lists.items() if name != "data_source"}
+        before = {name: copy.copy(own[name]) for name in copies}
         vars(part).update(copies)
-        kept.append((part, own, copies))
+        kept.append((part, own, copies, before))
 
     def end(keep: bool) -> None:
-        for part, own, copies in kept:
+        for part, own, copies, before in kept:
             for name, copied in copies.items():
                 if keep and vars(part).get(name) is copied:
-                    own[name][:] = copied
+                    if _same_entries(own[name], before[name]):  # else a script has written it, such as new weights
+                        own[name][:] = copied
                     vars(part)[name] = own[name]
             if not keep:
                 vars(part).update(own)
@@ -362,6 +365,12 @@ def keep_order(loaders: Iterable[Any]) -> Callable[[bool], None]:
             set_generator_state(generator, state)
 
     return end
+
+
+def _same_entries(one: Any, other: Any) -> bool:
+    if isinstance(one, numpy.ndarray):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 @contextmanager

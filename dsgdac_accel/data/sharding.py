@@ -112,7 +112,7 @@ class LoaderSharding:
         """
         dispatched = isinstance(prepared, DataLoaderDispatcher)
         refuse_undistributable(loader, self.group, dispatched)
-        seed = shared_seed_of(loader, self.group, dispatched) if self.group.size > 1 else 0
+        seed = shared_seed_of(loader, self.group, dispatched, len(loaders)) if self.group.size > 1 else 0
         phase = self.phase
         reading = self.group if dispatched else None
         prepared = record_passes(prepared, loaders, phase.may_train, phase.around, phase.number, reading)

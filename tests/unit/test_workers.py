@@ -463,6 +463,11 @@ SETTINGS = {
     "a setting of the config": (lambda wrapper, first: setattr(wrapper.config, "power", 2), "config.power", 2),
     "a buffer in place": (lambda wrapper, first: wrapper.scale.fill_(3), "scale", 3.0),
     "a buffer of the wrapper": (lambda wrapper, first: setattr(wrapper, "scale", torch.tensor(4.0)), "scale", 4.0),
+    "a buffer registered anew": (
+        lambda wrapper, first: (delattr(first, "scale"), first.register_buffer("scale", torch.tensor(2.0))),
+        "scale",
+        2.0,
+    ),
     "a buffer put in place of another": (lambda wrapper, first: setattr(first, "scale", torch.tensor(4.0)), "scale", 4),
 }
 
