@@ -657,6 +657,52 @@ def test_all_samplers_give_each_row_once_and_a_look_at_a_sample_changes_no_pass(
         assert run_workers(train_on_samplers, 2, look) == plain, look
 
 
+class ByWeight(Sampler):
+    """Draws rows by weights that the script owns."""
+
+    def __init__(self, weights: list[float] | numpy.ndarray):
+        self.weights = weights
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self):
+        weights = numpy.asarray(self.weights)
+        return iter(numpy.random.choice(len(weights), len(weights), p=weights / weights.sum()).tolist())
+
+
+def change_weights_and_zip(rank: int) -> tuple[list[list[float]], list[tuple[int, int]]]:
+    set_seed(rank)
+    accelerator, model = accelerator_with(), nn.Linear(1, 1)
+    own = [[1.0] * 16, numpy.ones(16)]
+    loaders = [DataLoader(NUMBERS, 2, sampler=ByWeight(weights)) for weights in own]
+    pair = [DataLoader(NUMBERS, 2, sampler=OwnRandom(NUMBERS)) for _ in range(2)]
+    model, optimizer, *loaders = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders, *pair
+    )
+
+    def step(numbers: Tensor) -> None:
+        accelerator.backward(model(numbers[:, None] * 1e-3).sum())
+        optimizer.step()
+
+    for epoch in range(2):
+        for loader, weights in zip(loaders, own, strict=False):
+            for place, numbers in enumerate(loader):
+                step(numbers)
+                weights[place] = 10.0 + epoch
+    pairs = []
+    for one, other in zip(loaders[2], loaders[3], strict=True):
+        pairs += zip(one.tolist(), other.tolist(), strict=True)
+        step(one)
+    return [list(weights) for weights in own], pairs
+
+
+def test_weights_that_a_script_changes_in_a_pass_stay_and_two_loaders_have_different_orders():
+    for own, pairs in run_workers(change_weights_and_zip, 2):
+        assert own == [[11.0] * 4 + [1.0] * 12] * 2
+        assert any(one != other for one, other in pairs)
+
+
 def rows(**columns) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
