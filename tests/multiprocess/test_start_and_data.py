@@ -676,7 +676,7 @@ def change_weights_and_zip(rank: int) -> tuple[list[list[float]], list[tuple[int
     accelerator, model = accelerator_with(), nn.Linear(1, 1)
     own = [[1.0] * 16, numpy.ones(16)]
     loaders = [DataLoader(NUMBERS, 2, sampler=ByWeight(weights)) for weights in own]
-    pair = [DataLoader(NUMBERS, 2, sampler=OwnRandom(NUMBERS)) for _ in range(2)]
+    pair = [DataLoader(NUMBERS, 2, sampler=ByWeight([1.0] * 16)) for _ in range(2)]
     model, optimizer, *loaders = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders, *pair
     )
