@@ -10,7 +10,7 @@ import difflib
 import math
 import numbers
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 LARGEST_INTEGER = 2**63 - 1
@@ -26,10 +26,11 @@ LARGEST_SEED = 2**32 - 1
 """Largest seed that NumPy accepts."""
 
 
-def did_you_mean(word: str, known: Collection[str]) -> str:
+def did_you_mean(word: str, known: Collection[str], other_names: Mapping[str, str] | None = None) -> str:
     """A sentence that suggests the known word nearest to a misspelled one, or "" if none is near.
 
-    Case and dashes are ignored: both are common slips for lower_case names.
+    Case and dashes are ignored: both are common slips for lower_case names. `other_names` maps words that are used
+    elsewhere to known ones.
 
     >>> did_you_mean("one-peer-rng", ["one_peer_ring", "complete"])
     " Did you mean 'one_peer_ring'?"
@@ -37,6 +38,8 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     ''
     """
     plain = {_plain(candidate): candidate for candidate in known}
+    if other_names and _plain(word) in other_names:
+        return f" Did you mean {other_names[_plain(word)]!r}?"
     nearest = difflib.get_close_matches(_plain(word), plain, n=1)
     return f" Did you mean {plain[nearest[0]]!r}?" if nearest else ""
 
@@ -120,8 +123,10 @@ def check_integer(name: str, value: object, *, minimum: int, maximum: int = LARG
     return int(value)  # type: ignore[call-overload]
 
 
-def check_choice(name: str, value: object, choices: Collection[str]) -> str:
-    """Require one of a few words, and suggest the nearest one otherwise.
+def check_choice(
+    name: str, value: object, choices: Collection[str], other_names: Mapping[str, str] | None = None
+) -> str:
+    """Require one of a few words, and suggest its entry in `other_names`, or the nearest word, otherwise.
 
     >>> check_choice("order", "mix_frist", ["local_first", "mix_first"])
     Traceback (most recent call last):
@@ -129,7 +134,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
     """
     if isinstance(value, str) and value in choices:
         return value
-    suggestion = did_you_mean(value, choices) if isinstance(value, str) else ""
+    suggestion = did_you_mean(value, choices, other_names) if isinstance(value, str) else ""
     raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.{suggestion}")
 
 

@@ -16,9 +16,10 @@ from dsgdac_accel.checks import (
     check_flag,
     check_integer,
     check_number,
+    did_you_mean,
 )
 from dsgdac_accel.schedule import AdaptiveConsensus
-from dsgdac_accel.topology import TOPOLOGIES, Topology
+from dsgdac_accel.topology import OTHER_TOPOLOGY_NAMES, TOPOLOGIES, Topology
 
 _SCHEDULE = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
 _COMM_DTYPES = ("full", "bf16", "int8", "int4", "int2")
@@ -32,6 +33,21 @@ REMOVED = {
 }
 """Settings that earlier versions had, with the way out."""
 
+OTHER_NAMES = {
+    "p": "power",
+    "exponent": "power",
+    "gamma": "constant",
+    "warmup_steps": "start_step",
+    "max_steps": "total_steps",
+    "graph": "topology",
+    "num_workers": "workers_per_process",
+    "local_workers": "workers_per_process",
+    "compression": "comm_dtype",
+    "gossip_every": "mix_every",
+    "logging_steps": "log_every",
+}
+"""Names that other libraries and papers use for a setting."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GossipConfig:
@@ -44,6 +60,13 @@ class GossipConfig:
 
     >>> GossipConfig(power=2, start_epoch=10).power
     2.0
+    >>> GossipConfig(powr=2)
+    Traceback (most recent call last):
+    TypeError: GossipConfig has no setting 'powr'. Did you mean 'power'?
+    >>> GossipConfig(topology="hypercube")
+    Traceback (most recent call last):
+    ValueError: topology must be one of one_peer_ring, one_peer_exponential, complete, ring, exponential, grid, \
+base_graph; got 'hypercube'. Did you mean 'one_peer_exponential'?
     >>> GossipConfig(power=-1)
     Traceback (most recent call last):
     ValueError: power must be a finite number >= 0; got -1. Use 0 for plain DSGD (gamma is 1 throughout).
@@ -121,10 +144,14 @@ class GossipConfig:
     """Consecutive steps (>= 1) with a non-finite gradient on one worker before the run stops and names that worker."""
 
     def __new__(cls, **settings: Any) -> GossipConfig:
-        """Name the way out for settings that were removed. Raises TypeError, as for any unknown setting."""
-        removed = [f"{name} was removed. {way_out}" for name, way_out in REMOVED.items() if name in settings]
-        if removed:
-            raise TypeError(" ".join(removed))
+        """Name the way out for settings that were removed or misspelled. Raises TypeError."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name in REMOVED:
+                raise TypeError(f"{name} was removed. {REMOVED[name]}")
+            if name not in known:
+                hint = did_you_mean(name, known, OTHER_NAMES) or f" Settings: {', '.join(known)}."
+                raise TypeError(f"GossipConfig has no setting {name!r}.{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -178,7 +205,7 @@ def _check_topology(topology: object) -> None:
     if not isinstance(topology, str):
         got = f"{topology!r} ({type(topology).__name__})"
         raise ValueError(f"topology must be a name or a Topology; got {got}. Names: {', '.join(TOPOLOGIES)}.")
-    check_choice("topology", topology, TOPOLOGIES)
+    check_choice("topology", topology, TOPOLOGIES, OTHER_TOPOLOGY_NAMES)
 
 
 def config_to_dict(config: Any, *, spell: Callable[[Topology], str] = attrgetter("name")) -> dict[str, Any]:

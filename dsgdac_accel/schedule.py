@@ -143,6 +143,19 @@ class AdaptiveConsensus:
         self._active_since = _count_or_none("active_since", state["active_since"])
         self._largest_lr = _nonnegative("largest_lr", state["largest_lr"])
 
+    @property
+    def formula(self) -> str:
+        """The rule in words, such as "gamma = (lr / max_lr)^3 from step 100 on, max_lr the largest since then"."""
+        if self.constant is None and self.power == 0:
+            return "gamma = 1"
+        law = f"gamma = {self.constant:g}" if self.constant is not None else f"gamma = (lr / max_lr)^{self.power:g}"
+        begin = f"epoch {self.start_epoch}" if self.start_epoch is not None else f"step {self.start_step}"
+        floor = f", at least {self.floor:g}" if self.floor else ""
+        max_lr = {"active": "the largest since then", "run": "the largest of the run"}.get(
+            str(self.max_lr), self.max_lr
+        )
+        return f"{law}{floor} from {begin} on" + ("" if self.constant is not None else f", max_lr {max_lr}")
+
     def __repr__(self) -> str:
         names = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dsgdac_accel.announcements import announce
 from dsgdac_accel.schedule import declared_length, tick
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class GossipScheduler(AcceleratedScheduler):
         self.decision: Decision | None = None
         """Why it ticks `ticks` times; None if there is nothing to decide."""
         self.has_ticked = False
+        self._ended = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick. Inside an accumulation window, do nothing. Arguments as for the scheduler's own `step`."""
@@ -54,6 +56,26 @@ class GossipScheduler(AcceleratedScheduler):
             super().step(*args, **kwargs)
         else:
             tick(self.scheduler, self.ticks, *args, **kwargs)
+        self._warn_of_end()
+
+    def _warn_of_end(self) -> None:
+        """Warn once of a schedule that goes on after its end because it ticks several times in each call."""
+        length, ticks = declared_length(self.scheduler), self.scheduler.last_epoch
+        if self._ended or self.ticks == 1 or length is None or ticks <= 1.1 * length + self.ticks:
+            return
+        self._ended = True
+        if self.decision is not None and not self.decision.quiet:
+            logger.warning(
+                "%s was built for %d ticks and has ticked %d times, %d in each `step`, as with Accelerator. Its lr "
+                "stays at the end or rises again, and gamma follows. Build it for %d ticks; or, if `step` is called "
+                "once in an epoch or it was built for the steps of one worker, pass GossipAccelerator(%s).",
+                type(self.scheduler).__name__,
+                length,
+                ticks,
+                self.ticks,
+                self.ticks * length,
+                _ONCE,
+            )
 
 
 @dataclass(frozen=True)
@@ -74,8 +96,8 @@ class Decision:
         often = "once" if self.ticks == 1 else f"{self.ticks} times, as with Accelerator,"
         other = _ONCE if self.ticks > 1 else _AS_ACCELERATE
         advice = f" If that is wrong, pass GossipAccelerator({other})." if self.in_doubt else ""
-        level = logging.WARNING if self.in_doubt else logging.INFO
-        logger.log(level, "%s ticks %s in each optimizer step: %s.%s", name, often, self.reason, advice)
+        text = f"{name} ticks {often} in each optimizer step: {self.reason}.{advice}"
+        logger.warning(text) if self.in_doubt else announce(text)
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def build_topology(name: str, num_workers: int) -> Topology:
     >>> build_topology("base_graph", 6).period
     4
     """
-    check_choice("topology", name, TOPOLOGIES)
+    check_choice("topology", name, TOPOLOGIES, OTHER_TOPOLOGY_NAMES)
     num_workers = check_integer("num_workers", num_workers, minimum=1)
     rounds = TOPOLOGIES[name](num_workers) if num_workers > 1 else [np.ones((1, 1))]
     return Topology(name, tuple(rounds))
@@ -401,3 +401,17 @@ def _reached_from_first(adjacent: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if (further == reached).all():
             return reached
         reached = further
+
+
+OTHER_TOPOLOGY_NAMES = {
+    "hypercube": "one_peer_exponential",
+    "one_peer_exp": "one_peer_exponential",
+    "static_exponential": "exponential",
+    "one_peer": "one_peer_ring",
+    "torus": "grid",
+    "full": "complete",
+    "fully_connected": "complete",
+    "all_reduce": "complete",
+    "allreduce": "complete",
+}
+"""Names of topologies that other libraries and papers use."""

@@ -90,6 +90,18 @@ class Manifest:
         return content | {"mesh": {"dp_shard": shards} if shards else {}, "format": FORMAT}
 
 
+def _lack(folder: Path) -> str:
+    """Return why a folder without a manifest is no checkpoint, and the way out."""
+    if not folder.exists():
+        return f"does not exist. {LOAD_ANOTHER}"
+    if any(folder.glob("random_states_*.pkl")):
+        return (
+            "is a checkpoint of plain Accelerate, without the state of the workers. Load its weights into the model "
+            "before `prepare`, or go on with Accelerator."
+        )
+    return f"holds no complete checkpoint: {MANIFEST}, which is written last, is missing. {LOAD_ANOTHER}"
+
+
 def read_manifest(folder: Path | str) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
@@ -100,9 +112,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint: {MANIFEST}, which is written last, is missing. {LOAD_ANOTHER}"
-        ) from None
+        raise CheckpointError(f"{folder} {_lack(Path(folder))}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}). {LOAD_ANOTHER}") from error
     except (ValueError, RecursionError) as error:

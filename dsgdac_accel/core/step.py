@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from dsgdac_accel.announcements import announce
 from dsgdac_accel.config import GossipConfig
 from dsgdac_accel.core.consensus import Average
 from dsgdac_accel.core.gamma import GammaSchedule
@@ -112,6 +113,7 @@ class GossipStep:
         first, self._workers_compared = not self._workers_compared, True
         if first:
             make_streams_differ(self.group.everyone)  # a seed that was set after `prepare` made them equal
+            self._announce()
         try:
             self.watch.check(self.optimizer)
         except RuntimeError as error:
@@ -153,6 +155,19 @@ class GossipStep:
         """Drop the exchange, see `Mixer.restart_exchange`. Call it on all workers."""
         self.mixer.restart_exchange()
         self.mixer.moves = False
+
+    def _announce(self) -> None:
+        config, topology = self.config, self.mixer.topology
+        if self.group.everyone.rank > 0 or topology.num_workers == 1:
+            return
+        planned = len(self.schedule.rule.planned_lrs)
+        announce(
+            f"{topology.num_workers} workers mix their parameters, topology {topology.name}"
+            + (f", every {config.mix_every} steps" if config.mix_every > 1 else "")
+            + (f", messages in {config.comm_dtype}" if config.comm_dtype != "full" else "")
+            + f"; {self.schedule.rule.formula}"
+            + (f"; the lr is known for {planned:,} steps" if planned else "")
+        )
 
     def _is_logged(self) -> bool:
         every = self.config.log_every

@@ -112,6 +112,8 @@ def _advice(failure: Failure, silent: bool) -> str:
             "worker's own output, and raise `timeout` if it was only slow."
         )
     advice = "Look at that worker's own output for its error"
+    if "checkpoint" in failure.what:
+        advice += "; without one, it ended early: call `save_state` and `load_state` on all workers"
     if failure.what.startswith(("averaging the workers", "gathering the whole model")):
         advice += ", and enter `deployed_model`, `save_model` and evaluation on all workers, `get_state_dict` included"
     if silent:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -723,6 +724,14 @@ def test_the_newest_is_the_complete_one_of_the_largest_step(tmp_path, alone, cap
     ]
     for message, reason in zip(caplog.messages, reasons, strict=True):
         assert re.fullmatch(rf"skipped an unreadable checkpoint: \S*/{reason} Using the older \S*/step-20\.", message)
+
+
+def test_a_folder_that_is_not_there_and_a_checkpoint_of_accelerate_are_told_apart(tmp_path):
+    with pytest.raises(CheckpointError, match="absent does not exist"):
+        read_manifest(tmp_path / "absent")
+    Accelerator(cpu=True).save_state(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="plain is a checkpoint of plain Accelerate"):
+        read_manifest(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,26 @@ def test_a_one_cycle_that_has_ended_stays_there_where_it_does_with_accelerate():
         split.step()
 
 
+def test_a_schedule_that_goes_on_long_after_its_end_is_warned_of_once(caplog):
+    def warnings_of(length: int, calls: int, setting: str = "auto") -> list[str]:
+        caplog.clear()
+        ticks = SchedulerTicks(setting, WORKERS)
+        scheduler = GossipScheduler(AcceleratedScheduler(CosineAnnealingLR(sgd(), length), []), 1)
+        ticks.loader_sharded(100, 25)
+        ticks.settle([scheduler], 1, quiet=False)
+        scheduler.scheduler.optimizer.step()
+        for _ in range(calls):
+            scheduler.step()
+        return [message for message in caplog.messages if "was built for" in message and "has ticked" in message]
+
+    assert warnings_of(300, 3 * 25) == warnings_of(99, 25 + 3) == [], "to its end, and to that of a rounded loader"
+    (message,) = warnings_of(10, 10)
+    assert "10 ticks" in message
+    assert "40 ticks" in message
+    assert "scheduler_ticks='once'" in message
+    assert warnings_of(10, 20, "once") == [], "the script's own matter"
+
+
 def test_after_free_memory_the_next_loader_counts_and_an_old_one_only_if_it_is_reused():
     ticks = SchedulerTicks("auto", WORKERS)
     for whole in (1000, 100):

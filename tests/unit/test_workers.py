@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import operator
 import pickle
 import random
@@ -592,3 +593,22 @@ def test_replicas_see_their_updates_under_autocast(precision):
     assert outputs[0].abs().max() == 0
     assert outputs[1].abs().min() > 0
     assert outputs[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.WARNING])
+def test_the_first_step_says_once_who_mixes_and_by_which_gamma(level, capsys, caplog):
+    caplog.set_level(level, logger="dsgdac_accel")
+    config = GossipConfig(workers_per_process=2, topology="complete", power=2, start_step=3, mix_every=4)
+    accelerator, model = GossipAccelerator(cpu=True, gossip=config), nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(4, 3)).sum())
+        optimizer.step()
+    accelerator.end_training()
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dsgdac_accel: ")]
+    logged = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    said = {logging.NOTSET: printed, logging.INFO: logged, logging.WARNING: []}[level]
+    assert len(said) == (level != logging.WARNING)
+    assert len(printed + logged) == len(said)
+    words = ("2 workers", "complete", "every 4 steps", "(lr / max_lr)^2", "from step 3")
+    assert all(word in line for line in said for word in words)
