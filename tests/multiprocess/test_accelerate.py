@@ -364,10 +364,17 @@ def from_zero(parameters):
     return torch.optim.AdamW([matrix], lr=0.01)
 
 
+def steps_like_weights(parameters):
+    """Rprop of a matrix that is as large everywhere as the step sizes."""
+    matrix = list(parameters)[2]
+    nn.init.constant_(matrix, 0.1)
+    return torch.optim.Rprop([matrix], lr=0.1)
+
+
 OWN_STEPS = {"inner": Wrapper.second_step, "raw": lambda raw: type(raw).step(raw)}
 KINDS = {
     "trailing": Trailing, "exchanging": Exchanging, "inner": Wrapper, "raw": torch.optim.SGD,
-    "works": torch.optim.Rprop, "asgd": partial(Wrapper, kind=torch.optim.ASGD),
+    "works": steps_like_weights, "asgd": partial(Wrapper, kind=torch.optim.ASGD),
     "wrapped": partial(Wrapper, kind=torch.optim.NAdam), "zero": from_zero,
 }  # fmt: skip
 
