@@ -4,7 +4,6 @@
     folder/gossip.json                  the manifest, written last: a folder without it is no checkpoint
 
 A worker that is several processes has a folder with a file for each: 00000/000.safetensors, 00000/001.safetensors, ...
-torch.distributed.checkpoint reads such a folder, too.
 The folder must be on a file system that all workers share.
 """
 

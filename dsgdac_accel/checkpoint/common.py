@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,6 @@ MIN_BYTES = 1024
 
 PARTS = ("parameters", "buffers", "caches")
 """Parts of `worker_state.model_state` that hold tensors."""
-
-
-@dataclass(frozen=True)
-class Common:
-    """The common tensors that a checkpoint stores."""
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """By digest. Sharded workers store equal ones under each name, by longer keys."""
-    names: Mapping[tuple, tuple] = field(default_factory=dict)
-    """Their paths in a worker's state by their paths in `tensors`, which other programs find in the file."""
 
 
 def tensors_of(models: Mapping[int, Mapping[str, Any]]) -> dict[KeyPath, Tensor]:
@@ -66,7 +55,9 @@ def untrained_digests(models: Mapping[int, Mapping[str, Any]]) -> dict[KeyPath, 
     return {path: _with_part(digested, tensors[path]) for path, digested in found.items()}
 
 
-def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[KeyPath, str], shards: int = 0) -> Common:
+def take_common(
+    models: dict[int, Any], group: Processes, elsewhere: Mapping[KeyPath, str], shards: int = 0
+) -> dict[str, Tensor]:
     """Put references in the places of the tensors that are equal on all workers in the states of models. Collective.
 
     Of workers that are several processes, those with the same shards are compared, and a tensor is common if all are
@@ -77,6 +68,9 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Key
         group, shards: as in `writer.save_checkpoint`.
         elsewhere: digests of tensors that whoever loads the checkpoint gets from somewhere else. They are not stored
             as long as they have this digest. Quantized weights, whose state cannot be saved, are never stored.
+
+    Returns:
+        The tensors that the checkpoint has to store, by digest.
 
     Raises:
         CheckpointError: on all workers, if tensors cannot be compared, or quantized weights differ.
@@ -97,7 +91,6 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Key
             )
 
     stored: dict[str, Tensor] = {}
-    names: dict[tuple, tuple] = {}
     for path, (found, plain) in mine.items():
         if path not in equal:
             continue
@@ -107,10 +100,9 @@ def take_common(models: dict[int, Any], group: Processes, elsewhere: Mapping[Key
         unchanged = all(source in mine and elsewhere.get(source) == mine[source][0] for source in sources)
         keep = plain and not unchanged
         models[model][part][name] = Reference(found, *_layout(tensors[path]), keep)
-        if keep and (found not in stored or shards):
-            key = found if found not in stored else f"{found} for {path}"
-            stored[key], names[(key,)] = tensors[path], path
-    return Common(stored, names)
+        if keep:
+            stored.setdefault(found, tensors[path])
+    return stored
 
 
 def put_common(

@@ -13,8 +13,8 @@ import os
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ LOAD_ANOTHER = "Load another checkpoint."
 
 _TREE = "dsgdac_accel.tree"
 _FORMAT = "dsgdac_accel.format"
-_DCP_OFFSETS = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint's HuggingFaceStorageReader
 _MAX_DEPTH = 100
 _STORED_AS_IS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -93,11 +92,9 @@ class Encoded:
     """Contiguous tensors on the CPU, by name."""
     wait: Callable[[], None] = lambda: None
     """Returns when their values are there; from a GPU they are on their way."""
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The places of parts of larger tensors in them, by name."""
 
 
-def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple, tuple] | None = None) -> Encoded:
+def encode(state: Any, copy: bool = False) -> Encoded:
     """Split a tree into JSON and tensors.
 
     A tree consists of dict, OrderedDict, Counter, list and tuple. Its leaves are tensors, `Reference`, NumPy arrays and
@@ -108,9 +105,6 @@ def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple,
     Args:
         state: the tree.
         copy: copy tensors that are on the CPU already, so that later changes of `state` do not reach the result.
-        place: number of this rank within its worker. It becomes part of the names of tensors that are no part of a
-            larger one, unless it is 0: to other programs, those of rank 0 are the worker's.
-        names: for tensors whose names in the file show another path than the one in `state`, that path by this one.
 
     Raises:
         CheckpointError: the tree contains anything else; the message names its place.
@@ -118,10 +112,10 @@ def encode(state: Any, copy: bool = False, place: int = 0, names: Mapping[tuple,
     >>> encode({"step": 3, "momentum": [torch.ones(2)]}).text
     '{"step": 3, "momentum": [{"$tensor": "momentum/0"}]}'
     """
-    encoder = _Encoder(copy, place, names or {})
+    encoder = _Encoder(copy)
     tree = encoder.encoded(state, ())
     on_host = staged(encoder.tensors)
-    return Encoded(json.dumps(tree), on_host.tensors, on_host.wait, encoder.offsets)
+    return Encoded(json.dumps(tree), on_host.tensors, on_host.wait)
 
 
 def decode(encoded: Encoded) -> Any:
@@ -145,16 +139,10 @@ def decode(encoded: Encoded) -> Any:
 
 
 class _Encoder:
-    def __init__(self, copy: bool, place: int, names: Mapping[tuple, tuple]) -> None:
+    def __init__(self, copy: bool) -> None:
         self.copy = copy
-        self.place = place
-        self.names = names
         self.tensors: dict[str, Tensor] = {}
         """Contiguous tensors, on their devices."""
-        self.used: set[str] = set()
-        """Their names without a rank, which are the same on all ranks, whichever of the tensors are shards."""
-        self.offsets: dict[str, tuple[int, ...]] = {}
-        """As in `Encoded`."""
 
     def encoded(self, value: Any, path: tuple) -> Any:
         kind = type(value)
@@ -197,7 +185,7 @@ class _Encoder:
             return dict(items)
         return {_DICTS[type(value)]: [[self.encoded(key, (*path, "key")), item] for key, item in items]}
 
-    def _encoded_tensor(self, value: Tensor, path: tuple, offsets: tuple[int, ...] | None = None) -> Any:
+    def _encoded_tensor(self, value: Tensor, path: tuple) -> Any:
         if is_sharded(value):
             return self._encoded_shard(value, path)
         if is_traceable_wrapper_subclass(value) and not value.is_nested:
@@ -212,9 +200,9 @@ class _Encoder:
         order = sorted(range(own.ndim), key=own.stride, reverse=True)
         if not own.is_contiguous() and own.permute(order).is_contiguous():
             # Keep the memory order: fused optimizers iterate over parameters and states in it at once.
-            stored = self._encoded_values(own.permute(order), value, path, whole=offsets is None)
+            stored = self._encoded_values(own.permute(order), value, path)
             return {"$permuted": [stored, [order.index(dimension) for dimension in range(own.ndim)]]}
-        return self._encoded_values(own.contiguous(), value, path, offsets)
+        return self._encoded_values(own.contiguous(), value, path)
 
     def _encoded_shard(self, value: Tensor, path: tuple) -> Any:
         try:
@@ -222,7 +210,7 @@ class _Encoder:
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{named(path)} is a DTensor that a checkpoint cannot keep: {error}.") from error
         where = [list(shard.shape), list(shard.offsets), list(shard.dims), list(shard.placements)]
-        return {"$shard": [self._encoded_tensor(shard.values, path, shard.offsets), *where]}
+        return {"$shard": [self._encoded_tensor(shard.values, path), *where]}
 
     def _encoded_subclass(self, value: Any, path: tuple) -> Any:
         kind, (inner, context) = type(value), value.__tensor_flatten__()
@@ -237,31 +225,21 @@ class _Encoder:
         parts = {name: self.encoded(getattr(value, name), (*path, name)) for name in inner}
         return {"$subclass": [kind.__module__, kind.__qualname__, parts, shared, list(value.shape), value.stride()]}
 
-    def _encoded_values(
-        self, own: Tensor, original: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True
-    ) -> Any:
+    def _encoded_values(self, own: Tensor, original: Tensor, path: tuple) -> Any:
         if self.copy and own.device.type == "cpu" and own.data_ptr() == original.data_ptr():
             own = own.clone()
         if own.dtype in _STORED_AS_IS:
-            return {"$tensor": self._put(own, path, offsets, whole)}
-        name = self._put(as_bytes(own), path, whole=whole and offsets is None)
-        return {"$cast": [name, str(own.dtype).removeprefix("torch."), list(own.shape)]}
+            return {"$tensor": self._put(own, path)}
+        return {"$cast": [self._put(as_bytes(own), path), str(own.dtype).removeprefix("torch."), list(own.shape)]}
 
-    def _put(self, tensor: Tensor, path: tuple, offsets: tuple[int, ...] | None = None, whole: bool = True) -> str:
-        # Names only have to be unique for this library, since the tree refers to them. The path is for people who open
-        # the file, and for torch.distributed.checkpoint, which takes equal names for parts of one tensor.
-        # A shard that is stored in another form, and so neither `whole` nor at an offset, must not be taken for one.
-        plain = "/".join(str(key) for key in self.names.get(path, path)).encode("utf-8", "replace").decode() or "state"
-        rank = f"rank {self.place}/" if offsets is None and (self.place or not whole) else ""
-        unique, number = plain, 1
-        while unique in self.used or rank + unique in self.tensors or unique == "__metadata__":
+    def _put(self, tensor: Tensor, path: tuple) -> str:
+        # Names only have to be unique, since the tree refers to them. The path is for people who open the file.
+        plain = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "state"
+        name, number = plain, 1
+        while name in self.tensors or name == "__metadata__":
             number += 1
-            unique = f"{plain}#{number}"
-        self.used.add(unique)
-        name = rank + unique
+            name = f"{plain}#{number}"
         self.tensors[name] = tensor
-        if offsets is not None:
-            self.offsets[name] = offsets
         return name
 
 
@@ -411,12 +389,6 @@ def safetensors_parts(encoded: Encoded) -> Iterator[Any]:
     `safetensors.torch.save_file` refuses tensors that share memory, and hashing its file would mean reading it again.
     """
     header: dict[str, Any] = {"__metadata__": {_FORMAT: str(FORMAT), _TREE: encoded.text, "format": "pt"}}
-    if encoded.offsets:
-        places = {
-            name: {"saved_offsets": list(encoded.offsets.get(name, (0,) * tensor.ndim))}
-            for name, tensor in encoded.tensors.items()
-        }
-        header["__metadata__"][_DCP_OFFSETS] = json.dumps(places)
     place = 0
     for name, tensor in encoded.tensors.items():
         size = tensor.numel() * tensor.element_size()

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsgdac_accel.checkpoint.common import Common
+from torch import Tensor
+
 from dsgdac_accel.checkpoint.manifest import MANIFEST, RECEIPT, WORKERS, Manifest, delete_files, our_files
 from dsgdac_accel.checkpoint.serialization import (
     CheckpointError,
@@ -38,7 +39,7 @@ def save_checkpoint(
     *,
     step: int,
     facts: Mapping[str, Any] | None = None,
-    common: Common | None = None,
+    common: Mapping[str, Tensor] | None = None,
     shards: int = 0,
 ) -> None:
     """Write this worker's `state`, and the manifest once all workers have written theirs. Collective.
@@ -88,7 +89,7 @@ class CheckpointWriter:
         *,
         step: int,
         facts: Mapping[str, Any] | None = None,
-        common: Common | None = None,
+        common: Mapping[str, Tensor] | None = None,
     ) -> Path | None:
         """Finish the previous checkpoint and start this one. Arguments as in `save_checkpoint`. Collective.
 
@@ -162,7 +163,7 @@ class PendingCheckpoint:
         group: Processes,
         step: int,
         facts: Mapping[str, Any] | None,
-        common: Common | None = None,
+        common: Mapping[str, Tensor] | None = None,
         shards: int = 0,
     ) -> None:
         self.folder = Path(folder)
@@ -171,7 +172,7 @@ class PendingCheckpoint:
         self.shards, self.ranks = shards, max(1, shards)
         self.step = step
         self.facts = dict(facts or {})
-        self.common = common or Common()
+        self.common = common or {}
         self.abandon = threading.Event()
         self.commit_error: str | None = None
         """None before the manifest is written; then "", or the error."""
@@ -216,11 +217,9 @@ class PendingCheckpoint:
     def encoded(self, state: Any, copy: bool = False) -> dict[Path, Encoded] | str:
         """Return what this process writes by path, encoded: its state, in worker 0 the common tensors. Or the error."""
         try:
-            place = self.rank % self.ranks
-            files = {self.path(self.rank): encode(state, copy, place)}
-            if self.rank < self.ranks and self.common.tensors:
-                names = self.common.names
-                files[self.path(self.rank, common=True)] = encode(dict(self.common.tensors), copy, place, names)
+            files = {self.path(self.rank): encode(state, copy)}
+            if self.rank < self.ranks and self.common:
+                files[self.path(self.rank, common=True)] = encode(dict(self.common), copy)
             return files
         except Exception as error:
             return str(error)
