@@ -201,6 +201,8 @@ def shared_seed_of(loader: DataLoader, group: WorkerGroup, dispatched: bool, num
     seed = int.from_bytes(hashlib.sha256(pickle.dumps((torch.initial_seed(), states or number))).digest()[:7], "little")
     compared = () if dispatched and isinstance(loader.dataset, IterableDataset) else (loader.dataset, *parts)
     digests = dict(itertools.chain.from_iterable(map(_digests, compared)))
+    if hasattr(loader.dataset, "__len__"):
+        digests[f"len({type(loader.dataset).__name__})"] = _digest(len(loader.dataset))
     ranks = {
         type(part).__name__
         for part in parts

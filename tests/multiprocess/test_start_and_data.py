@@ -737,6 +737,7 @@ def data_of_each_worker(rank: int) -> dict[str, tuple[list[str], list[int]]]:
         "generator of shuffle": stream.shuffle(buffer_size=4),
         "OwnPart.__iter__": OwnPart(),
         "OwnPartByNumber": OwnPartByNumber(),
+        "len(Indices)": Indices(16 - 4 * rank),
         "none, a split from a seed": random_split(NUMBERS, [8, 8], once)[0],
         "none, a table": table.train_test_split(8, seed=1)["train"],
         "none, a stream": Shuffled(),
