@@ -235,6 +235,7 @@ class WorkerGroup:
         """Refuse further use, since the process group is about to end."""
         self.closed = True
         self.process_groups.transport.watchdog.stop()
+        self.process_groups.release()
         for other in self._beside:
             other.close()
 

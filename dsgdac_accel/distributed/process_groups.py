@@ -79,6 +79,14 @@ class ProcessGroups:
             self._subgroups[ranks] = self._new(self.transport, ranks)
         return self._subgroups[ranks]
 
+    def release(self) -> None:
+        """Forget the groups, so that torch ends their threads when it destroys them.
+
+        Threads that are left when the interpreter ends abort the process if they still hold a tensor.
+        """
+        self.world = self.control = self.exchange = self.reduction = None
+        self._subgroups.clear()
+
     def limit_default_group(self) -> None:
         """Let collectives on the default process group, such as Accelerate's, give up after `timeout` too."""
         if self.world is not None:

@@ -215,14 +215,22 @@ def test_import_has_no_side_effects():
 
 NOTEBOOK = """
 def train():
+    import os
+
     import torch
     from dsgdac_accel import GossipAccelerator
 
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
     accelerator = GossipAccelerator()
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
+    accelerator.end_training()
+    assert threads() <= before + 2, "torch's threads that outlive the groups may abort the process at its end"
     print(f"worker {accelerator.process_index} of {accelerator.num_processes}", flush=True)
 
 if __name__ == "__main__":
