@@ -45,7 +45,7 @@ _OTHER_NAMES = {"out": "--output", "output_dir": "--output"}
 """Names that other tools use, with the option to use instead."""
 
 REMOVED = {
-    "launch": "Use torchrun, whose --max-restarts=N starts a run again after a lost worker (docs/faults.md).",
+    "launch": "Use torchrun, whose --max-restarts=N starts a run again after a lost worker (docs/checkpoints.md).",
     "scaling": "tasks/benchmark.py measures a step on an emulated network.",
     "schedule": "In Python, AdaptiveConsensus(power=3, max_lr=0.1).gamma(step=0, lr=0.05) gives gamma.",
     "topology": "In Python, print(build_topology('one_peer_ring', 8).matrix(0)) shows a round.",
