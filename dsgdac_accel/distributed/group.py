@@ -52,9 +52,9 @@ _LAST_SECONDS = 0.1  # between the end of the script and that of the interpreter
 def _outlast_the_last_collective() -> None:
     """Leave gloo's threads time to drop the tensors of a collective that the script has just waited for.
 
-    A thread that drops one while the interpreter ends aborts the process (torch 2.13).
+    A thread that drops one while the interpreter ends aborts the process (torch 2.13). `close` ends the threads.
     """
-    if any(group.size > 1 for group in _LIVE):
+    if any(group.size > 1 and not group.closed for group in _LIVE):
         time.sleep(_LAST_SECONDS)
 
 
