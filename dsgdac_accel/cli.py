@@ -105,7 +105,8 @@ def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
     """
     parser = StrictParser(
         prog="dsgdac",
-        description="Decentralized training with controlled disagreement: sweeps, reports, runs, checks of a launch.",
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, checks of a launch."
+        + f" A clone of the repository has {', '.join(TASK_COMMANDS)}, too." * (not HAS_TASKS),
         epilog=EXAMPLES if HAS_TASKS else DOCTOR_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
