@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgdac_accel import GossipConfig
+from dsgdac_accel import GossipConfig, __version__
 from dsgdac_accel.cli import build_parser
 from dsgdac_accel.topology import TOPOLOGIES
 from tasks.benchmarks.config import BenchmarkConfig
@@ -71,6 +71,10 @@ def test_all_settings_and_topologies_are_in_the_tables():
         assert f"| `{field.name}` | {default} |" in page
     for name in TOPOLOGIES:
         assert f"| `{name}` " in page
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("marker", "commands"), BLOCKS)
