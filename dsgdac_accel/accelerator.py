@@ -167,7 +167,8 @@ class GossipAccelerator(Accelerator):
             processes with the dimensions `dp_replicate` (the workers, which gossip) and `dp_shard` (FSDP2). Shard the
             model by `fully_shard(..., mesh=device_mesh["dp_shard"])` before the optimizer is made. Default: a worker is
             one process, or what `parallelism_config` says.
-        *args, **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
+        *args: as for `accelerate.Accelerator`.
+        **kwargs: as for `accelerate.Accelerator`. Without an accelerator device, `cpu=True` is the default.
             `parallelism_config` with `fsdp_plugin` shards on GPUs: `dp_replicate_size` is the number of workers.
 
     Raises:
@@ -690,7 +691,8 @@ class GossipAccelerator(Accelerator):
 
         Args:
             output_dir: folder on a file system that all workers share. Leave it out with automatic naming.
-            safe_serialization, save_model_func_kwargs: Accelerate's; ignored, files are always safetensors.
+            safe_serialization: ignored, files are always safetensors.
+            save_model_func_kwargs: ignored.
             wait: False writes in the background after a copy to host memory. The checkpoint becomes complete a little
                 later, and the next `save_state` or `finish_saving` raises its errors.
             facts: plain values for the manifest, such as the run's configuration.
@@ -736,7 +738,8 @@ class GossipAccelerator(Accelerator):
         Args:
             input_dir: the checkpoint. With automatic naming, leave it out to load the newest complete one; "auto" loads
                 it if there is one, so that a script that is started again goes on by itself.
-            load_kwargs, load_model_func_kwargs: Accelerate's; ignored.
+            load_kwargs: ignored.
+            load_model_func_kwargs: ignored.
             on_other_worker_count: what to do with a checkpoint of more or fewer workers: "refuse", or "deployed" to
                 start all workers from the average of the saved ones. Parameters and floating-point optimizer states
                 are then averaged, BatchNorm statistics are pooled, everything else is worker 0's, and random streams

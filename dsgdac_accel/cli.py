@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,12 +45,18 @@ _OTHER_NAMES = {"out": "--output", "output_dir": "--output"}
 """Names that other tools use, with the option to use instead."""
 
 REMOVED = {
-    "launch": "Use torchrun, whose --max-restarts=N starts a run again after a lost worker (docs/faults.md).",
+    "launch": "Use torchrun, whose --max-restarts=N starts a run again after a lost worker (docs/checkpoints.md).",
     "scaling": "tasks/benchmark.py measures a step on an emulated network.",
     "schedule": "In Python, AdaptiveConsensus(power=3, max_lr=0.1).gamma(step=0, lr=0.05) gives gamma.",
     "topology": "In Python, print(build_topology('one_peer_ring', 8).matrix(0)) shows a round.",
 }
 """Commands that earlier versions had, with the way out."""
+
+HAS_TASKS = Path(__file__).resolve().parents[1].joinpath("tasks", "studies", "commands.py").is_file()
+"""Whether this file lies in a clone, beside the tasks. An installed wheel has none."""
+
+TASK_COMMANDS = ("curvature", "plot", "report", "show", "sweep")
+FROM_A_CLONE = "which only a clone of the repository has. Run it from a clone: pip install -e '.[tasks]'."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in REMOVED:
         parser.error(f"dsgdac {words[0]} was removed. {REMOVED[words[0]]}")
+    if words and words[0] in TASK_COMMANDS and not HAS_TASKS:
+        parser.error(f"dsgdac {words[0]} needs the tasks, {FROM_A_CLONE}")
     options, rest = parser.parse_known_args(words)
     if not hasattr(options, "run"):
         if rest:
@@ -91,21 +99,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> tuple[StrictParser, dict[str, StrictParser]]:
-    """Return the parser, and those of the commands by name.
+    """Return the parser, and those of the commands by name. In a clone, the tasks add theirs.
 
-    Packages add commands through the entry point group `dsgdac.commands`. Building the parser imports nothing slow, so
-    `dsgdac --help` answers at once.
+    Building the parser imports nothing slow, so `dsgdac --help` answers at once.
     """
     parser = StrictParser(
         prog="dsgdac",
-        description="Decentralized training with controlled disagreement: sweeps, reports, runs, checks of a launch.",
-        epilog=EXAMPLES,
+        description="Decentralized training with controlled disagreement: sweeps, reports, runs, checks of a launch."
+        + f" A clone of the repository has {', '.join(TASK_COMMANDS)}, too." * (not HAS_TASKS),
+        epilog=EXAMPLES if HAS_TASKS else DOCTOR_EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"dsgdac_accel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="chosen")
     _add_doctor(commands)
-    for plugin in entry_points(group="dsgdac.commands"):
-        plugin.load()(commands)
+    if HAS_TASKS:
+        for module in ("commands", "run_commands"):
+            importlib.import_module(f"tasks.studies.{module}").add_commands(commands)
     return parser, commands.choices
 
 
@@ -253,13 +262,12 @@ def _check_doctor(options: argparse.Namespace) -> None:
 
 def _run_of_task(options: argparse.Namespace) -> Callable[[], list[Finding]]:
     """Return the function that examines a task's run. Reads its settings now, so every process finds a mistake."""
-    for plugin in entry_points(group="dsgdac.preflight"):
-        words = ["--config", str(options.config), *(word for word in options.rest if word != "--")]
-        return plugin.load()(options.config, words, options.timeout)
-    raise FileNotFoundError(
-        "--config needs the tasks of the repository: pip install -e '.[tasks]'. In your own script, call "
-        "dsgdac_accel.doctor.examine."
-    )
+    if not HAS_TASKS:
+        raise FileNotFoundError(
+            f"--config needs the tasks, {FROM_A_CLONE} In your own script, call dsgdac_accel.doctor.examine."
+        )
+    words = ["--config", str(options.config), *(word for word in options.rest if word != "--")]
+    return importlib.import_module("tasks.common.preflight").examination_of(options.config, words, options.timeout)
 
 
 def _links_alone(options: argparse.Namespace, size: int) -> Callable[[], list[Finding]]:

@@ -28,7 +28,7 @@ _ON_OTHER_WORKER_COUNT = ("refuse", "deployed")
 
 REMOVED = {
     "asynchronous": "Give slower workers smaller batches (docs/accelerate.md).",
-    "on_worker_loss": "A lost worker ends the run; torchrun --max-restarts=N starts it again (docs/faults.md).",
+    "on_worker_loss": "A lost worker ends the run; torchrun --max-restarts=N starts it again (docs/checkpoints.md).",
     "sketch": "Set log_every to measure the radius more often.",
 }
 """Settings that earlier versions had, with the way out."""

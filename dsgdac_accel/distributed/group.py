@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import pickle
 import socket
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,6 +44,18 @@ _FRAME_BYTES = 2**10
 """Bytes of an object that one collective gathers."""
 
 _MEAN_CHUNK = 2**22  # elements summed at a time, which bounds the float64 copy to 32 MiB
+
+_LAST_SECONDS = 0.1  # between the end of the script and that of the interpreter
+
+
+@atexit.register
+def _outlast_the_last_collective() -> None:
+    """Leave gloo's threads time to drop the tensors of a collective that the script has just waited for.
+
+    A thread that drops one while the interpreter ends aborts the process (torch 2.13). `close` ends the threads.
+    """
+    if any(group.size > 1 and not group.closed for group in _LIVE):
+        time.sleep(_LAST_SECONDS)
 
 
 def refuse_copy(self: Any) -> NoReturn:
@@ -177,7 +191,8 @@ class WorkerGroup:
 
         Args:
             device_mesh: as for `WorkerMesh`; None if every process is a worker.
-            device, timeout: as in the constructor.
+            device: as in the constructor.
+            timeout: as in the constructor.
             earlier: a group of this process, which is returned if it `serves` without a mesh.
         """
         if device_mesh is not None:

@@ -1,4 +1,4 @@
-"""The scripts and commands of docs/engines.md and docs/ray.md, word for word: several launchers, Slurm, Ray Train."""
+"""The scripts and commands of docs/engines.md and docs/checkpoints.md, word for word."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from tests.launching import LAUNCHER_VARIABLES, ROOT, finish, free_port, start, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
 
-PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("engines.md", "faults.md", "ray.md"))
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("engines.md", "checkpoints.md"))
 PATIENCE = 500
 
 SRUN = """#!/bin/bash

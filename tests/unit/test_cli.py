@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsgdac_accel.cli import REMOVED, main
+from dsgdac_accel import cli
+from dsgdac_accel.cli import REMOVED, TASK_COMMANDS, main
 from dsgdac_accel.version import __version__
 from tasks.studies.run_commands import find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_task.py")
-COMMANDS = ("sweep", "report", "show", "plot", "curvature", "doctor")
+COMMANDS = (*TASK_COMMANDS, "doctor")
 
 
 def run(capsys, *words):
@@ -105,8 +106,18 @@ def test_it_runs_as_a_module(monkeypatch, capsys):
     assert "Did you mean 'ring'?" in error
 
 
+def test_commands_of_the_tasks_send_users_of_a_wheel_to_a_clone(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "HAS_TASKS", False)
+    for command in TASK_COMMANDS:
+        status, out, error = run(capsys, command, "FILE")
+        assert (status, out) == (2, "")
+        assert f"dsgdac {command} needs the tasks" in error
+        assert "clone" in error
+    assert "sweep" not in run(capsys, "--help")[1].partition("commands:")[2]
+
+
 def test_building_the_parser_imports_nothing_slow():
-    # In a process of its own. The entry points of the tasks are part of the parser.
+    # In a process of its own. The commands of the tasks are part of the parser.
     code = (
         "import sys; from dsgdac_accel.cli import build_parser; parser, commands = build_parser(); "
         "parser.format_help(); assert 'sweep' in commands; "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from dsgdac_accel import GossipConfig, __version__
 from dsgdac_accel.cli import build_parser
+from dsgdac_accel.topology import TOPOLOGIES
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.common.config import parse_config
 from tasks.images.config import CifarConfig
@@ -59,6 +62,19 @@ def test_the_readme_is_short_and_names_every_page():
     assert len(readme.splitlines()) < 200
     for page in PAGES[1:]:
         assert f"(docs/{page.name})" in readme
+
+
+def test_all_settings_and_topologies_are_in_the_tables():
+    page = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(GossipConfig):
+        default = str(field.default) if not isinstance(field.default, str) else f'"{field.default}"'
+        assert f"| `{field.name}` | {default} |" in page
+    for name in TOPOLOGIES:
+        assert f"| `{name}` " in page
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("marker", "commands"), BLOCKS)

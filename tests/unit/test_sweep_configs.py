@@ -75,7 +75,7 @@ def test_a_study_of_the_paper_names_its_source_its_hardware_and_the_hours(name):
 
 
 def test_the_documented_runs_and_hours_are_those_of_the_files():
-    text = (CONFIGS.parent / "docs" / "paper.md").read_text(encoding="utf-8")
+    text = (CONFIGS.parent / "docs" / "tasks.md").read_text(encoding="utf-8")
     rows = re.findall(r"`configs/(paper/\w+)\.yaml` \| (?P<runs>[^|]*) \| (?P<hours>[^|]*) \|\n", text)
     assert {name for name, _, _ in rows} == {f"paper/{file.stem}" for file in CONFIGS.glob("paper/*.yaml")}
     for name, number, hours in rows:
