@@ -99,11 +99,11 @@ class OptimizerWatch:
     - It, or one that it wraps, takes a step outside of `local_step`, in which nothing is mixed: the script kept the
       optimizer that it prepared, or the two halves of SAM step the inner one. Steps with lr 0 are let through.
     - Its step communicates on the default process group.
-    - It keeps a copy of the weights: after steps 1, 2, 4, 8, ..., a floating-point tensor in its state, parameter
-      groups or attributes that is as large as the largest parameter of a group, and is within 1% of that parameter
-      before or after the step, but not parallel to its gradient (after step 1: within 10%, but not of its gradient). So
-      the first look after a copy was made notices it, be it the start, slow weights or a running average, unless it
-      lags behind by more. The host waits for a GPU there.
+    - It is not torch's own and keeps a copy of the weights: after steps 1, 2, 4, 8, ..., a floating-point tensor in its
+      state, parameter groups or attributes that is as large as the largest parameter of a group, and is within 1% of
+      that parameter before or after the step, but not parallel to its gradient (after step 1: within 10%, but not of
+      its gradient). So the first look after a copy was made notices it, be it the start, slow weights or a running
+      average, unless it lags behind by more. The host waits for a GPU there.
 
     Args:
         optimizer: takes the local step.
@@ -136,7 +136,10 @@ class OptimizerWatch:
         """Enclose the optimizer's step; raises ValueError as described for the class."""
         self._steps += 1
         looks = self._steps & (self._steps - 1) == 0
-        before = [(parameter, _part(parameter).clone()) for parameter in _largest(optimizer)] if looks else []
+        watched = [o for o in wrapped_optimizers(optimizer) if not type(o).__module__.startswith("torch.optim.")]
+        before = (
+            [(parameter, _part(parameter).clone()) for parameter in _largest(optimizer)] if looks and watched else []
+        )
         sent = _collectives()
         self._inside = True
         try:
@@ -149,7 +152,7 @@ class OptimizerWatch:
         found = [
             (place, _is_copy(_part(tensor), x, parameter, first=self._steps == 1))
             for parameter, x in before
-            for each in wrapped_optimizers(optimizer)
+            for each in watched
             for place, tensor in _tensors(vars(each), parameter)
             if local_of(tensor).numel() == local_of(parameter).numel()
             and local_of(tensor).data_ptr() != local_of(parameter).data_ptr()
@@ -183,8 +186,11 @@ def _collectives() -> int:
 
 
 def _largest(optimizer: Optimizer) -> list[Parameter]:
-    """Return the largest parameter with a gradient of each group."""
-    trained = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    """Return the largest parameter of each group that has a dense gradient."""
+    trained = [
+        [p for p in group["params"] if p.grad is not None and p.grad.layout == torch.strided]
+        for group in optimizer.param_groups
+    ]
     return [max(mine, key=lambda p: p.numel()) for mine in trained if mine]
 
 

@@ -372,17 +372,28 @@ def from_zero(parameters):
     return torch.optim.AdamW([matrix], lr=0.01)
 
 
-def steps_like_weights(parameters):
-    """Rprop of a matrix that is as large everywhere as the step sizes."""
-    matrix = list(parameters)[2]
-    nn.init.constant_(matrix, 0.1)
-    return torch.optim.Rprop([matrix], lr=0.1)
+class Rprop(torch.optim.Rprop):
+    """Its steps are as large as all entries of its only matrix."""
+
+    def __init__(self, parameters):
+        matrix = list(parameters)[2]
+        nn.init.constant_(matrix, 0.1)
+        super().__init__([matrix], lr=0.1)
+
+
+class OnRows(torch.optim.SparseAdam):
+    """Has sparse gradients."""
+
+    def __init__(self, parameters):
+        matrix = list(parameters)[2]
+        matrix.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_sparse(1)))
+        super().__init__([matrix], lr=0.01)
 
 
 OWN_STEPS = {"inner": Wrapper.second_step, "raw": lambda raw: type(raw).step(raw)}
 KINDS = {
     "trailing": Trailing, "exchanging": Exchanging, "inner": Wrapper, "raw": torch.optim.SGD,
-    "works": steps_like_weights, "asgd": partial(Wrapper, kind=torch.optim.ASGD),
+    "works": Rprop, "sparse": OnRows, "asgd": partial(Wrapper, kind=torch.optim.ASGD),
     "wrapped": partial(Wrapper, kind=torch.optim.NAdam), "zero": from_zero,
 }  # fmt: skip
 
@@ -421,7 +432,8 @@ def step_by_all(rank: int) -> dict[tuple[str, str], str]:
 def test_optimizers_that_undo_the_mix_or_go_without_it_are_errors():
     expected = {
         "trailing": "Trailing, in 'mean': .*another copy of the weights", "asgd": "ASGD: .*another copy",
-        "exchanging": "Exchanging: .*exchanges parameters", "works": "ok", "wrapped": "ok", "zero": "ok",
+        "exchanging": "Exchanging: .*exchanges parameters", "works": "ok", "sparse": "ok",
+        "wrapped": "ok", "zero": "ok",
         "inner": "SGD.step.. was called by itself.*prepare", "raw": "SGD.step.. was called by itself.*Gossip",
     }  # fmt: skip
     for said in run_workers(step_by_all, 2):

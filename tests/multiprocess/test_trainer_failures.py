@@ -35,6 +35,8 @@ class Failure(TrainerCallback):
             raise ZeroDivisionError("a mistake of the user")
         if self.how == "stop":
             control.should_training_stop = True
+        if self.how == "epoch":
+            control.should_epoch_stop = state.global_step == 4
         if self.how == "silence":
             time.sleep(10 * TIMEOUT + 60)  # it is killed when the others have ended
 
@@ -64,6 +66,7 @@ CASES = [
     ("silence", "prediction_step"),
     ("silence", "step_begin"),
     ("stop", "step_end"),
+    ("epoch", "step_end"),
 ]
 FAST = [("kill", "step_begin"), ("kill", "save"), ("raise", "prediction_step"), ("stop", "step_end")]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dsgdac_accel import GossipAccelerator, GossipConfig
+from dsgdac_accel import GossipAccelerator, GossipConfig, WorkerGroup
+from dsgdac_accel.core.model_watch import OptimizerWatch
 
 
 class Net(nn.Module):
@@ -76,3 +77,14 @@ def test_a_part_that_was_replaced_is_named_unless_the_optimizer_has_the_new_one(
         with pytest.raises(RuntimeError, match=rf"^{name} was replaced in the model"):
             step()
     accelerator.end_training()
+
+
+def test_momentum_that_decay_makes_equal_to_the_weights_is_no_copy_of_them():
+    weight = nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.SGD([weight], lr=0.0, momentum=0.5, weight_decay=0.5)
+    watch = OptimizerWatch(optimizer, WorkerGroup(torch.device("cpu"), timeout=1))
+    weight.grad = 1e-6 * torch.randn(4, 3)
+    for _ in range(8):
+        with watch.local_step(optimizer):
+            optimizer.step()
+    assert torch.dist(optimizer.state[weight]["momentum_buffer"], weight) < 0.01 * weight.norm()
