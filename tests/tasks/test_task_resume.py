@@ -219,7 +219,7 @@ def test_a_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
     other = saved(tmp_path / "other", 3)
     with pytest.raises(ConfigError, match="would start another run"):
         checkpoint_to_resume(config(tmp_path / "own", resume_from_checkpoint=other), accelerator(), "cifar")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint_to_resume(
             config(tmp_path / "new", resume_from_checkpoint=tmp_path / "nowhere"), accelerator(), "cifar"
         )
