@@ -10,6 +10,7 @@ from dsgdac_accel import WorkerGroup
 from tasks.common.config import ConfigError
 from tasks.common.diagnostics import CurvatureConfig, refuse_batches_of_one
 from tasks.images.augment import CropAndFlip, ModelInputs
+from tasks.images.config import DataConfig
 from tasks.images.curvature import curvature_batches, image_loss
 from tasks.images.data import load_image_data
 from tasks.images.models import build_image_model
@@ -21,7 +22,7 @@ AUGMENTED = CurvatureConfig(batches=None, batch_size=12, augment=True, iteration
 
 
 def digits(config, total=53, seed=1, padding=1, flip=True):
-    data = load_image_data("digits", train_limit=total, test_limit=10)
+    data = load_image_data(DataConfig(train_limit=total, test_limit=10))
     inputs = ModelInputs(data.mean, data.std, torch.device("cpu"), CropAndFlip(padding, flip))
     return curvature_batches(data, config, seed, inputs)
 

@@ -143,21 +143,6 @@ def test_mlp_on_digits_is_64_64_64_10():
     assert sum(isinstance(m, nn.BatchNorm1d) for m in model) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "resnet18"}, "Unknown model 'resnet18'; there are 'wrn-"),
-        ({"name": "wrn-28"}, "Unknown model"),
-        ({"name": "wrn-29-1"}, "28 or 34"),
-        ({"name": "mlp"}, "image_size"),
-        ({"name": "cnn", "dropout": 0.3}, "no dropout"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build_image_model(**arguments, num_classes=10)
-
-
 def test_mlp_says_which_images_it_reads():
     with pytest.raises(ValueError, match="reads 64 values per image; got 192"):
         build_image_model("mlp", 10, 1, (8, 8))(torch.zeros(2, 3, 8, 8))
