@@ -130,7 +130,7 @@ def measure_curvature(
     top = float(spectrum.values[0])
     if spectrum.relative_residual(0) > 1e-3:
         warnings.warn(
-            f"the largest eigenvalue {top:.4g} has a relative residual of {spectrum.relative_residual(0):.1e} after "
+            f"largest eigenvalue {top:.4g} has a relative residual of {spectrum.relative_residual(0):.1e} after "
             f"{len(spectrum.values)} Lanczos iterations. Increase `iterations`.",
             stacklevel=2,
         )

@@ -276,7 +276,7 @@ def measure_run(
         found.load_deployed(deployed)
         source = f"{deployed}; without a checkpoint of the workers (save_steps) there is no Q and no A"
     refuse_batches_of_one(asked.curvature, found.model, found.batches.total)
-    _choose_threads(found, shown=group.rank == 0)
+    choose_threads(found, shown=group.rank == 0)
     own_deltas = deltas if group.rank == 0 else []  # every process has read those of all workers
     report = asked.curvature.measure(found.model, found.loss_fn, found.batches, own_deltas, group=group, seed=seed)
     if group.rank == 0:
@@ -286,7 +286,7 @@ def measure_run(
         leave()
 
 
-def _choose_threads(found: Measurable, shown: bool) -> None:
+def choose_threads(found: Measurable, shown: bool) -> None:
     """Use one CPU thread where that is faster, unless OMP_NUM_THREADS chooses, and say so in one line if `shown`.
 
     A Hessian product of a small model has thousands of short parallel regions. Where other programs use the cores too,
@@ -297,14 +297,15 @@ def _choose_threads(found: Measurable, shown: bool) -> None:
         return
     hvp = HessianOperator(found.model, found.loss_fn, [found.batches[0]], graph_memory=0)
     vector = torch.ones(hvp.dim, dtype=hvp.dtype)
-    hvp(vector)
+    hvp(vector)  # includes what happens only once
     seconds = {}
     for count in (threads, 1):
         torch.set_num_threads(count)
-        began = time.perf_counter()
-        for _ in range(5):
+        began, done = time.perf_counter(), 0
+        while done == 0 or (done < 5 and time.perf_counter() - began < 1):
             hvp(vector)
-        seconds[count] = time.perf_counter() - began
+            done += 1
+        seconds[count] = (time.perf_counter() - began) / done
     if seconds[threads] < seconds[1]:
         torch.set_num_threads(threads)
     if shown:

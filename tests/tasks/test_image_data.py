@@ -2,12 +2,15 @@
 
 import io
 import os
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
 from tasks.common.sources import split_of
@@ -492,13 +495,25 @@ class TestSplits:
         with pytest.raises(ValueError, match="'test' is empty"):
             load(path=tmp_path)
 
-    def test_hub_out_of_reach(self, monkeypatch):
+    @pytest.mark.parametrize("answers", [True, False])
+    def test_hub_out_of_reach_is_not_asked_again(self, monkeypatch, answers):
+        offline = []
+
+        def ask(self, name, timeout):
+            response = SimpleNamespace(request=None, headers={})
+            raise HfHubHTTPError("404", response=response) if answers else ConnectionError
+
         def unreachable(name):
+            offline.append((datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE))
             raise ConnectionError(f"Couldn't reach '{name}' on the Hub")
 
+        for module in (datasets.config, huggingface_hub.constants):
+            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", ask)
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
         with pytest.raises(RuntimeError, match=r"'uoft-cs/cifar10' could not be loaded.*set data.path"):
             load("cifar10")
+        assert offline == [(not answers, not answers)]
 
     def test_data_of_the_hub_whose_rows_were_selected_keep_their_order(self, monkeypatch):
         features = class_label_features(["cat", "dog"])
