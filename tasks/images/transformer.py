@@ -53,8 +53,7 @@ class RowTransformer(nn.Module):
     LayerNorm, mean over the tokens, linear. Linear layers start with torch's default, positions normal with standard
     deviation 0.1. `image_size` is (H, W), the only size that the model reads.
 
-    Raises ValueError for a width that is no multiple of the 4 heads, a dropout outside [0, 1), and, in
-    the forward pass, images of another size.
+    Raises ValueError for a width that is no multiple of the 4 heads and, in the forward pass, images of another size.
 
     >>> sum(p.numel() for p in RowTransformer(2, 32, num_classes=10, in_channels=1, image_size=(8, 8)).parameters())
     18026
@@ -71,8 +70,6 @@ class RowTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(width)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
         self.image_shape = (in_channels, *image_size)
         self.embedding = nn.Linear(in_channels * image_size[1], width)
         self.positions = nn.Parameter(0.1 * torch.randn(image_size[0], width))

@@ -98,7 +98,6 @@ def test_the_cnn_with_pooling_starts_with_he_normal_layers_and_a_linear_one_of_h
         ({"name": "transformer-0-32", "image_size": (8, 8)}, "depth of model .* got 0"),
         ({"name": "transformer-2-30", "image_size": (8, 8)}, "multiple of its 4 heads; got 30"),
         ({"name": "transformer-2-0", "image_size": (8, 8)}, "width of model .* got 0"),
-        ({"name": "transformer", "image_size": (8, 8), "dropout": 1.0}, r"dropout must be in \[0, 1\)"),
         ({"name": "transformer-2"}, "one of .*transformer-<layers>-<width>.*; got 'transformer-2'"),
         ({"name": "cnn-16-0"}, "width of model 'cnn-16-0' .*got 0"),
         ({"name": "cnn-4-4-4-4", "image_size": (8, 7)}, "halves its images 3 times, so they need at least 8 .*got 8x7"),
