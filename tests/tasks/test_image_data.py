@@ -95,8 +95,10 @@ class TestDigits:
         assert (len(data.train_labels), len(data.test_labels)) == (1000, 797)
         assert data.image_size == (16, 16)
 
-    def test_another_seed_is_another_split(self):
-        assert not torch.equal(load("digits").test_images, load("digits", seed=1, draw_by_seed=True).test_images)
+    def test_the_seed_draws_another_split_only_if_asked_for(self):
+        of_seed_0 = load("digits").test_images
+        assert torch.equal(load("digits", seed=1).test_images, of_seed_0)
+        assert not torch.equal(load("digits", seed=1, draw_by_seed=True).test_images, of_seed_0)
 
 
 class TestRealData:

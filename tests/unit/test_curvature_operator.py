@@ -417,13 +417,14 @@ def test_a_wide_resnet_in_float32_is_symmetric():
 def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
-    hvp = HessianOperator(net, squared, inputs(4, dtype=torch.float32), graph_memory=graph_memory)
-    v = torch.ones(hvp.dim)
 
     def live():
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
+    empty = live()
+    hvp = HessianOperator(net, squared, inputs(4, dtype=torch.float32), graph_memory=graph_memory)
+    v = torch.ones(hvp.dim)
     for _ in range(3):
         hvp(v)
     before = live()
@@ -433,6 +434,8 @@ def test_memory_is_flat_over_hundreds_of_products(graph_memory):
     kept = len(hvp.kept)
     assert kept == {2**30: 4, 0: 0}.get(graph_memory, kept)
     assert graph_memory != 6_000 or 0 < kept < 4
+    del hvp, v
+    assert live() == empty, "graphs outlive their operator"
 
 
 class MadeWhenRead(Sequence):
