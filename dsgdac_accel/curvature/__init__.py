@@ -5,26 +5,17 @@ are 1 unless given. Measurements leave the model unchanged: gradients, buffers, 
 they are.
 """
 
-from dsgdac_accel.curvature.batch_derivatives import LossFunction
-from dsgdac_accel.curvature.lanczos import Spectrum, lanczos
+from dsgdac_accel.curvature.lanczos import Product, Spectrum, lanczos
 from dsgdac_accel.curvature.measures import (
     Estimate,
     NoiseAlignment,
     Penalty,
-    alignment,
-    curvature_exposure,
     gradient_noise_alignment,
     hutchinson_trace,
     measure_penalty,
-    random_direction_baseline,
 )
-from dsgdac_accel.curvature.operator import HessianOperator
-from dsgdac_accel.curvature.parameters import (
-    ParameterLayout,
-    consensus_errors,
-    flatten,
-    set_parameters,
-)
+from dsgdac_accel.curvature.operator import HessianOperator, LossFunction
+from dsgdac_accel.curvature.parameters import consensus_errors, flatten, set_parameters
 from dsgdac_accel.curvature.report import CurvatureCost, CurvatureReport, ShowProgress, measure_curvature
 
 __all__ = [
@@ -34,19 +25,16 @@ __all__ = [
     "HessianOperator",
     "LossFunction",
     "NoiseAlignment",
-    "ParameterLayout",
     "Penalty",
+    "Product",
     "ShowProgress",
     "Spectrum",
-    "alignment",
     "consensus_errors",
-    "curvature_exposure",
     "flatten",
     "gradient_noise_alignment",
     "hutchinson_trace",
     "lanczos",
     "measure_curvature",
     "measure_penalty",
-    "random_direction_baseline",
     "set_parameters",
 ]

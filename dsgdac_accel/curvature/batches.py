@@ -14,16 +14,7 @@ from dsgdac_accel.tensor_bytes import as_bytes
 
 
 class FixedBatches:
-    """A list of batches that detects changes by its length and a checksum of each batch.
-
-    Args:
-        batches: list, tuple or other `Sequence` of tensors, tuples or mappings.
-        weights: weight of each batch in the loss, such as its number of samples; None weighs all equally.
-
-    Raises:
-        TypeError: not a list. A loader or generator may give other batches the second time, or none.
-        ValueError: the list is empty, or the weights do not fit it.
-    """
+    """A list of batches that detects changes by its length and a checksum of each batch; see `HessianOperator`."""
 
     def __init__(self, batches: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         if not isinstance(batches, Sequence) or isinstance(batches, str | bytes):
@@ -34,16 +25,11 @@ class FixedBatches:
         if not batches:
             raise ValueError("curvature needs at least one batch; got an empty list. Pass batches of training data.")
         self.weights = [1.0] * len(batches) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(batches):
-            raise ValueError(
-                f"weights must have one number for each of the {len(batches)} batches; got {len(self.weights)}. Pass "
-                f"the number of samples in each batch, or None."
-            )
         wrong = [weight for weight in self.weights if not 0 < weight < math.inf]
-        if wrong:
+        if wrong or len(self.weights) != len(batches):
             raise ValueError(
-                f"weights must be finite numbers above 0; got {wrong[0]:g}. Pass the number of samples in each batch, "
-                f"or None."
+                f"weights must be one finite number above 0 for each of the {len(batches)} batches; got "
+                f"{wrong[0] if wrong else len(self.weights)}. Pass the number of samples in each batch, or None."
             )
         self.batches = batches
         self.checksums = [checksum(batch) for batch in batches]
@@ -75,27 +61,19 @@ class FixedBatches:
 def checksum(value: Any, start: int = 0) -> int:
     """Return the CRC-32 of all tensors, arrays and plain values in nested tuples, lists and mappings.
 
-    >>> import torch
-    >>> batch = {"x": torch.ones(3), "name": "first"}
-    >>> before = checksum(batch)
-    >>> batch["x"].data[1] = 2.0  # not noticed by the tensor's version counter
-    >>> checksum(batch) == before
-    False
+    It sees changes that a tensor's version counter does not, such as those through `.data`.
     """
     if isinstance(value, Tensor):
         memory = as_bytes(value.cpu()).numpy().data
         return zlib.crc32(memory, zlib.crc32(repr((tuple(value.shape), value.dtype)).encode(), start))
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        memory = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data
-        return zlib.crc32(memory, zlib.crc32(repr((value.shape, value.dtype.str)).encode(), start))
+        return zlib.crc32(value.tobytes(), zlib.crc32(repr((value.shape, value.dtype.str)).encode(), start))
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            start = checksum(inner, zlib.crc32(repr(key).encode(), start))
-        return start
+        return checksum(list(value.items()), start)
     if isinstance(value, list | tuple):
         for inner in value:
             start = checksum(inner, start)
         return zlib.crc32(str(len(value)).encode(), start)
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        return zlib.crc32(repr(value).encode(), start)
-    return zlib.crc32(type(value).__qualname__.encode(), start)  # the content of other objects is not compared
+    plain = value is None or isinstance(value, str | bytes | bool | int | float)
+    # the content of other objects is not compared
+    return zlib.crc32((repr(value) if plain else type(value).__qualname__).encode(), start)

@@ -35,27 +35,20 @@ def summed(
     if group is None or group.size == 1:
         contribute(total[:-1])
         return total[:-1]
-    failure: Exception | None = None
+    mine: Exception | None = None
     try:
         contribute(total[:-1])
     except Exception as error:
-        failure = error
+        mine = error
         total.zero_()
         total[-1].fill_(1)  # an assignment would copy a tensor of the host
         group.report(f"worker {group.rank} failed in {what}: {error}")
     group.all_reduce_mean_(total, what)
-    if total[-1] > 0:
-        _raise_everywhere(failure, group, what)
-    return total[:-1].mul_(group.size)
-
-
-def _raise_everywhere(mine: Exception | None, group: WorkerGroup, what: str) -> None:
-    failures = group.all_gather_object(
-        None if mine is None else (isinstance(mine, ValueError | TypeError), str(mine)),
-        f"sharing an error in {what}",
-    )
+    if total[-1] == 0:
+        return total[:-1].mul_(group.size)
+    told = None if mine is None else (isinstance(mine, ValueError | TypeError), str(mine))
+    failures = group.all_gather_object(told, f"sharing an error in {what}")
     if mine is not None:
         raise mine
-    rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-    kind = ValueError if failure[0] else RuntimeError
-    raise kind(f"worker {rank} failed in {what}: {failure[1]}")
+    rank, (of_value, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
+    raise (ValueError if of_value else RuntimeError)(f"worker {rank} failed in {what}: {message}")

@@ -24,15 +24,7 @@ Modes = Sequence[tuple[nn.Module, bool]]
 
 
 def training_modes(model: nn.Module, frozen: Collection[nn.Module] = ()) -> Modes:
-    """Return the modes in which the model trains.
-
-    They are the current modes of a model in training mode. For a model in eval mode, all modules are in training mode.
-    Modules in `frozen` are always in eval mode.
-
-    >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).eval()
-    >>> [training for module, training in training_modes(net, frozen=[net[0]])]
-    [True, False, True]
-    """
+    """Return the current modes; of a model in eval mode, all modules train. Modules in `frozen` are in eval mode."""
     in_eval = {id(inner) for module in frozen for inner in module.modules()}
     return [
         (module, (module.training or not model.training) and id(module) not in in_eval) for module in model.modules()

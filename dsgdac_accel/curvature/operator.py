@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.curvature.batch_derivatives import BatchDerivatives, LossFunction
 from dsgdac_accel.curvature.batches import FixedBatches, checksum
 from dsgdac_accel.curvature.collective import summed
-from dsgdac_accel.curvature.measurement_context import measurement_context, training_modes
-from dsgdac_accel.curvature.parameters import ParameterLayout
+from dsgdac_accel.curvature.measurement_context import fresh_batch, measurement_context, training_modes
+from dsgdac_accel.curvature.parameters import flatten, trainable_parameters, unflatten, vector_dtype
 from dsgdac_accel.distributed.group import WorkerGroup
 from dsgdac_accel.virtual_workers import VirtualWorkers
 from dsgdac_accel.wrappers import unwrapped
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+"""`loss_fn(model, batch)`: the mean loss of the batch, shape ()."""
+
+Derivatives = Sequence[Tensor | None]
+"""One tensor for each parameter; None if it is zero."""
 
 
 class HessianOperator:
@@ -33,14 +40,14 @@ class HessianOperator:
     differentiated twice, are off during a product. Autocast that `loss_fn` or the model's code enables itself stays on.
     Gradients, buffers, training modes and random states of the model do not change.
 
-    With a group, batch b is computed by process b mod n, and all processes get the same bits. Construction, products,
-    `gradient` and `loss` are then collective, and all processes must pass the same batches. F does not depend on n.
+    With a group, batch b is computed by process b mod n, and all processes get the same bits. Construction, products
+    and gradients are then collective, and all processes must pass the same batches. F does not depend on n.
 
-    A product costs about three times a forward and backward pass of training. The graphs of the gradients are kept
-    between products up to `graph_memory`, which saves a fifth to a half of that, most for small networks. A graph takes
-    several times the activations of its batch. Batches beyond the limit are recomputed in every product, one at a time.
-    A `Sequence` that makes a batch when it is read, as a map-style data set does, keeps only that one in memory, so
-    memory does not grow with B.
+    A product costs about three times a forward and backward pass of training. The graphs of the gradients of the first
+    batches are kept between products up to `graph_memory`, which saves a fifth to a half of that, most for small
+    networks. A graph takes several times the activations of its batch. The others are recomputed in every product, one
+    at a time. A `Sequence` that makes a batch when it is read keeps only that one in memory, so memory does not grow
+    with B.
 
     Args:
         model: the model at the point to measure, usually the average of the workers inside `deployed_model`. It may be
@@ -88,152 +95,188 @@ class HessianOperator:
                 f"curvature is that of one model; got VirtualWorkers of {self.model.num_workers}. Measure their "
                 f"average, inside `deployed_model`."
             )
-        self.group = group
-        self.layout = ParameterLayout.of(self.model)
+        self.loss_fn = loss_fn
         self.batches = FixedBatches(batches, weights)
+        self.group = group
+        self.seed = check_integer("seed", seed, minimum=0)
         self.on_batch = on_batch
-        seed = check_integer("seed", seed, minimum=0)
-        self.derivatives = BatchDerivatives(self.model, loss_fn, self.batches, self.device, seed, graph_memory)
-        self._modes = training_modes(self.model, frozen)
+        self.graph_memory = graph_memory
+        named = trainable_parameters(self.model)
+        self.parameters = list(named.values())
+        self.dim = sum(parameter.numel() for parameter in self.parameters)
+        """Number d of trainable values. Unused parameters count, frozen ones do not."""
+        self.dtype = vector_dtype(self.parameters)
+        """Dtype of the vectors: float64 if any parameter is, else float32."""
+        self.device = self.parameters[0].device
+        """Device of the vectors."""
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         self.share = range(rank, len(self.batches), size)
         """Numbers of the batches that this process computes."""
-        self._checksum = checksum(self.derivatives.parameters)
+        self._modes = training_modes(self.model, frozen)
+        self._checksum = checksum(self.parameters)
         self._gradient: Tensor | None = None
-        self._loss = 0.0
+        self.kept: dict[int, Derivatives] = {}
+        """Gradients of batches with their graphs, by the number of the batch."""
+        self._free_bytes = graph_memory
         if group is not None:
-            group.require_equal((self.layout.names, self.layout.shapes), "parameters to differentiate by")
+            group.require_equal([(name, p.shape) for name, p in named.items()], "parameters to differentiate by")
             group.require_equal(self._checksum, "values of the parameters", "Measure inside `deployed_model`.")
             advice = "Pass the whole list on every process; the work is shared."
             group.require_equal((self.batches.checksums, self.batches.weights), "batches", advice)
 
     @property
-    def dim(self) -> int:
-        """Number d of trainable values. Unused parameters count, frozen ones do not."""
-        return self.layout.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the vectors: float64 if any parameter is, else float32."""
-        return self.layout.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the vectors."""
-        return self.layout.device
-
-    @property
     def point(self) -> Tensor:
         """A copy of the parameters, (d,)."""
-        return self.layout.flatten(self.derivatives.parameters)
+        return flatten(self.model)
 
     def __call__(self, v: Tensor) -> Tensor:
         """Return H v = sum_b w_b H_b v / sum_b w_b, (d,), summed in float64.
 
         Collective, with the same `v` on all processes.
         """
-
-        def add_products(total: Tensor) -> None:
-            self._require_vector(v)
-            vectors = self._split(v)
-            with self._measuring():
-                for number in self.share:
-                    product = self.derivatives.hessian_product(number, vectors)
-                    self._add(product, total, self.batches.weights[number])
-                    self.on_batch()
-
-        total = summed(add_products, self.dim, self.device, self.group, "a Hessian product")
+        total = self._weighted_sum(lambda number: self._product(number, v), self.share, "a Hessian product")
         return total.div_(sum(self.batches.weights)).to(self.dtype)
 
     @property
     def gradient(self) -> Tensor:
         """Gradient of F, sum_b w_b g_b / sum_b w_b, (d,). Collective on first access."""
         if self._gradient is None:
-
-            def add_gradients_and_losses(total: Tensor) -> None:
-                with self._measuring():
-                    for number in self.share:
-                        graph = self.derivatives.gradient(number)
-                        weight = self.batches.weights[number]
-                        self._add(graph.gradients, total[:-1], weight)
-                        total[-1] += weight * graph.loss
-                        self.on_batch()
-
-            what = "the gradient for curvature"
-            total = summed(add_gradients_and_losses, self.dim + 1, self.device, self.group, what)
-            total.div_(sum(self.batches.weights))
-            self._gradient, self._loss = total[:-1].to(self.dtype), float(total[-1])
+            total = self._weighted_sum(self._gradients, self.share, "the gradient for curvature")
+            self._gradient = total.div_(sum(self.batches.weights)).to(self.dtype)
         return self._gradient
-
-    @property
-    def loss(self) -> float:
-        """F, the weighted mean of the batches' losses. Collective on first access."""
-        _ = self.gradient  # computes both
-        return self._loss
 
     def batch_gradient(self, number: int) -> Tensor:
         """Return the gradient g_b of the loss of batch `number` alone, (d,). Collective."""
-
-        def add_gradient(total: Tensor) -> None:
-            if number in self.share:
-                with self._measuring():
-                    self._add(self.derivatives.gradient(number).gradients, total)
-                    self.on_batch()
-
-        what = f"the gradient of batch {number}"
-        return summed(add_gradient, self.dim, self.device, self.group, what).to(self.dtype)
+        mine = [number] if number in self.share else []
+        total = self._weighted_sum(self._gradients, mine, f"the gradient of batch {number}")
+        return total.div_(self.batches.weights[number]).to(self.dtype)
 
     def seconds_per_product(self) -> float:
         """Estimate the seconds of a product from those of one batch, with its graph built anew. Collective."""
+        times: list[float] = []
 
-        def add_seconds(total: Tensor) -> None:
-            if not self.share:
-                return
-            vectors = self._split(torch.ones(self.dim, dtype=self.dtype, device=self.device))
-            times = []
-            with self._measuring():
-                for _ in range(3):  # the first one includes what happens only once, such as the choice of kernels
-                    self.release()
-                    began = time.perf_counter()
-                    product = self.derivatives.hessian_product(self.share[0], vectors)
-                    self._add(product, torch.zeros(self.dim, dtype=torch.float64, device=self.device))
-                    if self.device.type != "cpu":
-                        torch.accelerator.synchronize(self.device)
-                    times.append(time.perf_counter() - began)
-            total += torch.tensor([min(times), 1.0], dtype=torch.float64, device=self.device)
+        def timed(number: int) -> Derivatives:
+            vector = torch.ones(self.dim, dtype=self.dtype, device=self.device)
+            for _ in range(3):  # the first one includes what happens only once, such as the choice of kernels
+                self.kept.clear()
+                self._free_bytes = self.graph_memory
+                began = time.perf_counter()
+                self._product(number, vector)
+                if self.device.type != "cpu":
+                    torch.accelerator.synchronize(self.device)
+                times.append(time.perf_counter() - began)
+            return ()
 
-        total = summed(add_seconds, 2, self.device, self.group, "timing a Hessian product")
-        largest_share = math.ceil(len(self.batches) / (1 if self.group is None else self.group.size))
-        return float(total[0] / total[1]) * largest_share
+        what = "timing a Hessian product"
+        self._weighted_sum(timed, self.share[:1], what)
+        slowest = min(times, default=0.0)
+        if self.group is not None:
+            slowest = max(self.group.all_gather_object(slowest, what))
+        return slowest * math.ceil(len(self.batches) / (1 if self.group is None else self.group.size))
 
-    def release(self) -> None:
-        """Free the memory of the kept graphs. The next product builds them again."""
-        self.derivatives.release()
+    def _weighted_sum(self, of_batch: Callable[[int], Derivatives], numbers: Iterable[int], what: str) -> Tensor:
+        """Return the sum of w_b times `of_batch(b)` over the batches `numbers` of all processes, (d,), float64."""
 
-    def _measuring(self) -> AbstractContextManager[None]:
-        """Return the context of a measurement, after a check that batches and parameters are unchanged."""
-        self.batches.require_unchanged(number for number in self.share if number in self.derivatives.kept)
-        if checksum(self.derivatives.parameters) != self._checksum:
-            raise RuntimeError(
-                "the parameters changed between products (training continued, or `deployed_model` was left). Make a "
-                "new HessianOperator at the new parameters."
-            )
-        return measurement_context(self.model, self._modes, self.device)
+        def contribute(total: Tensor) -> None:
+            self.batches.require_unchanged(number for number in self.share if number in self.kept)
+            if checksum(self.parameters) != self._checksum:
+                raise RuntimeError(
+                    "the parameters changed between products (training continued, or `deployed_model` was left). Make "
+                    "a new HessianOperator at the new parameters."
+                )
+            parts = unflatten(total, self.parameters)
+            with measurement_context(self.model, self._modes, self.device):
+                for number in numbers:
+                    for value, part in zip(of_batch(number), parts, strict=False):
+                        if value is not None:
+                            part.add_(value.detach(), alpha=self.batches.weights[number])
+                    self.on_batch()
 
-    def _split(self, v: Tensor) -> list[Tensor]:
-        vectors = self.layout.unflatten(v.detach()).values()
-        return [part.to(parameter.dtype) for part, parameter in zip(vectors, self.derivatives.parameters, strict=True)]
+        return summed(contribute, self.dim, self.device, self.group, what)
 
-    def _add(self, values: Sequence[Tensor | None], total: Tensor, weight: float = 1.0) -> None:
-        """Add tensors in the shapes of the parameters, times a weight, to a flat vector (d,), in place."""
-        for value, part in zip(values, self.layout.unflatten(total).values(), strict=True):
-            if value is not None:
-                part.add_(value.detach(), alpha=weight)
-
-    def _require_vector(self, v: Tensor) -> None:
+    def _product(self, number: int, v: Tensor) -> Derivatives:
+        """Return H_b v = d/dx <g_b(x), v> of one batch."""
         got = (tuple(v.shape), v.dtype, v.device)
         if got != ((self.dim,), self.dtype, self.device):
             raise ValueError(
                 f"expected a vector of shape ({self.dim},), {self.dtype} on {self.device}; got {got[0]}, {got[1]} on "
                 f"{got[2]}. `dsgdac_accel.curvature.flatten` makes one from values by name."
             )
+        gradients, vectors = [], []
+        for gradient, part in zip(self._gradients(number), unflatten(v.detach(), self.parameters), strict=True):
+            if gradient is not None and gradient.requires_grad:  # a constant gradient has no Hessian
+                gradients.append(gradient)
+                vectors.append(part.to(gradient.dtype))
+        if not gradients:
+            return ()
+        with fresh_batch(self.model, self.seed, number):  # activation checkpoints run the forward pass again
+            return torch.autograd.grad(
+                gradients, self.parameters, vectors, retain_graph=number in self.kept, allow_unused=True
+            )
+
+    def _gradients(self, number: int) -> Derivatives:
+        """Return the gradients of one batch with their graph, which is kept if it fits in memory."""
+        if number in self.kept:
+            return self.kept[number]
+        keep, size = self._free_bytes > 0, _GraphSize(self.parameters)
+        with (
+            fresh_batch(self.model, self.seed, number),
+            saved_tensors_hooks(size.add, lambda tensor: tensor) if keep else nullcontext(),
+        ):
+            loss = self.loss_fn(self.model, send_to_device(self.batches[number], self.device))
+            _require_loss(loss, number)
+            gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
+        if keep:
+            for gradient in gradients:
+                if gradient is not None:
+                    size.add(gradient)
+            self._free_bytes -= size.bytes  # below 0, nothing more is kept
+            if self._free_bytes >= 0:
+                self.kept[number] = gradients
+        return gradients
+
+
+def _require_loss(loss: Any, number: int) -> None:
+    if not isinstance(loss, Tensor) or loss.shape != ():
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return the mean loss of the batch, a tensor of shape (); got {got} for batch {number}. "
+            f"Return loss.mean(), or output.loss."
+        )
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(
+            f"the loss of batch {number} is {float(loss.detach())}, so curvature is undefined. The model diverged, or "
+            f"the batch has values that are not finite."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of batch {number} does not depend on a trainable parameter. Compute it with the model passed to "
+            f"loss_fn, without `no_grad`, `detach` or `item`."
+        )
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if "CheckpointFunction" in type(node).__name__:  # its parameters would silently look unused
+            raise ValueError(
+                "the model uses reentrant activation checkpoints, which cannot be differentiated twice. Pass "
+                "use_reentrant=False to torch.utils.checkpoint, or call model.gradient_checkpointing_disable()."
+            )
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+class _GraphSize:
+    """Counts the bytes that a graph keeps alive in addition to the parameters."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.bytes = 0
+        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def add(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor.detach()  # the tensor itself would keep the graph alive forever

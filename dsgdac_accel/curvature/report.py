@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,15 @@ from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
 from dsgdac_accel.checks import check_integer
-from dsgdac_accel.curvature.batch_derivatives import LossFunction
 from dsgdac_accel.curvature.lanczos import lanczos
 from dsgdac_accel.curvature.measures import (
-    baseline_of,
     batches_for_noise,
     gradient_noise_alignment,
     hutchinson_trace,
     measure_penalty,
+    ratio,
 )
-from dsgdac_accel.curvature.operator import HessianOperator
+from dsgdac_accel.curvature.operator import HessianOperator, LossFunction
 from dsgdac_accel.distributed.group import WorkerGroup
 
 
@@ -126,10 +126,15 @@ def measure_curvature(
     deltas = list(deltas)
     if progress is not None:
         hvp.on_batch = progress(_cost(hvp, len(deltas), iterations, probes, noise_batches))
-    spectrum = lanczos(hvp, iterations, seed=seed, which="largest", stacklevel=3)
+    spectrum = lanczos(hvp, iterations, seed=seed)
     top = float(spectrum.values[0])
-    trace = hutchinson_trace(hvp, probes, seed=seed) if probes else None
-    baseline = baseline_of(trace, hvp.dim, top) if trace else None
+    if spectrum.relative_residual(0) > 1e-3:
+        warnings.warn(
+            f"largest eigenvalue {top:.4g} has a relative residual of {spectrum.relative_residual(0):.1e} after "
+            f"{len(spectrum.values)} Lanczos iterations. Increase `iterations`.",
+            stacklevel=2,
+        )
+    trace, trace_stderr = hutchinson_trace(hvp, probes, seed=seed) if probes else (math.nan, math.nan)
     penalty = measure_penalty(deltas, hvp)
     noise = gradient_noise_alignment(hvp, top, noise_batches) if noise_batches else None
     return CurvatureReport(
@@ -137,12 +142,12 @@ def measure_curvature(
         lambda_1_residual=float(spectrum.residuals[0]),
         lambda_min=float(spectrum.values[-1]),
         lambda_min_residual=float(spectrum.residuals[-1]),
-        trace=trace.value if trace else math.nan,
-        trace_stderr=trace.stderr if trace else math.nan,
+        trace=trace,
+        trace_stderr=trace_stderr,
         Q=penalty.exposure(top),
         A=penalty.alignment(top),
-        B=baseline.value if baseline else math.nan,
-        B_stderr=baseline.stderr if baseline else math.nan,
+        B=ratio(trace, hvp.dim * top),
+        B_stderr=abs(ratio(trace_stderr, hvp.dim * top)),
         A_grad=noise.normalized if noise else math.nan,
         A_grad_raw=noise.raw if noise else math.nan,
         penalty=penalty.value,
@@ -152,9 +157,10 @@ def measure_curvature(
 
 
 def _cost(hvp: HessianOperator, deltas: int, iterations: int, probes: int, noise_batches: int) -> CurvatureCost:
-    group = hvp.group
-    workers = deltas if group is None else sum(group.all_gather_object(deltas, "counting the workers for curvature"))
-    noise = batches_for_noise(hvp, noise_batches) if noise_batches else []
+    workers = deltas
+    if hvp.group is not None:
+        workers = sum(hvp.group.all_gather_object(deltas, "counting the workers for curvature"))
+    noise = batches_for_noise(hvp.batches.weights, noise_batches) if noise_batches else []
     products = min(iterations, hvp.dim) + probes + workers + len(noise)
     passes = products + bool(noise)  # the mean gradient takes one more
     own_noise = len(set(noise).intersection(hvp.share))

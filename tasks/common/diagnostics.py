@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,6 +25,7 @@ from dsgdac_accel.checks import check_integer
 from dsgdac_accel.curvature import (
     CurvatureCost,
     CurvatureReport,
+    HessianOperator,
     LossFunction,
     consensus_errors,
     flatten,
@@ -273,6 +276,7 @@ def measure_run(
         found.load_deployed(deployed)
         source = f"{deployed}; without a checkpoint of the workers (save_steps) there is no Q and no A"
     refuse_batches_of_one(asked.curvature, found.model, found.batches.total)
+    choose_threads(found, shown=group.rank == 0)
     own_deltas = deltas if group.rank == 0 else []  # every process has read those of all workers
     report = asked.curvature.measure(found.model, found.loss_fn, found.batches, own_deltas, group=group, seed=seed)
     if group.rank == 0:
@@ -280,6 +284,36 @@ def measure_run(
     if group.size > 1:
         group.barrier("ending the measurement")
         leave()
+
+
+def choose_threads(found: Measurable, shown: bool) -> None:
+    """Use one CPU thread where that is faster, unless OMP_NUM_THREADS chooses, and say so in one line if `shown`.
+
+    A Hessian product of a small model has thousands of short parallel regions. Where other programs use the cores too,
+    the threads of each region spin until the last of them gets a core.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or "OMP_NUM_THREADS" in os.environ or next(found.model.parameters()).device.type != "cpu":
+        return
+    hvp = HessianOperator(found.model, found.loss_fn, [found.batches[0]], graph_memory=0)
+    vector = torch.ones(hvp.dim, dtype=hvp.dtype)
+    hvp(vector)  # includes what happens only once
+    seconds = {}
+    for count in (threads, 1):
+        torch.set_num_threads(count)
+        began, done = time.perf_counter(), 0
+        while done == 0 or (done < 5 and time.perf_counter() - began < 1):
+            hvp(vector)
+            done += 1
+        seconds[count] = (time.perf_counter() - began) / done
+    if seconds[threads] < seconds[1]:
+        torch.set_num_threads(threads)
+    if shown:
+        chosen = torch.get_num_threads()
+        print(
+            f"curvature: {chosen} CPU thread{'s' if chosen > 1 else ''} per process, by a trial with {threads} and "
+            f"with 1; OMP_NUM_THREADS chooses otherwise"
+        )
 
 
 def _launched_group() -> WorkerGroup:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.config import ConfigError
-from tasks.common.known_tasks import base_values, script_for
+from tasks.common.known_tasks import base_values
 from tasks.common.plot_style import (
     BLUE,
     DPI,
@@ -262,10 +262,9 @@ def _folder_names(folders: Sequence[Path]) -> list[str]:
 
 def facts_of(folder: Path, records: Records) -> dict[str, str]:
     """Return what the title of a run says, by name, from its configuration, summary and log: what is known of
-    task, algorithm, data, workers, topology and seed, and whether it is unfinished."""
+    algorithm, data, workers, topology and seed, and whether it is unfinished."""
     summary, config = json_object(folder / "summary.json"), _config(folder)
     known = {
-        "task": script_for(folder / "config.yaml").stem if config else None,
         "algorithm": summary.get("algorithm", config.get("algorithm")),
         "data": Path(path).name if (path := config.get("data.path")) else config.get("data.name", summary.get("data")),
         "workers": workers_in_words(summary, records),

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 TRAIN_NAMES = ("train", "training")
 TEST_NAMES = ("test", "testing")
@@ -22,6 +25,13 @@ def open_hub(name: str, subset: str | None = None, *, way_out: str) -> tuple[dic
 
     Raises RuntimeError, with `way_out` as advice, if the Hub cannot be reached or has no such data set.
     """
+    try:
+        HfApi().dataset_info(name, timeout=10)
+    except HfHubHTTPError:
+        pass  # load_dataset says what is wrong
+    except Exception:  # of the HTTP client, whose types depend on its version
+        # The Hub does not answer: read the cache at once, without asking five times more for half a minute.
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         loaded = datasets.load_dataset(*filter(None, (name, subset)))
     # The types of network, naming and format errors depend on the versions of the Hub's clients.

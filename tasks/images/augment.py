@@ -68,7 +68,11 @@ class CropAndFlip:
         rows_BH = top_B[:, None] + torch.arange(height, device=images.device)
         columns_W = torch.arange(width, device=images.device)
         columns_BW = left_B[:, None] + torch.where(flipped_B[:, None], width - 1 - columns_W, columns_W)
-        return _take_pixels(F.pad(images, [self.padding] * 4), rows_BH, columns_BW, _memory_format(images))
+        padded_BHWC = F.pad(images, [self.padding] * 4).permute(0, 2, 3, 1)
+        images_B = torch.arange(len(images), device=images.device)[:, None, None]
+        # With channels last, one index fetches all channels of a pixel.
+        pixels_BHWC = padded_BHWC[images_B, rows_BH[:, :, None], columns_BW[:, None, :]]
+        return torch.empty_like(images).copy_(pixels_BHWC.permute(0, 3, 1, 2))
 
     def draw(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Offsets from the top and the left of the padded image, and which images to flip; each of shape (B,)."""
@@ -77,21 +81,6 @@ class CropAndFlip:
             return offsets[0], offsets[1], torch.zeros(batch_size, dtype=torch.bool, device=device)
         flipped = torch.rand(batch_size, device=device, generator=self.generator) < 0.5
         return offsets[0], offsets[1], flipped
-
-
-def _take_pixels(padded: Tensor, rows_BH: Tensor, columns_BW: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """out[b, c, i, j] = padded[b, c, rows[b, i], columns[b, j]]."""
-    images_B = torch.arange(len(padded), device=padded.device)[:, None, None]
-    # With channels last, one index fetches all channels of a pixel.
-    pixels_BHWC = padded.permute(0, 2, 3, 1)[images_B, rows_BH[:, :, None], columns_BW[:, None, :]]
-    return pixels_BHWC.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-
-
-def _memory_format(images: Tensor) -> torch.memory_format:
-    # A batch with one channel is in both formats; it stays contiguous.
-    if images.is_contiguous() or not images.is_contiguous(memory_format=torch.channels_last):
-        return torch.contiguous_format
-    return torch.channels_last
 
 
 @dataclass(frozen=True)

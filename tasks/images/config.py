@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -12,17 +10,12 @@ from dsgdac_accel import GossipConfig
 from dsgdac_accel.checks import LARGEST_FLOAT32, check_integer, check_number
 from tasks.common.config_checks import check_below_one, check_run
 from tasks.common.diagnostics import CurvatureConfig
-from tasks.common.limits import MOST_LOADER_PROCESSES, check_parameters
+from tasks.common.limits import MOST_LOADER_PROCESSES
 from tasks.common.weight_average import WeightAverageConfig
 from tasks.images.decoding import Resampling
-from tasks.images.models import KNOWN_NAMES, POOLED_CNN_NAME, TRANSFORMER_NAME, WIDE_RESNET_NAME
-from tasks.images.transformer import HEADS
-from tasks.images.wide_resnet import blocks_per_group
+from tasks.images.models import parse_model_name
 
 _LARGEST_IMAGE = 4096  # pixels a side
-_LARGEST_SIZE = 10_000  # of a width or a number of channels in a model's name
-_DEEPEST = 1000
-_LARGEST_WIDE_RESNET = 100  # times 64 channels in the last group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +69,8 @@ class DataConfig:
         for name in ("train_limit", "test_limit", "validation_limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1, advice="Leave it out to use all.")
+        if self.test_fraction is not None and not 0 < self.test_fraction < 1:
+            raise ValueError(f"test_fraction must be in (0, 1), exclusive; got {self.test_fraction}. Use 0.1, say.")
         if self.image_size is not None:
             advice = "It is the number of pixels a side."
             check_integer("image_size", self.image_size, minimum=1, maximum=_LARGEST_IMAGE, advice=advice)
@@ -238,58 +233,4 @@ class CifarConfig:
                 f"calibrate must be true with weight_average.kind = {self.weight_average.kind}, since no worker has "
                 f"BatchNorm statistics of the averaged weights; got false. Leave it out."
             )
-        check_image_model(self.model, self.dropout)
-
-
-def check_image_model(name: str, dropout: float) -> None:
-    """Check that there is a model of this name, with dropout if any is given, without building it.
-
-    Raises:
-        ValueError: there is none, or its sizes cannot be meant.
-
-    >>> check_image_model("wrn-16-8", 0.3)
-    >>> check_image_model("mlp", 0.3)
-    Traceback (most recent call last):
-    ValueError: dropout must be 0 for model 'mlp', which has none; got 0.3. Use a wide ResNet or a Transformer.
-    """
-    key = name.strip().lower().replace("_", "-")
-    wide_resnet, transformer = WIDE_RESNET_NAME.fullmatch(key), TRANSFORMER_NAME.fullmatch(key)
-    if not (wide_resnet or transformer or POOLED_CNN_NAME.fullmatch(key) or key in ("cnn", "mlp")):
-        raise ValueError(f"model must be one of {KNOWN_NAMES}; got {name!r}. Use wrn-16-8, say.")
-    sizes = [int(digits) for digits in re.findall(r"\d+", key)]
-    if any(not 1 <= size <= _LARGEST_SIZE for size in sizes):
-        raise ValueError(f"model must name sizes from 1 to {_LARGEST_SIZE}; got {name!r}. Use wrn-16-8, say.")
-    if sizes and not key.startswith("cnn"):
-        check_integer(f"the depth of model {name!r}", sizes[0], minimum=1, maximum=_DEEPEST)
-    if wide_resnet:
-        blocks_per_group(sizes[0])
-        check_integer("the width of model wrn", sizes[1], minimum=1, maximum=_LARGEST_WIDE_RESNET)
-    elif dropout and not transformer:
-        raise ValueError(
-            f"dropout must be 0 for model {name!r}, which has none; got {dropout}. Use a wide ResNet or a Transformer."
-        )
-    if transformer and sizes and sizes[1] % HEADS:
-        raise ValueError(
-            f"model must be a Transformer whose width is a multiple of its {HEADS} heads; got {name!r}. "
-            "Use transformer-2-32, say."
-        )
-    check_parameters("model", name, _parameters(key, sizes))
-
-
-def _parameters(key: str, sizes: list[int]) -> int:
-    """Count the weights of a model with these sizes in its name, without biases, norms and classifier.
-
-    >>> _parameters("wrn-28-10", [28, 10])  # 36.5 million in all
-    36195840
-    """
-    if key.startswith("cnn"):
-        return sum(9 * into * out for into, out in pairwise([3, *sizes]))
-    if key.startswith("transformer"):
-        layers, width = sizes or (2, 32)
-        return layers * 12 * width**2
-    if not sizes:
-        return 0
-    depth, widen = sizes
-    widths = [16, *(group * widen for group in (16, 32, 64))]
-    blocks = blocks_per_group(depth)
-    return sum(9 * into * out + 9 * (2 * blocks - 1) * out**2 for into, out in pairwise(widths))
+        parse_model_name(self.model, self.dropout)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from tasks.common.limits import check_memory
-from tasks.images.config import CifarConfig
-from tasks.images.decoding import Resampling, decode_images, stack_splits
+from tasks.images.config import CifarConfig, DataConfig
+from tasks.images.decoding import decode_images, stack_splits
 from tasks.images.sources import choose_splits, find_image_column, find_label_column, open_splits
 
 DIGITS_TEST_FRACTION = 360 / 1797
@@ -86,48 +85,21 @@ def load_configured_data(config: CifarConfig) -> ImageData:
 
     Raises what `load_image_data` raises.
     """
-    arguments = {field.name: getattr(config.data, field.name) for field in fields(config.data)}
-    del arguments["shards"]  # they concern the order of training
-    draw = arguments.pop("draw_by_seed")
-    data = load_image_data(**arguments, draw=draw, seed=config.seed if draw else 0)
+    data = load_image_data(config.data, config.seed)
     labels = with_label_noise(data.train_labels, data.num_classes, config.label_noise, config.seed)
     return replace(data, train_labels=labels)
 
 
-def load_image_data(
-    name: str | None = None,
-    path: Path | str | None = None,
-    *,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    test_split: str | None = None,
-    test_fraction: float | None = None,
-    image_size: int | None = None,
-    resampling: Resampling = "bilinear",
-    train_limit: int | None = None,
-    test_limit: int | None = None,
-    validation_limit: int | None = None,
-    draw: bool = False,
-    seed: int = 0,
-) -> ImageData:
+def load_image_data(config: DataConfig, seed: int = 0) -> ImageData:
     """Load a data set by name, or from local files. The result is the same in every process.
 
     The classes are the declared ones, else the sorted distinct labels of the whole training split. Only images that
     are used are decoded and counted in mean and std.
 
     Args:
-        name: "digits" (scikit-learn's, offline), "cifar10", "cifar100", or a name on the Hub.
-        path: local data, used instead of `name`: a folder of train*.parquet and test*.parquet, or of images in
-            train/<class>/ and test/<class>/.
-        image_column, label_column: columns to read; by default found by type and name (CIFAR-100: fine_label).
-        test_split: split to evaluate on; by default "test", else "validation", "valid", "val".
-        test_fraction: fraction of the training split to hold out instead, in (0, 1), even over the classes.
-        image_size: side of the square to resize all images to; needed if their sizes differ.
-        resampling: "bilinear" (Pillow's), or "box", the mean over the area of each new pixel.
-        train_limit, test_limit: most images of a split to use: the first ones or, with `draw`, random ones.
-        validation_limit: test images to set aside as validation images, even over the classes.
-        draw: draw the limited images by `seed`.
-        seed: seed of the held-out part and of `draw`; keep it the same in runs to compare.
+        config: what to load.
+        seed: seed of the held-out part and of the limited images, if `draw_by_seed`; keep it the same in runs to
+            compare.
 
     Raises:
         ValueError: data that cannot be used: no evaluation split, unclear columns, missing or unseen labels, broken
@@ -135,35 +107,53 @@ def load_image_data(
         RuntimeError: the Hub cannot be reached.
         FileNotFoundError: `path` does not exist.
 
-    >>> digits = load_image_data("digits")
+    >>> digits = load_image_data(DataConfig(name="digits"))
     >>> digits.train_images.shape, digits.test_images.shape
     (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]))
     """
-    if test_fraction is not None and not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must be in (0, 1), exclusive; got {test_fraction}.")
-    if path is None and name is not None and name.lower() == "digits":
-        _refuse_for_digits(image_column=image_column, label_column=label_column, test_split=test_split)
-        fraction = DIGITS_TEST_FRACTION if test_fraction is None else test_fraction
-        train, test = hold_out(_digits(), fraction, seed)
+    draw = config.draw_by_seed
+    seed = seed if draw else 0
+    fraction = config.test_fraction
+    if config.path is None and config.name is not None and config.name.lower() == "digits":
+        for key in ("image_column", "label_column", "test_split"):
+            if getattr(config, key) is not None:
+                raise ValueError(
+                    f"{key} is for data with columns and splits, which the digits do not have; got "
+                    f"{getattr(config, key)!r}. Leave it out; test_fraction sets how much is held out."
+                )
+        train, test = hold_out(_digits(), DIGITS_TEST_FRACTION if fraction is None else fraction, seed)
         source = f"digits of scikit-learn{f' (split of seed {seed})' if seed else ''}"
     else:
-        splits, source = open_splits(name, None if path is None else Path(path))
-        train_split, chosen_test = choose_splits(splits, test_split, test_fraction)
+        splits, source = open_splits(config.name, config.path)
+        train_split, test_split = choose_splits(splits, config.test_split, fraction)
         features = splits[train_split].features
-        columns = find_image_column(features, image_column), find_label_column(features, label_column)
+        columns = find_image_column(features, config.image_column), find_label_column(features, config.label_column)
         train = _read_split(splits[train_split], train_split, columns)
-        if chosen_test is None:
-            assert test_fraction is not None
-            train, test = hold_out(train, test_fraction, seed)
-            source += f", {test_fraction:g} of '{train_split}' held out (seed {seed})"
+        if test_split is None:
+            assert fraction is not None
+            train, test = hold_out(train, fraction, seed)
+            source += f", {fraction:g} of '{train_split}' held out (seed {seed})"
         else:
-            test = _read_split(splits[chosen_test], chosen_test, columns, train.classes if train.has_names else None)
-            source += f", evaluated on '{chosen_test}'"
-    _check_seen(train, test)
-    train = limited(train, train_limit, (seed, 0) if draw else None)
-    test = limited(test, test_limit, (seed, 1) if draw else None)
-    test, validation = set_aside(test, validation_limit, seed)
-    return _assemble(train, test, validation, source, image_size, resampling)
+            test = _read_split(splits[test_split], test_split, columns, train.classes if train.has_names else None)
+            source += f", evaluated on '{test_split}'"
+    unseen = sorted(set(test.labels) - set(train.labels), key=str)
+    if unseen:
+        count = sum(label in unseen for label in test.labels)
+        raise ValueError(
+            f"Every class of the test split must occur in training; {count} test rows have other classes: "
+            f"{unseen[:5]}. Remove these rows, or add training images of these classes."
+        )
+    train = limited(train, config.train_limit, (seed, 0) if draw else None)
+    test = limited(test, config.test_limit, (seed, 1) if draw else None)
+    validation, set_aside = test.rows([]), config.validation_limit
+    if set_aside is not None:
+        total = len(test.labels)
+        if set_aside >= total:
+            raise ValueError(
+                f"data.validation_limit must be below the {total} images of the test split; got {set_aside}. Lower it."
+            )
+        test, validation = hold_out(test, set_aside / total, seed)
+    return _decoded(train, test, validation, source, config)
 
 
 def limited(images: LabeledImages, limit: int | None, seed: tuple[int, ...] | None = None) -> LabeledImages:
@@ -175,21 +165,6 @@ def limited(images: LabeledImages, limit: int | None, seed: tuple[int, ...] | No
     # numpy's SeedSequence keeps these streams independent of those of the split and of label noise.
     generator = numpy.random.default_rng(seed)
     return images.rows(sorted(generator.permutation(len(images.labels))[:limit].tolist()))
-
-
-def set_aside(images: LabeledImages, count: int | None, seed: int) -> tuple[LabeledImages, LabeledImages]:
-    """Split off `count` validation images, even over the classes; None splits off none.
-
-    Raises ValueError unless some images are left.
-    """
-    if count is None:
-        return images, images.rows([])
-    total = len(images.labels)
-    if count >= total:
-        raise ValueError(
-            f"data.validation_limit must leave test images; it is {count}, and the test split has {total}. Lower it."
-        )
-    return hold_out(images, count / total, seed)
 
 
 def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: int) -> Tensor:
@@ -214,21 +189,16 @@ def with_label_noise(labels: Tensor, num_classes: int, fraction: float, seed: in
 class ImageTensors(TorchDataset[dict[str, Tensor]]):
     """Images (N, C, H, W) and labels (N,) as a map-style data set of {"images", "labels"}.
 
-    A DataLoader reads a whole batch by `__getitems__`, in one copy instead of one per image. Pass it `collate`:
+    A DataLoader reads a whole batch by `__getitems__`, in one copy instead of one per image, so nothing is collated:
 
     >>> data = ImageTensors(torch.zeros(10, 1, 8, 8, dtype=torch.uint8), torch.arange(10))
-    >>> batch = next(iter(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)))
+    >>> batch = next(iter(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=dict)))
     >>> batch["images"].shape, batch["labels"]
     (torch.Size([4, 1, 8, 8]), tensor([0, 1, 2, 3]))
-
-    Raises ValueError if there are not as many labels as images.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        if len(images) != len(labels):
-            raise ValueError(f"Every image needs one label; got {len(images)} images and {len(labels)} labels.")
-        self.images = images
-        self.labels = labels
+        self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return len(self.images)
@@ -239,13 +209,6 @@ class ImageTensors(TorchDataset[dict[str, Tensor]]):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         rows = torch.as_tensor(indices, device="cpu")
         return {"images": self.images.index_select(0, rows), "labels": self.labels.index_select(0, rows)}
-
-
-def collate(batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack items of `ImageTensors` to one batch; a batch passes through."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    return {key: torch.stack([item[key] for item in batch]) for key in ("images", "labels")}
 
 
 def hold_out(whole: LabeledImages, fraction: float, seed: int) -> tuple[LabeledImages, LabeledImages]:
@@ -292,15 +255,6 @@ def _digits() -> LabeledImages:
     return LabeledImages(list(enumerate(images)), digits.target.tolist(), tuple(range(10)), "digits")
 
 
-def _refuse_for_digits(**given: str | None) -> None:
-    for key, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{key} is for data with columns and splits, which the digits do not have; got {value!r}. Leave it "
-                "out; test_fraction sets how much is held out."
-            )
-
-
 def _read_split(
     dataset: Any,
     split: str,
@@ -318,76 +272,53 @@ def _read_split(
         raise ValueError(f"Every split needs rows; '{split}' is empty.")
     feature = dataset.features[label_column]
     # An integer column indexes the names that the training split declares.
-    names = tuple(feature.names) if hasattr(feature, "names") else train_names
+    names: tuple[Any, ...] | None = tuple(feature.names) if hasattr(feature, "names") else train_names
     # Reading the Arrow table keeps images encoded, so that decode_images decodes them.
     table = dataset.with_format("arrow")[:]
-    labels = _check_labels(table[label_column].to_pylist(), split, names)
+    labels: list[Any] = table[label_column].to_pylist()
+    unlabeled = [row for row, label in enumerate(labels) if _is_missing(label)]
+    if unlabeled:
+        raise ValueError(
+            f"Every image needs a label; split '{split}' has {len(unlabeled)} of {len(labels)} rows without one "
+            f"(first: row {unlabeled[0]}, {labels[unlabeled[0]]!r}). Use another test_split, or remove those rows."
+        )
+    if names is not None and not isinstance(labels[0], str):
+        if max(labels) >= len(names):
+            raise ValueError(
+                f"Labels must be below the {len(names)} declared classes; split '{split}' has {max(labels)}."
+            )
+        labels = [names[label] for label in labels]
     classes = tuple(sorted(set(labels))) if names is None else names
     return LabeledImages(list(enumerate(table[image_column].to_pylist())), labels, classes, split, names is not None)
-
-
-def _check_labels(labels: list[Any], split: str, names: tuple[str, ...] | None) -> list[Any]:
-    """Turn numbers into names where there are names.
-
-    Raises ValueError for missing labels (null, negative, blank) and for numbers beyond the names.
-    """
-    missing = [row for row, label in enumerate(labels) if _is_missing(label)]
-    if missing:
-        raise ValueError(
-            f"Every image needs a label; split '{split}' has {len(missing)} of {len(labels)} rows without one "
-            f"(first: row {missing[0]}, {labels[missing[0]]!r}). Use another split as test_split, or remove those rows."
-        )
-    if names is None or isinstance(labels[0], str):
-        return labels
-    if max(labels) >= len(names):
-        raise ValueError(f"Labels must be below the {len(names)} declared classes; split '{split}' has {max(labels)}.")
-    return [names[label] for label in labels]
 
 
 def _is_missing(label: Any) -> bool:
     return label is None or (not label.strip() if isinstance(label, str) else label < 0)
 
 
-def _assemble(
-    train: LabeledImages, test: LabeledImages, validation: LabeledImages, source: str, image_size: int | None,
-    resampling: Resampling,
-) -> ImageData:  # fmt: skip
+def _decoded(
+    train: LabeledImages, test: LabeledImages, validation: LabeledImages, source: str, config: DataConfig
+) -> ImageData:
+    parts, side = (train, test, validation), config.image_size
+    if side is not None:
+        rows = sum(len(part.labels) for part in parts)
+        what = f"data.image_size: {rows:,} images of {side}x{side} pixels"
+        check_memory(what, rows * side**2, "Use a smaller image_size, or train_limit and test_limit.")
+    images = stack_splits([decode_images(part.images, part.split, side, config.resampling) for part in parts])
     numbers = {label: number for number, label in enumerate(train.classes)}
-    if image_size is not None:
-        rows = len(train.labels) + len(test.labels) + len(validation.labels)
-        what = f"data.image_size: {rows:,} images of {image_size}x{image_size} pixels"
-        check_memory(what, rows * image_size**2, "Use a smaller image_size, or train_limit and test_limit.")
-    train_images, held_out_images = stack_splits(
-        [
-            decode_images(images, split, image_size, resampling)
-            for images, split in (
-                (train.images, train.split),
-                ([*test.images, *validation.images], test.split),
-            )
-        ]
-    )
-    held_out_labels = torch.tensor([numbers[label] for label in (*test.labels, *validation.labels)], device="cpu")
-    tests = len(test.labels)
-    mean, std = pixel_statistics(train_images)
+    labels = [
+        torch.tensor([numbers[label] for label in part.labels], dtype=torch.int64, device="cpu") for part in parts
+    ]
+    mean, std = pixel_statistics(images[0])
     return ImageData(
-        train_images=train_images,
-        train_labels=torch.tensor([numbers[label] for label in train.labels], device="cpu"),
-        test_images=held_out_images[:tests],
-        test_labels=held_out_labels[:tests],
-        validation_images=held_out_images[tests:],
-        validation_labels=held_out_labels[tests:],
+        train_images=images[0],
+        train_labels=labels[0],
+        test_images=images[1],
+        test_labels=labels[1],
+        validation_images=images[2],
+        validation_labels=labels[2],
         class_names=tuple(str(label) for label in train.classes),
         mean=mean,
         std=std,
         source=source,
     )
-
-
-def _check_seen(train: LabeledImages, test: LabeledImages) -> None:
-    unseen = sorted(set(test.labels) - set(train.labels), key=str)
-    if unseen:
-        count = sum(label in unseen for label in test.labels)
-        raise ValueError(
-            f"Every class of the test split must occur in training; {count} test rows have other classes: "
-            f"{unseen[:5]}. Remove these rows, or add training images of these classes."
-        )

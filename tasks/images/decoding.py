@@ -34,8 +34,6 @@ def decode_images(
 
     Raises ValueError, naming split and row, for the first image that is missing or cannot be decoded.
     """
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"image_size must be at least 1 pixel; got {image_size}.")
     decoded = []
     for row, cell in cells:
         try:
@@ -81,7 +79,8 @@ def to_grey_or_rgb(image: Image.Image) -> Image.Image:
         raise ValueError(f"pixel mode '{image.mode}' has no fixed range; save it with 8 or 16 bits per channel")
     gray = image.mode in ("1", "L", "LA", "La")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        image = _on_white(image)
+        opaque = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(opaque, image.convert("RGBA"))
     return image.convert("L" if gray else "RGB")
 
 
@@ -90,10 +89,23 @@ def stack_splits(splits: Sequence[list[Pixels]]) -> list[Tensor]:
 
     Raises ValueError, counting the sizes, unless all images have one size.
     """
-    images = [image for split in splits for image in split]
-    _check_one_size(images)
-    color = any(image.ndim == 3 for image in images)
-    return [_stack(split, color) for split in splits]
+    sizes = Counter(image.shape[:2] for split in splits for image in split)
+    if len(sizes) > 1:
+        commonest = ", ".join(f"{height}x{width}: {count}" for (height, width), count in sizes.most_common(5))
+        more = f" and {len(sizes) - 5} more sizes" if len(sizes) > 5 else ""
+        raise ValueError(
+            f"All images must have one size; got (height x width: images) {commonest}{more}. "
+            "Set image_size to resize them all to a square."
+        )
+    ((height, width),) = sizes
+    channels = 3 if any(image.ndim == 3 for split in splits for image in split) else 1
+    stacked = []
+    for split in splits:
+        pixels_NHWC = np.empty((len(split), height, width, channels), dtype=np.uint8)
+        for row, image in enumerate(split):
+            pixels_NHWC[row] = image if image.ndim == 3 else image[..., None]
+        stacked.append(torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).contiguous())
+    return stacked
 
 
 def _open(cell: Any) -> Image.Image:
@@ -106,27 +118,3 @@ def _open(cell: Any) -> Image.Image:
     image: Image.Image = Image.open(io.BytesIO(cell) if isinstance(cell, bytes) else cell)
     image.load()  # decodes the image and closes its file
     return image
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    opaque = Image.new("RGBA", image.size, "white")
-    return Image.alpha_composite(opaque, image.convert("RGBA")).convert("RGB")
-
-
-def _stack(images: list[Pixels], color: bool) -> Tensor:
-    if not color:
-        return torch.from_numpy(np.stack(images)).unsqueeze(1)
-    in_color = [image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2) for image in images]
-    return torch.from_numpy(np.stack(in_color)).permute(0, 3, 1, 2).contiguous()
-
-
-def _check_one_size(images: list[Pixels]) -> None:
-    sizes = Counter(image.shape[:2] for image in images)
-    if len(sizes) <= 1:
-        return
-    commonest = ", ".join(f"{height}x{width}: {count}" for (height, width), count in sizes.most_common(5))
-    more = f" and {len(sizes) - 5} more sizes" if len(sizes) > 5 else ""
-    raise ValueError(
-        f"All images must have one size; got (height x width: images) {commonest}{more}. "
-        "Set image_size to resize them all to a square."
-    )

@@ -8,75 +8,102 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from tasks.images.transformer import RowTransformer
-from tasks.images.wide_resnet import WideResNet
+from dsgdac_accel.checks import check_integer
+from tasks.common.limits import check_parameters
+from tasks.images.transformer import RowTransformer, check_heads
+from tasks.images.wide_resnet import WideResNet, blocks_per_group
 
-WIDE_RESNET_NAME = re.compile(r"wrn-?(\d+)-(\d+)")
-POOLED_CNN_NAME = re.compile(r"cnn((?:-\d+)+)")
-TRANSFORMER_NAME = re.compile(r"transformer(?:-(\d+)-(\d+))?")
-KNOWN_NAMES = (
-    "'wrn-<depth>-<width>' (as 'wrn-28-10'), 'transformer-<layers>-<width>' (as 'transformer-2-32', or 'transformer'), "
-    "'cnn-<channels>-...' (as 'cnn-16-32-64'), 'cnn' and 'mlp'"
-)
+MODELS = {
+    "wrn-<depth>-<width>": r"wrn-?(\d+)-(\d+)",
+    "transformer-<layers>-<width>": r"transformer(?:-(\d+)-(\d+))?",
+    "cnn-<channels>-...": r"cnn((?:-\d+)+)",
+    "cnn": r"cnn",
+    "mlp": r"mlp",
+}
+"""Every kind of model, and the pattern of its names.
+
+wrn-<depth>-<width>             wide ResNet, such as wrn-28-10
+transformer-<layers>-<width>    Transformer over the rows of the image, 4 heads; "transformer" is transformer-2-32
+cnn-<channels>-<channels>-...   small convolutional network with max-pooling, such as cnn-16-32-64
+cnn                             small convolutional network with strides
+mlp                             two hidden layers of 64
+"""
+
+_DEEPEST = 1000
+_LARGEST_SIZE = 10_000  # of a width or a number of channels
+
+
+def parse_model_name(name: str, dropout: float = 0.0) -> tuple[str, list[int]]:
+    """Return the kind of a model, a key of `MODELS`, and the sizes in its name. Builds nothing.
+
+    Raises ValueError for an unknown name, sizes that cannot be meant, and dropout where the model has none.
+
+    >>> parse_model_name("WRN-28-10")
+    ('wrn-<depth>-<width>', [28, 10])
+    """
+    key = name.strip().lower().replace("_", "-")
+    kind = next((kind for kind, pattern in MODELS.items() if re.fullmatch(pattern, key)), None)
+    if kind is None:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {name!r}. Use wrn-16-8, say.")
+    if dropout and not kind.startswith(("wrn", "transformer")):
+        raise ValueError(
+            f"dropout must be 0 for model {name!r}, which has none; got {dropout}. Use a wide ResNet or a Transformer."
+        )
+    sizes = [int(digits) for digits in re.findall(r"\d+", key)]
+    if kind.startswith("transformer"):
+        sizes = sizes or [2, 32]
+    for number, size in enumerate(sizes):
+        depth = number == 0 and not kind.startswith("cnn")
+        what = f"the {'depth' if depth else 'width'} of model {name!r}"
+        check_integer(what, size, minimum=1, maximum=_DEEPEST if depth else _LARGEST_SIZE)
+    # Weights without biases, norms and classifier.
+    parameters = 0
+    if kind.startswith("wrn"):
+        blocks, widths = blocks_per_group(sizes[0]), [16, *(group * sizes[1] for group in (16, 32, 64))]
+        parameters = sum(9 * into * out + 9 * (2 * blocks - 1) * out**2 for into, out in pairwise(widths))
+    elif kind.startswith("transformer"):
+        check_heads(sizes[1])
+        parameters = sizes[0] * 8 * sizes[1] ** 2
+    elif sizes:
+        parameters = sum(9 * into * out for into, out in pairwise([3, *sizes]))
+    check_parameters("model", name, parameters)
+    return kind, sizes
 
 
 def build_image_model(
-    name: str,
-    num_classes: int,
-    in_channels: int = 3,
-    image_size: tuple[int, int] | None = None,
-    dropout: float = 0.0,
+    name: str, num_classes: int, in_channels: int = 3, image_size: tuple[int, int] | None = None, dropout: float = 0.0
 ) -> nn.Module:
     """Build a classifier from images (B, in_channels, H, W) to logits (B, num_classes).
 
-    Names, in upper or lower case:
-
-    wrn-<depth>-<width>             wide ResNet, such as "wrn-28-10"
-    transformer-<layers>-<width>    Transformer over the rows of the image, 4 heads; "transformer" is transformer-2-32
-    cnn-<channels>-<channels>-...   small convolutional network with max-pooling, such as "cnn-16-32-64"
-    cnn                             small convolutional network with strides
-    mlp                             two hidden layers of 64
-
     Args:
-        name: the architecture.
+        name: the architecture, one of `MODELS`, in upper or lower case.
         num_classes: number of classes.
         in_channels: channels of the images.
         image_size: (height, width) of the images; MLPs and Transformers need it.
         dropout: dropout rate of wide ResNets and Transformers; the other models have none.
 
-    Raises ValueError for an unknown name, impossible sizes, images without a size or too small for the model, and
-    dropout where the model has none.
+    Raises what `parse_model_name` raises, and ValueError for images without a size or too small for the model.
 
     >>> sum(p.numel() for p in build_image_model("WRN-16-1", num_classes=10).parameters())
     175066
     """
-    key = name.strip().lower().replace("_", "-")
-    if match := WIDE_RESNET_NAME.fullmatch(key):
-        depth, width = (int(number) for number in match.groups())
-        return WideResNet(depth, width, num_classes, in_channels, dropout)
-    transformer, pooled_cnn = TRANSFORMER_NAME.fullmatch(key), POOLED_CNN_NAME.fullmatch(key)
-    if not (transformer or pooled_cnn or key in ("mlp", "cnn")):
-        raise ValueError(f"Unknown model {name!r}; there are {KNOWN_NAMES}.")
-    if dropout and not transformer:
-        raise ValueError(
-            f"Model {name!r} has no dropout; got dropout={dropout}. Set it to 0 or use a wide ResNet or a Transformer."
-        )
-    if key == "cnn":
+    kind, sizes = parse_model_name(name, dropout)
+    if kind.startswith("wrn"):
+        return WideResNet(sizes[0], sizes[1], num_classes, in_channels, dropout)
+    if kind == "cnn":
         return SmallCNN(num_classes, in_channels)
-    if pooled_cnn:
-        channels = [int(number) for number in pooled_cnn[1].split("-")[1:]]
-        smallest = 2 ** (len(channels) - 1)
+    if kind.startswith("cnn"):
+        smallest = 2 ** (len(sizes) - 1)
         if image_size is not None and min(image_size) < smallest:
             raise ValueError(
-                f"Model {name!r} halves its images {len(channels) - 1} times, so they need at least {smallest} pixels "
-                f"a side; got {image_size[0]}x{image_size[1]}. Use fewer layers, or set image_size."
+                f"Model {name!r} halves its images {len(sizes) - 1} times, so they need at least {smallest} pixels a "
+                f"side; got {image_size[0]}x{image_size[1]}. Use fewer layers, or set image_size."
             )
-        return PooledCNN(channels, num_classes, in_channels)
+        return PooledCNN(sizes, num_classes, in_channels)
     if image_size is None:
         raise ValueError(f"Model {name!r} needs image_size=(height, width) to know the width of its input.")
-    if transformer:
-        layers, width = int(transformer[1] or 2), int(transformer[2] or 32)
-        return RowTransformer(layers, width, num_classes, in_channels, image_size, dropout)
+    if kind.startswith("transformer"):
+        return RowTransformer(sizes[0], sizes[1], num_classes, in_channels, image_size, dropout)
     return MLP(in_channels * image_size[0] * image_size[1], num_classes)
 
 
@@ -128,15 +155,9 @@ class PooledCNN(nn.Sequential):
 
     Maps (B, in_channels, H, W) of at least 2^(layers - 1) pixels a side to logits (B, num_classes). Convolutions start
     He normal (fan in); the linear layer, which no ReLU follows, starts with half their variance.
-
-    Raises ValueError for a layer without channels.
     """
 
     def __init__(self, channels: Sequence[int], num_classes: int, in_channels: int = 3) -> None:
-        if min(channels) < 1:
-            raise ValueError(
-                f"Every layer of a CNN needs at least 1 channel; got {list(channels)}. Use cnn-16-32-64, for example."
-            )
         layers: list[nn.Module] = []
         for channels_in, channels_out in pairwise([in_channels, *channels]):
             layers += [nn.MaxPool2d(2)] if layers else []

@@ -30,7 +30,7 @@ from tasks.common.training_loop import Prepared, TrainingLoop
 from tasks.images.augment import CropAndFlip, ModelInputs
 from tasks.images.config import CifarConfig
 from tasks.images.curvature import curvature_batches, image_loss
-from tasks.images.data import ImageTensors, collate, load_configured_data
+from tasks.images.data import ImageTensors, load_configured_data
 from tasks.images.evaluation import loss_and_accuracy
 from tasks.images.fixed_shards import FixedShards
 from tasks.images.models import build_image_model
@@ -127,7 +127,7 @@ class ImageRun:
         config, accumulation = self.config, self.config.gradient_accumulation_steps
         images = ImageTensors(self.data.train_images, self.data.train_labels)
         size = config.global_batch_size // accumulation
-        how: dict[str, Any] = {"collate_fn": collate, "num_workers": config.dataloader_num_workers}
+        how: dict[str, Any] = {"collate_fn": dict, "num_workers": config.dataloader_num_workers}
         if self.config.data.shards == "fixed":
             workers = self.accelerator.num_workers
             self.shards = FixedShards(len(images), size, steps_per_epoch * accumulation, workers, config.seed)

@@ -38,6 +38,8 @@ LABEL_NAMES = ("label", "fine_label", "labels", "target", "class")
 """Names of the columns in lower case, in order of preference."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm")
+OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")
+"""Folders that systems and archivers add to folders of images."""
 INDEX_NAMES = ("id", "idx", "index", "image_id", "__index_level_0__")
 
 EXPECTED_FILES = (
@@ -49,31 +51,26 @@ EXPECTED_FILES = (
 def open_splits(name: str | None, path: Path | None) -> tuple[dict[str, Dataset], str]:
     """Open all splits of a local `path` if given, else of `name` on the Hub. Returns them with a description.
 
-    Raises what `open_local` and `open_hub` raise, and ValueError if neither is given.
+    Raises what `find_local` and `open_hub` raise, and ValueError if neither is given.
     """
     if path is not None:
-        return open_local(Path(path).expanduser())
+        found, origin = find_local(Path(path).expanduser())
+        return {split: read() for split, read in found.items()}, origin
     if name:
         way_out = "set data.path to local parquet files or image folders, or use 'digits', which needs no download"
         return open_hub(HUB_NAMES.get(name.lower(), name), way_out=way_out)
     raise ValueError("Image data needs a name ('digits', 'cifar10', a Hub name) or a path; got neither.")
 
 
-def open_local(path: Path) -> tuple[dict[str, Dataset], str]:
-    """Open a saved data set, parquet files or image folders. Returns the splits with a description.
+def find_local(path: Path) -> tuple[dict[str, Callable[[], Dataset]], str]:
+    """Find the splits of a saved data set, parquet files or image folders by names of files, and what reads each.
 
-    A single file, or a saved data set without splits, is the training split.
+    A single file, or a saved data set without splits, is the training split. Also returns a description.
 
     Raises:
         FileNotFoundError: the path does not exist.
         ValueError: a folder without recognizable splits, a missing shard, or splits in several folders.
     """
-    found, origin = find_local(path)
-    return {split: read() for split, read in found.items()}, origin
-
-
-def find_local(path: Path) -> tuple[dict[str, Callable[[], Dataset]], str]:
-    """Find the splits of `open_local` by names of files, and return what reads each. Raises the same errors."""
     if not path.exists():
         raise FileNotFoundError(f"data.path must exist; got {path}. {EXPECTED_FILES}")
     if path.is_file():
@@ -84,22 +81,18 @@ def find_local(path: Path) -> tuple[dict[str, Callable[[], Dataset]], str]:
         return {split: partial(saved.__getitem__, split) for split in saved}, f"data set saved in {path}"
     if files := find_split_files(path, ".parquet"):
         return {split: partial(read_parquet, shards) for split, shards in files.items()}, f"parquet files in {path}"
-    if folders := find_image_folders(path):
-        return {split: partial(read_image_folder, own) for split, own in folders.items()}, f"image folders in {path}"
-    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    entries = sorted(path.iterdir())
+    folders = {entry.name.lower(): entry for entry in entries if entry.is_dir()}
+    if named := {name: folders[name] for name in folders if name in TRAIN_NAMES + EVALUATION_NAMES}:
+        return {split: partial(read_image_folder, own) for split, own in named.items()}, f"image folders in {path}"
+    found = ", ".join(entry.name for entry in entries[:10]) or "nothing"
     raise ValueError(f"No splits in {path}; found {found}. {EXPECTED_FILES}")
 
 
 def require_local_splits(data: DataConfig) -> None:
-    """Raise the errors of `open_local` and `choose_splits` for local data that a run cannot use. Reads no images."""
+    """Raise the errors of `find_local` and `choose_splits` for local data that a run cannot use. Reads no images."""
     if data.path is not None:
         choose_splits(find_local(data.path.expanduser())[0], data.test_split, data.test_fraction)
-
-
-def find_image_folders(path: Path) -> dict[str, Path]:
-    """Folders directly below `path` that are named after a split, by the name of the split."""
-    folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
-    return {entry.name.lower(): entry for entry in folders if entry.name.lower() in TRAIN_NAMES + EVALUATION_NAMES}
 
 
 def read_image_folder(folder: Path) -> Dataset:
@@ -160,7 +153,13 @@ def find_image_column(features: Features, wanted: str | None = None) -> str:
 
     Raises ValueError, listing the columns, if none can be chosen.
     """
-    candidates = [name for name, feature in features.items() if _holds_images(feature)]
+    candidates = [
+        name
+        for name, feature in features.items()
+        if isinstance(feature, datasets.Image)
+        or (isinstance(feature, Mapping) and "bytes" in feature)
+        or "binary" in _type_of(feature)
+    ]
     return _choose_column("image", candidates, [candidates], IMAGE_NAMES, features, wanted)
 
 
@@ -171,10 +170,13 @@ def find_label_column(features: Features, wanted: str | None = None) -> str:
 
     Raises ValueError, listing the columns, if none can be chosen.
     """
-    class_labels = _columns(features, lambda feature: isinstance(feature, ClassLabel))
-    integers = [name for name in _columns(features, _is_integer) if name.lower() not in INDEX_NAMES]
-    candidates = _columns(features, lambda feature: isinstance(feature, ClassLabel) or _is_plain_label(feature))
-    return _choose_column("label", candidates, [class_labels, integers], LABEL_NAMES, features, wanted)
+    types = {name: _type_of(feature) for name, feature in features.items()}
+    class_labels = [name for name, kind in types.items() if kind == "ClassLabel"]
+    integers = [name for name, kind in types.items() if re.fullmatch(r"u?int\d+", kind)]
+    others = [name for name, kind in types.items() if kind in ("string", "large_string", "bool")]
+    candidates = [name for name in features if name in class_labels + integers + others]
+    counted = [name for name in integers if name.lower() not in INDEX_NAMES]
+    return _choose_column("label", candidates, [class_labels, counted], LABEL_NAMES, features, wanted)
 
 
 def _choose_column(
@@ -193,54 +195,29 @@ def _choose_column(
         only = [group[0] for group in alone if len(group) == 1]
         if named or only:
             return (named + only)[0]
-    columns = ", ".join(f"{name}: {_describe(feature)}" for name, feature in features.items())
+    columns = ", ".join(f"{name}: {_type_of(feature)}" for name, feature in features.items())
     problem = f"{kind}_column={wanted!r} is not one" if wanted else f"{len(candidates)} may be one, none by its name"
     raise ValueError(
         f"The data needs a column of {kind}s; {problem}. Set {kind}_column to one of the columns: {columns}."
     )
 
 
-def _columns(features: Features, test: Callable[[object], bool]) -> list[str]:
-    return [name for name, feature in features.items() if test(feature)]
-
-
-def _holds_images(feature: object) -> bool:
-    if isinstance(feature, Mapping):
-        return "bytes" in feature
-    is_binary = isinstance(feature, Value) and "binary" in feature.dtype
-    return isinstance(feature, datasets.Image) or is_binary
-
-
-def _is_integer(feature: object) -> bool:
-    return isinstance(feature, Value) and re.fullmatch(r"u?int\d+", feature.dtype) is not None
-
-
-def _is_plain_label(feature: object) -> bool:
-    return _is_integer(feature) or (isinstance(feature, Value) and feature.dtype in ("string", "large_string", "bool"))
-
-
-def _describe(feature: object) -> str:
+def _type_of(feature: object) -> str:
     return feature.dtype if isinstance(feature, Value) else type(feature).__name__
 
 
 def _image_files(folder: Path, class_folder: Path) -> list[Path]:
-    candidates = [file for file in sorted(class_folder.rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
-    files = [file for file in candidates if not any(map(_is_ignored, file.relative_to(folder).parts))]
-    # Reading a named pipe would wait for a writer. A dangling link is kept, so that decoding it reports it.
-    files = [file for file in files if file.is_file() or file.is_symlink()]
-    for file in files:
-        _require_text(file)
+    files = []
+    for file in sorted(class_folder.rglob("*")):
+        parts = file.relative_to(folder).parts
+        ignored = any(part.startswith(".") or part in OF_SYSTEMS for part in parts)
+        # Reading a named pipe would wait for a writer. A dangling link is kept, so that decoding it reports it.
+        if ignored or file.suffix.lower() not in IMAGE_SUFFIXES or not (file.is_file() or file.is_symlink()):
+            continue
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(file).decode(errors="replace")
+            raise ValueError(f"Names of image files and classes must be UTF-8; got {shown}. Rename it.") from None
+        files.append(file)
     return files
-
-
-def _is_ignored(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that a system or an archiver adds to folders of images."""
-    return name.startswith(".") or name in ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")
-
-
-def _require_text(file: Path) -> None:
-    try:
-        str(file).encode()
-    except UnicodeEncodeError:
-        shown = os.fsencode(file).decode(errors="replace")
-        raise ValueError(f"Names of image files and classes must be UTF-8; got {shown}. Rename it.") from None

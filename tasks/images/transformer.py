@@ -10,6 +10,14 @@ HEADS = 4
 """Attention heads of every layer."""
 
 
+def check_heads(width: int) -> None:
+    """Raise ValueError unless every head has an equal share of the width."""
+    if width % HEADS:
+        raise ValueError(
+            f"The width of a Transformer must be a multiple of its {HEADS} heads; got {width}. Use 32, say."
+        )
+
+
 class TransformerLayer(nn.Module):
     """Pre-LN layer: x + Attention(LN(x)), then x + FeedForward(LN(x)), with GELU and a hidden size of 2 * width.
 
@@ -45,8 +53,7 @@ class RowTransformer(nn.Module):
     LayerNorm, mean over the tokens, linear. Linear layers start with torch's default, positions normal with standard
     deviation 0.1. `image_size` is (H, W), the only size that the model reads.
 
-    Raises ValueError for sizes below 1, a width that is no multiple of the 4 heads, a dropout outside [0, 1), and, in
-    the forward pass, images of another size.
+    Raises ValueError for a width that is no multiple of the 4 heads and, in the forward pass, images of another size.
 
     >>> sum(p.numel() for p in RowTransformer(2, 32, num_classes=10, in_channels=1, image_size=(8, 8)).parameters())
     18026
@@ -62,13 +69,7 @@ class RowTransformer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if layers < 1 or width < HEADS or width % HEADS:
-            raise ValueError(
-                f"A Transformer needs at least 1 layer and a width that is a multiple of its {HEADS} heads; got "
-                f"{layers} layers of width {width}. Use transformer-2-32, for example."
-            )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
+        check_heads(width)
         self.image_shape = (in_channels, *image_size)
         self.embedding = nn.Linear(in_channels * image_size[1], width)
         self.positions = nn.Parameter(0.1 * torch.randn(image_size[0], width))

@@ -42,7 +42,7 @@ class WideResNet(nn.Module):
     `width` channels. Weights start as in the authors' code: He normal (fan out) convolutions, BatchNorm weights 1, all
     biases 0.
 
-    Raises ValueError unless depth is 6 m + 4 with m >= 1, the other sizes are positive and 0 <= dropout < 1.
+    Raises ValueError unless depth is 6 m + 4 with m >= 1.
 
     >>> sum(p.numel() for p in WideResNet(16, 1, num_classes=10).parameters())
     175066
@@ -50,9 +50,6 @@ class WideResNet(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int, in_channels: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
-        _check_sizes(width=width, num_classes=num_classes, in_channels=in_channels)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
         blocks = blocks_per_group(depth)
         channels = [STEM_CHANNELS * width * factor for factor in (1, 2, 4)]
         self.stem = _conv3x3(in_channels, STEM_CHANNELS, 1)
@@ -102,9 +99,3 @@ def _initialize(module: nn.Module) -> None:
         bound = 1 / math.sqrt(module.in_features)
         nn.init.uniform_(module.weight, -bound, bound)
         nn.init.zeros_(module.bias)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1; got {size}.")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tasks.common.config import load_config
 from tasks.images.augment import normalize
-from tasks.images.config import CifarConfig
+from tasks.images.config import CifarConfig, DataConfig
 from tasks.images.data import load_image_data
 from tasks.images.saving import load_image_model
 from tests.launching import ACCELERATE, PLAIN, ROOT, error_lines, finish, forked, records, start, summary, torchrun
@@ -128,7 +128,7 @@ def test_a_run_folder_holds_all_that_a_run_writes_and_nothing_of_an_earlier_one(
 
 def test_the_deployed_model_scores_by_itself_what_the_summary_says(first_run):
     model, card = load_image_model(first_run / "deployed")
-    data = load_image_data("digits")
+    data = load_image_data(DataConfig())
     mean, std = torch.tensor(card["mean"]), torch.tensor(card["std"])
     with torch.no_grad():
         logits = model(normalize(data.test_images, mean, std))

@@ -12,8 +12,8 @@ from tasks import cifar, wmt14
 from tasks.common.config import parse_config
 from tasks.common.diagnostics import CurvatureConfig
 from tasks.common.limits import check_steps
-from tasks.images.config import CifarConfig, check_image_model
-from tasks.images.models import WIDE_RESNET_NAME
+from tasks.images.config import CifarConfig
+from tasks.images.models import parse_model_name
 from tasks.translation.config import DecodingConfig, ModelConfig, TextConfig, TranslationConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -78,7 +78,7 @@ def test_a_config_named_after_a_run_of_the_paper_has_its_data_and_model(paper_na
     data, depth, width = parts(PAPER_NAME, paper_name)
     config = load(paper_name)
     assert (config.data.name, config.data.path) == (data, None)
-    assert parts(WIDE_RESNET_NAME, config.model) == (depth, width)
+    assert parse_model_name(config.model) == ("wrn-<depth>-<width>", [int(depth), int(width)])
 
 
 def test_a_config_named_after_a_run_of_the_paper_has_its_hyperparameters(paper_name):
@@ -177,10 +177,10 @@ def test_accelerate_reads_its_launch_files_and_they_ask_for_the_workers_they_nam
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: check_image_model("cnn-9999-9999-9999-9999", 0.0), "model must have at most 2,147,483,648 parameters"),
-        (lambda: check_image_model("wrn-1000-100", 0.0), "model must have at most 2,147,483,648 parameters"),
-        (lambda: check_image_model("transformer-10000-4", 0.0), "depth of model .* from 1 to 1000; got 10000"),
-        (lambda: check_image_model("transformer-1000-10000", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: parse_model_name("cnn-9999-9999-9999-9999", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: parse_model_name("wrn-1000-100", 0.0), "model must have at most 2,147,483,648 parameters"),
+        (lambda: parse_model_name("transformer-10000-4", 0.0), "depth of model .* from 1 to 1000; got 10000"),
+        (lambda: parse_model_name("transformer-1000-10000", 0.0), "model must have at most 2,147,483,648 parameters"),
         (lambda: ModelConfig(d_model=65536), "size must have at most 2,147,483,648 parameters"),
         (lambda: ModelConfig(ffn=262144), "size must have at most 2,147,483,648 parameters"),
         (lambda: TextConfig(vocab_size=10**9), "vocab_size must be an integer from 258 to 10000000; got 1000000000"),

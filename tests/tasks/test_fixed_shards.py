@@ -71,8 +71,8 @@ def test_the_seed_deals_the_shards():
 
 
 def test_validation_images_are_of_the_test_split_alone_and_even_over_the_classes():
-    whole = load_image_data("digits", test_fraction=0.4435)
-    data = load_image_data("digits", test_fraction=0.4435, validation_limit=300)
+    whole = load_image_data(DataConfig(test_fraction=0.4435))
+    data = load_image_data(DataConfig(test_fraction=0.4435, validation_limit=300))
     assert torch.equal(data.train_images, whole.train_images)
     assert (len(data.test_labels), len(data.validation_labels)) == (497, 300)
     together = torch.cat([data.test_images, data.validation_images]).flatten(1)
@@ -97,5 +97,5 @@ def test_settings_that_do_not_fit_are_refused(words, message):
 
 
 def test_validation_images_must_leave_test_images():
-    with pytest.raises(ValueError, match=r"must leave test images; it is 360, and the test split has 360\. Lower it"):
-        load_image_data("digits", validation_limit=360)
+    with pytest.raises(ValueError, match=r"must be below the 360 images of the test split; got 360"):
+        load_image_data(DataConfig(validation_limit=360))

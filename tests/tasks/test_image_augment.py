@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tasks.images.augment import CropAndFlip, ModelInputs, normalize
-from tasks.images.data import ImageTensors, collate
+from tasks.images.data import ImageTensors
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
@@ -89,7 +89,7 @@ def test_training_batches_vary_while_evaluation_batches_do_not():
     inputs = ModelInputs(mean, std, torch.device("cpu"), CropAndFlip())
 
     def fetch():
-        (batch,) = DataLoader(data, batch_size=16, collate_fn=collate)
+        (batch,) = DataLoader(data, batch_size=16, collate_fn=dict)
         return batch["images"]
 
     assert torch.equal(inputs.plain(fetch()), inputs.plain(fetch()))

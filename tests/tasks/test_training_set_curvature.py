@@ -1,5 +1,6 @@
 """Curvature over the entire training set: batches, crops and flips, the printed cost, and any number of workers."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from torch import nn
 
 from dsgdac_accel import WorkerGroup
+from tasks.common import diagnostics
 from tasks.common.config import ConfigError
-from tasks.common.diagnostics import CurvatureConfig, refuse_batches_of_one
+from tasks.common.diagnostics import CurvatureConfig, Measurable, choose_threads, refuse_batches_of_one
 from tasks.images.augment import CropAndFlip, ModelInputs
+from tasks.images.config import DataConfig
 from tasks.images.curvature import curvature_batches, image_loss
 from tasks.images.data import load_image_data
 from tasks.images.models import build_image_model
@@ -21,7 +24,7 @@ AUGMENTED = CurvatureConfig(batches=None, batch_size=12, augment=True, iteration
 
 
 def digits(config, total=53, seed=1, padding=1, flip=True):
-    data = load_image_data("digits", train_limit=total, test_limit=10)
+    data = load_image_data(DataConfig(train_limit=total, test_limit=10))
     inputs = ModelInputs(data.mean, data.std, torch.device("cpu"), CropAndFlip(padding, flip))
     return curvature_batches(data, config, seed, inputs)
 
@@ -80,6 +83,34 @@ def test_a_last_batch_of_one_sample_is_refused_for_batch_norm_before_training():
 def test_pairs_of_sentences_have_no_augmentation():
     with pytest.raises(ValueError, match=r"curvature.augment must be false for translation.*Leave it out"):
         TranslationConfig(curvature=AUGMENTED)
+
+
+class SlowWith:
+    """A product that takes longer with a number of threads."""
+
+    dim, dtype = 1, torch.float32
+
+    def __init__(self, threads):
+        self.threads = threads
+
+    def __call__(self, v):
+        time.sleep(0.05 * (torch.get_num_threads() == self.threads))
+
+
+@pytest.mark.parametrize(("slow", "asked", "chosen"), [(2, None, 1), (1, None, 2), (2, "2", 2)])
+def test_the_faster_number_of_threads_is_chosen_unless_the_user_does(slow, asked, chosen, monkeypatch, capsys):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(diagnostics, "HessianOperator", lambda *arguments, **options: SlowWith(slow))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    try:
+        torch.set_num_threads(2)
+        choose_threads(Measurable(nn.Linear(1, 1), print, image_loss, [None]), shown=True)
+        assert torch.get_num_threads() == chosen
+    finally:
+        torch.set_num_threads(before)
+    assert (f"{chosen} CPU thread" in capsys.readouterr().out) == (asked is None)
 
 
 def measured(rank, launched):

@@ -283,10 +283,10 @@ CONFIG = "algorithm: dsgd_ac\ndata: {name: digits}\nseed: 3\nlogging_steps: 2\n"
 @pytest.mark.parametrize(
     ("folder", "summary", "workers", "title"),
     [
-        ("ours", FACTS, [8], "ours: cifar, dsgd_ac, digits, 8 workers, ring, seed 3"),
-        ("ours", FACTS, [9, 8], "ours: cifar, dsgd_ac, digits, 9 workers, 8 at the end, ring, seed 3"),
-        ("half", None, [1], "half: cifar, dsgd_ac, digits, 1 worker, seed 3, unfinished, step 3"),
-        ("$x_{$", FACTS | {"seed": 1}, [8], r"\$x_{\$: cifar, dsgd_ac, digits, 8 workers, ring, seed 1"),
+        ("ours", FACTS, [8], "ours: dsgd_ac, digits, 8 workers, ring, seed 3"),
+        ("ours", FACTS, [9, 8], "ours: dsgd_ac, digits, 9 workers, 8 at the end, ring, seed 3"),
+        ("half", None, [1], "half: dsgd_ac, digits, 1 worker, seed 3, unfinished, step 3"),
+        ("$x_{$", FACTS | {"seed": 1}, [8], r"\$x_{\$: dsgd_ac, digits, 8 workers, ring, seed 1"),
     ],
 )
 def test_the_title_says_which_run_it_is(tmp_path, drawn, folder, summary, workers, title):
