@@ -11,8 +11,16 @@ from PIL import Image
 
 from tasks.common import plotting
 from tasks.common.output_dir import OutputDir
-from tasks.common.plot_style import add_legend, new_figure, set_logarithmic
-from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
+from tasks.common.plotting import (
+    add_legend,
+    compare_runs,
+    new_figure,
+    plot_run,
+    read_metrics,
+    run_labels,
+    series,
+    set_logarithmic,
+)
 
 RECORDS = [
     {"step": 1, "epoch": 0.1, "gossip/lr": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
@@ -283,10 +291,10 @@ CONFIG = "algorithm: dsgd_ac\ndata: {name: digits}\nseed: 3\nlogging_steps: 2\n"
 @pytest.mark.parametrize(
     ("folder", "summary", "workers", "title"),
     [
-        ("ours", FACTS, [8], "ours: cifar, dsgd_ac, digits, 8 workers, ring, seed 3"),
-        ("ours", FACTS, [9, 8], "ours: cifar, dsgd_ac, digits, 9 workers, 8 at the end, ring, seed 3"),
-        ("half", None, [1], "half: cifar, dsgd_ac, digits, 1 worker, seed 3, unfinished, step 3"),
-        ("$x_{$", FACTS | {"seed": 1}, [8], r"\$x_{\$: cifar, dsgd_ac, digits, 8 workers, ring, seed 1"),
+        ("ours", FACTS, [8], "ours: dsgd_ac, digits, 8 workers, ring, seed 3"),
+        ("ours", FACTS, [9, 8], "ours: dsgd_ac, digits, 9 workers, 8 at the end, ring, seed 3"),
+        ("half", None, [1], "half: dsgd_ac, digits, 1 worker, seed 3, unfinished, step 3"),
+        ("$x_{$", FACTS | {"seed": 1}, [8], r"\$x_{\$: dsgd_ac, digits, 8 workers, ring, seed 1"),
     ],
 )
 def test_the_title_says_which_run_it_is(tmp_path, drawn, folder, summary, workers, title):
