@@ -62,12 +62,7 @@ class OutputDir:
 
         Raises OSError on all workers, naming the folder, if it cannot be written or another run writes into it.
         """
-        problem = self._try_to_begin(resumed_at, log_bytes)
-        for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
-            raise OSError(found)
-
-    def _try_to_begin(self, resumed_at: int | None, log_bytes: int | None) -> str | None:
-        """Begin the files on the main worker and the trackers; returns an error message, or None."""
+        problem = None
         try:
             if self.accelerator.is_main_process:
                 self._begin_files(resumed_at, log_bytes)
@@ -77,11 +72,12 @@ class OutputDir:
                 settings = flat_config(config_to_dict(self.config))
                 self.accelerator.init_trackers(TRACKER, config=settings, init_kwargs=purge)
         except OSError as error:
-            return (
+            problem = (
                 f"output_dir must be a folder that can be written; {self.folder} is not ({error.strerror or error}). "
                 "Choose another output_dir."
             )
-        return None
+        for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
+            raise OSError(found)
 
     def _begin_files(self, resumed_at: int | None, log_bytes: int | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -43,15 +43,13 @@ def plot_run(output_dir: Path | str) -> list[Path]:
         ImportError: matplotlib is not installed.
     """
     output_dir = Path(output_dir)
-    run = _read_run(output_dir, "", BLUE)
+    run = Run("", BLUE, read_metrics(output_dir / "metrics.jsonl"))
     runs, described = [run], f"{output_dir.resolve().name}: {', '.join(facts_of(output_dir, run.records).values())}"
     written = []
     for file_name, panel in PANELS.items():
         if panel.has_data(runs):
             figure, (axes,) = new_figure()
-            notes = PanelNotes()
-            panel.draw(axes, runs, notes)
-            notes.write(axes)
+            panel.draw_with_notes(axes, runs)
             add_title(figure, described.removesuffix(": "))
             lines = [line for drawn in figure.axes for line in drawn.lines]
             if len(panel.keys) > 1:
@@ -79,7 +77,8 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
         raise ValueError("compare_runs needs at least one output_dir; got none.")
     colors = line_colors(len(folders))
     runs = [
-        _read_run(folder, name, color) for folder, name, color in zip(folders, run_labels(folders), colors, strict=True)
+        Run(name, color, read_metrics(folder / "metrics.jsonl"))
+        for folder, name, color in zip(folders, run_labels(folders), colors, strict=True)
     ]
     facts = [facts_of(folder, run.records) for folder, run in zip(folders, runs, strict=True)]
     shared = [value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)]
@@ -100,12 +99,7 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
     for blank in axes[len(panels) :]:
         blank.set_visible(False)
     for panel, panel_axes in zip(panels, axes, strict=False):
-        notes = PanelNotes()
-        panel.draw(panel_axes, runs, notes)
-        if panel.has_data(runs):
-            notes.write(panel_axes)
-        else:
-            panel_axes.text(0.5, 0.5, "not logged", ha="center", transform=panel_axes.transAxes, color="0.5")
+        panel.draw_with_notes(panel_axes, runs)
     add_title(figure, ", ".join([f"{len(runs)} run{'s' * (len(runs) > 1)}", *shared]))
     from matplotlib.lines import Line2D
 
@@ -148,9 +142,8 @@ class PanelNotes:
 
     def lines(self) -> list[str]:
         """Return the notes, one per problem."""
-        notes = [f"{problem}: {_listed(runs)}".removesuffix(": ") for problem, runs in self.missing.items()]
-        same = [f"{metric} identical: {_listed(runs)}" for (metric, _), runs in self.drawn.items() if len(runs) > 1]
-        return [note.strip() for note in (*notes, *same)]
+        same = [(f"{metric} identical", runs) for (metric, _), runs in self.drawn.items() if len(runs) > 1]
+        return [f"{note}: {_listed(runs)}".removesuffix(": ").strip() for note, runs in (*self.missing.items(), *same)]
 
     def write(self, axes: Any) -> None:
         """Write the notes below the title of the axes, and make the figure higher by as much."""
@@ -240,8 +233,10 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
     ]
     labels = []
     for algorithm, name in zip(algorithms, names, strict=True):
-        known, alone = isinstance(algorithm, str), algorithms.count(algorithm) == 1
-        labels.append((algorithm if alone else f"{algorithm} ({name})") if known else name)
+        if isinstance(algorithm, str):
+            labels.append(algorithm if algorithms.count(algorithm) == 1 else f"{algorithm} ({name})")
+        else:
+            labels.append(name)
     return labels
 
 
@@ -302,8 +297,6 @@ class Run:
     """Name in the legend; "" for a run that is plotted alone."""
     color: Any
     records: Records
-    window: int | None = None
-    """Optimizer steps that a logged training loss averages, if known."""
 
 
 @dataclass(frozen=True)
@@ -317,10 +310,14 @@ class Panel:
         """Return whether any run has logged any of the metrics."""
         return any(key in record for run in runs for record in run.records for key in self.keys)
 
-
-def _read_run(folder: Path, label: str, color: Any) -> Run:
-    window = _config(folder).get("logging_steps")
-    return Run(label, color, read_metrics(folder / "metrics.jsonl"), window if isinstance(window, int) else None)
+    def draw_with_notes(self, axes: Any, runs: Sequence[Run]) -> None:
+        """Draw the metrics, and write below the title what cannot be drawn."""
+        notes = PanelNotes()
+        self.draw(axes, runs, notes)
+        if self.has_data(runs):
+            notes.write(axes)
+        else:
+            axes.text(0.5, 0.5, "not logged", ha="center", transform=axes.transAxes, color="0.5")
 
 
 def _draw_lr_and_gamma(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
@@ -358,28 +355,16 @@ def _draw_loss(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
     splits = list(dict.fromkeys(_evaluated_split(run.records, "loss") for run in runs))
     for run in runs:
         split = _evaluated_split(run.records, "loss")
-        _line(
-            axes, run, "train/loss", "training loss", notes, label=_train_label(run), dashed=not alone, faint=not alone
-        )
+        # Each logged training loss is a mean over the steps since the one before.
+        look: Any = {} if alone else {"dashed": True, "faint": True}
+        _line(axes, run, "train/loss", "training loss", notes, label="train (workers, smoothed)", **look)
         _line(axes, run, f"{split}/loss", f"{split} loss", notes, VERMILION, label=f"{split} (deployed model)")
     _finish(axes, "loss (nats)", "loss" if alone else f"loss: {' or '.join(splits)} (solid), smoothed train (dashed)")
 
 
-def _train_label(run: Run) -> str:
-    """Say how a training loss is smoothed: each logged value is a mean over the steps since the one before."""
-    if run.window == 1:
-        return "train (workers)"
-    steps = series(run.records, "train/loss")[0]
-    window = "since the last point" if run.window is None else f"of {min([run.window, *steps[-1:]])} steps"
-    return f"train (workers, smoothed: mean {window})"
-
-
 def _draw_accuracy(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
     for run in runs:
-        values = series(run.records, "test/accuracy")[1]
-        # Logged as a fraction; a log in percent stays as it is.
-        scale = 100 if all(not value > 1 for value in values) else 1
-        _line(axes, run, "test/accuracy", "test accuracy", notes, scale=scale)
+        _line(axes, run, "test/accuracy", "test accuracy", notes, scale=100)
     _finish(axes, "test accuracy (%)", "accuracy of the deployed model")
 
 
@@ -521,19 +506,19 @@ def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], capti
     # matplotlib leaves out labels that begin with an underscore.
     labels = [wrapped(f" {label}" if label.startswith("_") else label, room - 1.2) for label in labels]
     handles, caption = list(handles), wrapped(caption, 1.2 * room)
-    if handles:
-        lines = [line for label in labels for line in label.split("\n")]
-        width = 0.7 + _letter() * max(map(len, lines))  # inches of an entry
-        columns = max(1, min(5, len(handles), int(room / width)))
-        rows = max(sum(label.count("\n") + 1 for label in labels[k::columns]) for k in range(columns))
-        figure.set_figheight(figure.get_figheight() + 0.22 * max(0, rows - 2))
-        legend = figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, frameon=False,
-            title=caption or None, title_fontsize="small",
-        )  # fmt: skip
-        legend.get_title().set_multialignment("center")
-    elif caption:
-        figure.supxlabel(caption, fontsize="small")
+    if not handles:
+        if caption:
+            figure.supxlabel(caption, fontsize="small")
+        return
+    width = 0.7 + _letter() * max(len(line) for label in labels for line in label.split("\n"))  # inches of an entry
+    columns = max(1, min(5, len(handles), int(room / width)))
+    rows = max(sum(label.count("\n") + 1 for label in labels[k::columns]) for k in range(columns))
+    figure.set_figheight(figure.get_figheight() + 0.22 * max(0, rows - 2))
+    legend = figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False,
+        title=caption or None, title_fontsize="small",
+    )  # fmt: skip
+    legend.get_title().set_multialignment("center")
 
 
 def set_logarithmic(axes: Any) -> None:

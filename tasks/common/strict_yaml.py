@@ -76,6 +76,8 @@ def read_yaml(path: Path) -> dict[Text, Any]:
     """
     try:
         source = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path.absolute()} does not exist. Name a YAML file.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"config file {path.absolute()} cannot be read: {reason}. Name a YAML file.") from None
