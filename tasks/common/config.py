@@ -62,7 +62,7 @@ def parse_config(
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
         _print_and_exit(_help_text(cls, prog or Path(sys.argv[0]).name, description, default_file))
-    given = _read_words([word for word in words if word != "--print_config"])
+    given = _read_words([word for word in words if word != "--print_config"], keys_of(cls))
     file = given.pop(Text("config"), None)
     config = _config_from(cls, default_file if file is None else Path(os.path.expanduser(file)), given)
     if "--print_config" in words:
@@ -81,7 +81,7 @@ def _print_and_exit(text: str) -> None:
     raise SystemExit(0)
 
 
-def _read_words(words: Sequence[str]) -> dict[Text, Text]:
+def _read_words(words: Sequence[str], known: Mapping[str, Key]) -> dict[Text, Text]:
     """`--key value` and `--key=value` by key, without the dashes."""
     given: dict[Text, Text] = {}
     as_written = functools.partial(Text, style="argument", label="command line: ", folder=Path.cwd())
@@ -94,6 +94,8 @@ def _read_words(words: Sequence[str]) -> dict[Text, Text]:
             is_file = word.endswith((".yaml", ".yml"))
             way_out = f"Name the file with --config {word}." if is_file else "Write settings as --key VALUE."
             raise ConfigError(f"command line: {word!r} is not a setting. {way_out}")
+        if key not in ("config", *known):
+            raise _unknown(as_written(key), key, known)
         if not equals:
             text = next(rest, "--")
             if text.startswith("--"):
@@ -109,8 +111,6 @@ def _config_from(cls: type[Config], file: Path | None, given: Mapping[Text, Text
     known = keys_of(cls)
     tree: dict[Any, Any] = read_yaml(file) if file is not None else {}
     for path, text in given.items():
-        if path not in known:
-            raise _unknown(path, path, known)
         *parents, name = path.split(".")
         section = tree
         for parent in parents:

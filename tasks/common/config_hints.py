@@ -16,7 +16,7 @@ MEANT = {
     "save_total_limit": "keep_checkpoints max_checkpoints",
     "logging_steps": "log_every log_interval",
     "resume_from_checkpoint": "resume",
-    "report_to": "tracker trackers log_with",
+    "report_to": "tracker trackers log_with wandb tensorboard",
     "adam_epsilon": "eps",
     "global_batch_size": "batch_size bs batch",
     "batch_tokens": "batch_size bs batch tokens_per_batch",

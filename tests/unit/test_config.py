@@ -540,6 +540,7 @@ def test_mistakes_in_a_file_are_refused_by_name(text, words, write):
         (["--gosip.power", "3"], ["It belongs at gossip.power."]),
         (["--gosip.pwer", "3"], ["Did you mean gossip.power?"]),
         (["--see", "3"], ["unknown key see. Did you mean seed?"]),
+        (["--see"], ["unknown key see. Did you mean seed?"]),
         (["--gossip.power", "abc"], ["command line: gossip.power must be a number; got 'abc'."]),
         (["--gossip.power", "-1"], ["gossip.power must be a finite number >= 0; got -1.0"]),
         (["--seed", "1", "--seed=2"], ["command line: --seed 1 and --seed 2 are both given. Keep one."]),
