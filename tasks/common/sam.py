@@ -125,15 +125,13 @@ class PerWorkerSharpnessAwareBackward:
                 losses.append(compute_loss())
                 self.accelerator.backward(losses[-1])
         if self.accelerator.sync_gradients:
-            after = random_state()
             with same_buffers(self.model):
                 for worker, window in enumerate(self.windows):
                     with self._gradients_of(worker), ascended(self.model, self.rho):
                         self.optimizer.zero_grad()
                         for compute_loss, randomness in window:
-                            set_random_state(randomness)
+                            set_random_state(randomness)  # the last one leaves the streams as the first pass did
                             self.accelerator.backward(compute_loss())
-            set_random_state(after)
             self.windows = [[] for _ in self.windows]
             self._average()
         return torch.stack(losses).detach().mean()

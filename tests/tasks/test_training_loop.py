@@ -143,13 +143,13 @@ def test_a_run_may_end_in_the_middle_of_an_epoch(make):
     assert not loop.epoch_is_complete
 
 
-@pytest.mark.parametrize(("saved_at", "calls"), [(4, ["step 5", "step 6"]), (6, [])])
-def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, calls):
+@pytest.mark.parametrize(("saved_at", "total", "calls"), [(4, 6, ["step 5", "step 6"]), (6, 6, []), (4, 4, [])])
+def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, total, calls):
     first, task = make(total_steps=saved_at)
     first.run(task)
     first.loss.add(torch.tensor(3.0), 2.0)
     state = first.state_dict()
-    loop, task = make(total_steps=6)
+    loop, task = make(total_steps=total)
     loop.load_state_dict(state)
     assert (loop.epoch, loop.step, loop.lr, loop.loss.last_epoch, loop.log_bytes) == (
         1, saved_at, 0.5, first.loss.last_epoch, 7,

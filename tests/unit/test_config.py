@@ -399,6 +399,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_defaults(write):
 
 
 def test_a_section_can_be_switched_off_and_on_from_the_command_line(write):
+    assert parse_config(Run, []).gossip is None
     assert parse_config(Run, ["--config", write("gossip: {power: 2}"), "--gossip", "null"]).gossip is None
     assert parse_config(Run, ["--config", write("gossip: null"), "--gossip.power", "2"]).gossip == GossipConfig(power=2)
 
