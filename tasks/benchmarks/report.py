@@ -14,7 +14,7 @@ from dsgdac_accel.config import config_to_dict
 from tasks.benchmarks.config import BenchmarkConfig
 from tasks.benchmarks.measurement import Measured, quartiles_of, summarize
 from tasks.benchmarks.targets import Target, Verdict
-from tasks.common.plot_style import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
+from tasks.common.plotting import BLUE, DPI, ORANGE, add_title, new_figure, plain, require_matplotlib, wrapped
 
 REFERENCES = ("local", "local+bytes", "ddp", "decent_dp", "fsdp", "fsdp+bytes", "hsdp")
 """Variants that the others are compared with, if they are measured."""

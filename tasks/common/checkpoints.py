@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dsgdac_accel import StoppedBySignal
 from dsgdac_accel.checkpoint import CheckpointError, newest_checkpoint, prune_checkpoints, read_manifest
@@ -45,8 +45,13 @@ def checkpoint_to_resume(
             found = _find(config)
             if found is not None:
                 _require_same_run(found, config, task, (*_MAY_CHANGE, *may_change))
-                if not (any_count and config.gossip.on_other_worker_count == "deployed"):
-                    _require_same_count(found, accelerator.num_processes)
+                saved, launched = read_manifest(found).workers, accelerator.num_processes
+                may_differ = any_count and config.gossip.on_other_worker_count == "deployed"
+                if saved != launched and not may_differ:
+                    raise ConfigError(
+                        f"resume_from_checkpoint: {found} holds the state of {saved} workers, and {launched} were "
+                        f"launched. Launch {saved}, or choose another output_dir for a new run."
+                    )
         except (ConfigError, CheckpointError) as error:
             problem = error
     found, problem = accelerator.group.all_gather_object((found, problem), "looking for a checkpoint")[0]
@@ -107,24 +112,6 @@ def _require_same_run(folder: Path, config: Any, task: str, may_change: Collecti
         )
 
 
-def _require_same_count(folder: Path, launched: int) -> None:
-    saved = read_manifest(folder).workers
-    if saved != launched:
-        raise ConfigError(
-            f"resume_from_checkpoint: {folder} holds the state of {saved} workers, and {launched} were launched. "
-            f"Launch {saved}, or choose another output_dir for a new run."
-        )
-
-
-def _how_to_resume(resume: str | Path) -> str:
-    same = "the same command resumes it"
-    return (
-        f"{same} (resume_from_checkpoint: auto)"
-        if resume == "auto"
-        else f"{same} with resume_from_checkpoint: auto in place of resume_from_checkpoint: {resume}"
-    )
-
-
 class Checkpoints:
     """Saves checkpoints into `output_dir/checkpoints` in the background, and keeps the newest few.
 
@@ -158,17 +145,17 @@ class Checkpoints:
         self.finish()
         folder = self.folder / f"step-{step:08d}"
         self.accelerator.save_state(folder, wait=False, facts=self.facts)
-        if stop:
-            self._stop(step, folder)
-
-    def _stop(self, step: int, checkpoint: Path) -> NoReturn:
+        if not stop:
+            return
         self.finish()
         self.accelerator.group.barrier("stopping the run")  # launchers end the other workers after the first exit
         reason = self.accelerator.stop_reason
         self.accelerator.end_training()
+        resume = self.config.resume_from_checkpoint
+        instead = "" if resume == "auto" else f" in place of resume_from_checkpoint: {resume}"
         raise StoppedBySignal(
-            f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {checkpoint}; "
-            f"{_how_to_resume(self.config.resume_from_checkpoint)}"
+            f"stopped by {reason} at step {step} of {self.total_steps}; checkpoint {folder}; the same command resumes "
+            f"it with resume_from_checkpoint: auto{instead}"
         )
 
     def finish(self) -> None:

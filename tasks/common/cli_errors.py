@@ -54,11 +54,8 @@ def training(report: Callable[[str], object]) -> Iterator[None]:
         _end(str(stop) if _rank() == 0 else "", EXIT_STOPPED)
     except (WorkerLostError, NonFiniteError, CheckpointError) as error:
         _end(f"error: {error}", 1)
-    except OSError as error:
-        report(f"worker {_rank()} ended: {error}")
-        _end(f"error: worker {_rank()}: {error}", 1)
-    except (RuntimeError, MemoryError) as error:
-        problem = _lack_of_memory(error)
+    except (OSError, RuntimeError, MemoryError) as error:
+        problem = error if isinstance(error, OSError) else _lack_of_memory(error)
         if problem is None:
             raise
         report(f"worker {_rank()} ended: {problem}")

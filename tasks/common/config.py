@@ -11,7 +11,6 @@ import argparse
 import ast
 import dataclasses
 import functools
-import hashlib
 import inspect
 import itertools
 import json
@@ -20,7 +19,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -28,7 +26,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from dsgdac_accel.checks import absolute_path
 from dsgdac_accel.config import config_to_dict
 from tasks.common.config_hints import hint
-from tasks.common.config_types import convert, describe, is_null, label_of, shown
+from tasks.common.config_types import convert, describe, label_of, shown
 from tasks.common.strict_yaml import ConfigError, Text, read_yaml
 
 Config = TypeVar("Config")
@@ -63,8 +61,8 @@ def parse_config(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
-        _print_and_exit(help_text(cls, prog or Path(sys.argv[0]).name, description, default_file))
-    given = _read_words([word for word in words if word != "--print_config"])
+        _print_and_exit(_help_text(cls, prog or Path(sys.argv[0]).name, description, default_file))
+    given = _read_words([word for word in words if word != "--print_config"], keys_of(cls))
     file = given.pop(Text("config"), None)
     config = _config_from(cls, default_file if file is None else Path(os.path.expanduser(file)), given)
     if "--print_config" in words:
@@ -83,10 +81,10 @@ def _print_and_exit(text: str) -> None:
     raise SystemExit(0)
 
 
-def _read_words(words: Sequence[str]) -> dict[Text, Text]:
+def _read_words(words: Sequence[str], known: Mapping[str, Key]) -> dict[Text, Text]:
     """`--key value` and `--key=value` by key, without the dashes."""
     given: dict[Text, Text] = {}
-    as_written = functools.partial(Text, style="argument", label="command line", folder=Path.cwd())
+    as_written = functools.partial(Text, style="argument", label="command line: ", folder=Path.cwd())
     if broken := [word for word in words if word.encode(errors="replace").decode() != word]:
         raise ConfigError(f"command line: {broken[0]!r} is not UTF-8 text. Retype it.")
     rest = iter(words)
@@ -96,10 +94,12 @@ def _read_words(words: Sequence[str]) -> dict[Text, Text]:
             is_file = word.endswith((".yaml", ".yml"))
             way_out = f"Name the file with --config {word}." if is_file else "Write settings as --key VALUE."
             raise ConfigError(f"command line: {word!r} is not a setting. {way_out}")
+        if key not in ("config", *known):
+            raise _unknown(as_written(key), key, known)
         if not equals:
             text = next(rest, "--")
-        if not equals and text.startswith("--"):
-            raise ConfigError(f"command line: {key} needs a value. Write --{key} VALUE or --{key}=VALUE.")
+            if text.startswith("--"):
+                raise ConfigError(f"command line: {key} needs a value. Write --{key} VALUE or --{key}=VALUE.")
         for other, value in given.items():
             if f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}."):
                 raise ConfigError(f"command line: --{other} {value} and --{key} {text} are both given. Keep one.")
@@ -109,40 +109,31 @@ def _read_words(words: Sequence[str]) -> dict[Text, Text]:
 
 def _config_from(cls: type[Config], file: Path | None, given: Mapping[Text, Text]) -> Config:
     known = keys_of(cls)
-    written: dict[str, Any] = {}
-    for name, node in (read_yaml(file) if file is not None else {}).items():
-        written |= _written(name, node, known)
-    for name, text in given.items():
-        # A key on the command line brings back a section that is null in the file.
-        written = {other: node for other, node in written.items() if not name.startswith(f"{other}.")}
-        written |= _written(name, text, known)
-    return _built(cls, "", written, known)
+    tree: dict[Any, Any] = read_yaml(file) if file is not None else {}
+    for path, text in given.items():
+        *parents, name = path.split(".")
+        section = tree
+        for parent in parents:
+            # A copy, since an alias may share it. A key also brings back a section that is null in the file.
+            below = section.get(parent)
+            section[parent] = dict(below) if isinstance(below, dict) else {}
+            section = section[parent]
+        section[name] = text
+    return _built(cls, "", tree, known)
 
 
-def _written(name: Text, node: Any, known: Mapping[str, Key], parent: str = "") -> dict[str, Any]:
-    """Return the nodes of a key and, in a section, of the keys below it, by dotted key."""
-    path = join_path(parent, name)
-    if path not in known or ("." in name and name.style != "argument"):
-        way_out = "Indent it below its section." if path in known else hint(path, known)
-        raise ConfigError(f"{label_of(name)}unknown key {path}. {way_out}")
-    key = known[path]
-    if key.section is None or (key.may_be_none and isinstance(node, Text) and is_null(node)):
-        return {path: node}
-    if node == "" and node.style == "plain":
-        return {}  # an empty heading keeps the defaults of its keys
-    if not isinstance(node, dict):
-        first = dataclasses.fields(key.section)[0].name
-        raise ConfigError(f"{label_of(node)}{path} must be a section with keys such as {first}; got {shown(node)}.")
-    written = {path: node}
-    for name, value in node.items():
-        written |= _written(name, value, known, path)
-    return written
+def _unknown(name: Text, path: str, known: Mapping[str, Key]) -> ConfigError:
+    way_out = "Indent it below its section." if path in known else hint(path, known)
+    return ConfigError(f"{name.label}unknown key {path}. {way_out}")
 
 
-def _built(cls: type[Config], path: str, written: Mapping[str, Any], known: Mapping[str, Key]) -> Config:
+def _built(cls: type[Config], path: str, node: Mapping[Any, Any], known: Mapping[str, Key]) -> Config:
     """A section, and the sections in it; path "" is the whole configuration."""
     names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    values = {name: _value(join_path(path, name), written, known) for name in names}
+    for name in node:
+        if name not in names:
+            raise _unknown(name, join_path(path, name), known)
+    values = {name: _value(join_path(path, name), node.get(name), known) for name in names}
     try:
         return cls(**values)
     except ConfigError:
@@ -152,12 +143,18 @@ def _built(cls: type[Config], path: str, written: Mapping[str, Any], known: Mapp
         raise ConfigError(f"{path}{'.' if names_key else ': '}{error}" if path else str(error)) from error
 
 
-def _value(path: str, written: Mapping[str, Any], known: Mapping[str, Key]) -> Any:
-    key, node = known[path], written.get(path)
+def _value(path: str, node: Any, known: Mapping[str, Key]) -> Any:
+    """The value of a key from what was written, None where nothing was."""
+    key = known[path]
     if key.section is not None:
-        is_given = isinstance(node, dict) or any(other.startswith(f"{path}.") for other in written)
-        is_none = isinstance(node, Text) or (key.default is None and not is_given)
-        return None if is_none else _built(key.section, path, written, known)
+        if (node is None and key.default is None) or (key.may_be_none and isinstance(node, Text) and node.is_null):
+            return None
+        if node is None or (node == "" and node.style == "plain"):
+            node = {}  # an empty heading keeps the defaults of its keys
+        if not isinstance(node, dict):
+            first = dataclasses.fields(key.section)[0].name
+            raise ConfigError(f"{label_of(node)}{path} must be a section with keys such as {first}; got {shown(node)}.")
+        return _built(key.section, path, node, known)
     if node is not None:
         return convert(node, key.hint, path)
     if key.default is MISSING:
@@ -226,7 +223,7 @@ def join_path(parent: str, name: str) -> str:
 # Help
 
 
-def help_text(cls: type, prog: str, description: str | None = None, default_file: Path | None = None) -> str:
+def _help_text(cls: type, prog: str, description: str | None, default_file: Path | None) -> str:
     """The page of --help: every key with its type, default and meaning."""
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -305,10 +302,3 @@ def _as_yaml(value: Any) -> str:
         return f"[{', '.join(map(_as_yaml, value))}]"
     text = json.dumps(value, ensure_ascii=False)
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def config_fingerprint(config: Any) -> str:
-    """SHA-256 of the values: equal on all workers with the same configuration."""
-    # Topologies of one name can differ in their rounds, which the fingerprint of a topology tells apart.
-    text = json.dumps(config_to_dict(config, spell=attrgetter("fingerprint")), sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()

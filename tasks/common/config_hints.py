@@ -16,7 +16,7 @@ MEANT = {
     "save_total_limit": "keep_checkpoints max_checkpoints",
     "logging_steps": "log_every log_interval",
     "resume_from_checkpoint": "resume",
-    "report_to": "tracker trackers log_with",
+    "report_to": "tracker trackers log_with wandb tensorboard",
     "adam_epsilon": "eps",
     "global_batch_size": "batch_size bs batch",
     "batch_tokens": "batch_size bs batch tokens_per_batch",
@@ -106,29 +106,20 @@ def hint(path: str, known: Collection[str]) -> str:
     plain = path.lower().replace("-", "_")
     parent, _, name = plain.rpartition(".")
     usual = [setting for setting, names in MEANT.items() if plain in names.split() and setting in known]
-    for meant in [plain] * (plain in known) + usual:
-        return f"Did you mean {meant}?"
+    if meant := [plain] * (plain in known) + usual:
+        return f"Did you mean {meant[0]}?"
     if name in REMOVED and parent in ("gossip", ""):
         return f"{name} was removed. {REMOVED[name]}"
     for setting, names, sentence in USE:
         if plain in names.split() and setting in known:
             return sentence
-    if elsewhere := [key for key in known if _last(key) == name]:
+    last = {key: key.rpartition(".")[2] for key in known}
+    if elsewhere := [key for key in known if last[key] == name]:
         return f"It belongs at {' or '.join(elsewhere)}."
     siblings = [key for key in known if key.rpartition(".")[0] == parent]
-    near = _nearest(name, siblings) or _nearest(name, known)
-    if near:
-        return f"Did you mean {near}?"
+    for paths in (siblings, known):
+        ends = {last[path].lower(): path for path in paths}
+        if near := difflib.get_close_matches(name, ends, n=1):
+            return f"Did you mean {ends[near[0]]}?"
     place = f"The keys of {parent} are" if parent else "The keys are"
-    return f"{place} {', '.join(map(_last, siblings))}." if siblings else "See --help for all keys."
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _nearest(name: str, paths: Collection[str]) -> str:
-    """The path whose last part is spelled most like the name, or "" if none is near."""
-    ends = {_last(path).lower(): path for path in paths}
-    matches = difflib.get_close_matches(name, ends, n=1)
-    return ends[matches[0]] if matches else ""
+    return f"{place} {', '.join(last[key] for key in siblings)}." if siblings else "See --help for all keys."

@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from dsgdac_accel import GossipAccelerator, JsonlSink
 from dsgdac_accel.checkpoint.serialization import write_whole
 from dsgdac_accel.config import config_to_dict
+from dsgdac_accel.doctor import check_equal, errors_of, flat_settings
 from tasks.common.algorithms import SynchronousAccelerator
-from tasks.common.config import config_fingerprint, dump_config
+from tasks.common.config import dump_config
 from tasks.common.known_tasks import flat_values
 from tasks.common.plotting import PANELS, plot_run
 
@@ -38,7 +39,7 @@ class OutputDir:
         config: settings of the run, with `output_dir` and `report_to`.
         accelerator: accelerator of the run.
 
-    Raises ValueError on all workers if their configurations differ.
+    Raises ValueError on all workers if their configurations differ; it names each key and its values.
     """
 
     def __init__(self, config: Any, accelerator: AnyAccelerator) -> None:
@@ -47,7 +48,10 @@ class OutputDir:
         self.folder: Path = config.output_dir
         self._lock = FileLock(self.folder / ".lock", blocking=False)
         self._log = self.folder / "metrics.jsonl"
-        accelerator.group.require_equal(config_fingerprint(config), "configuration")
+        everyone = accelerator.group.all_gather_object(flat_settings(config), "comparing the configurations")
+        advice = "Start all workers with the same file and arguments."
+        if wrong := errors_of(check_equal("configuration", everyone, advice)):
+            raise ValueError(f"configuration: {'; '.join(finding.text for finding in wrong)}. {advice}")
 
     def begin(self, resumed_at: int | None = None, log_bytes: int | None = None) -> None:
         """Lock the folder for this process, remove the files of an earlier run and start the log. Collective.
@@ -58,12 +62,7 @@ class OutputDir:
 
         Raises OSError on all workers, naming the folder, if it cannot be written or another run writes into it.
         """
-        problem = self._try_to_begin(resumed_at, log_bytes)
-        for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
-            raise OSError(found)
-
-    def _try_to_begin(self, resumed_at: int | None, log_bytes: int | None) -> str | None:
-        """Begin the files on the main worker and the trackers; returns an error message, or None."""
+        problem = None
         try:
             if self.accelerator.is_main_process:
                 self._begin_files(resumed_at, log_bytes)
@@ -73,11 +72,12 @@ class OutputDir:
                 settings = flat_config(config_to_dict(self.config))
                 self.accelerator.init_trackers(TRACKER, config=settings, init_kwargs=purge)
         except OSError as error:
-            return (
+            problem = (
                 f"output_dir must be a folder that can be written; {self.folder} is not ({error.strerror or error}). "
                 "Choose another output_dir."
             )
-        return None
+        for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
+            raise OSError(found)
 
     def _begin_files(self, resumed_at: int | None, log_bytes: int | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

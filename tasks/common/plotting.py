@@ -1,4 +1,4 @@
-"""Plots of a run, and of several runs side by side, from the metrics that they logged."""
+"""Plots of a run, and of several runs side by side, from the metrics that they logged; the look of all plots."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tasks.common.config import ConfigError
 from tasks.common.known_tasks import base_values
-from tasks.common.plot_style import (
-    BLUE,
-    DPI,
-    FEW_POINTS,
-    VERMILION,
-    add_legend,
-    add_title,
-    finish_axes,
-    line_colors,
-    new_figure,
-    set_logarithmic,
-    wrapped,
-)
+
+BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+PALETTE = (BLUE, VERMILION, "#009E73", "#CC79A7", ORANGE, "#56B4E9", "#000000")
+"""The palette of Okabe and Ito, which readers with any color vision can tell apart."""
+
+DPI = 150
+FEW_POINTS = 30
+"""Lines with at most this many points get markers; a single point would not show as a line."""
+
 
 Records = list[dict[str, Any]]
 Series = tuple[list[int], list[float]]
@@ -47,15 +43,13 @@ def plot_run(output_dir: Path | str) -> list[Path]:
         ImportError: matplotlib is not installed.
     """
     output_dir = Path(output_dir)
-    run = _read_run(output_dir, "", BLUE)
+    run = Run("", BLUE, read_metrics(output_dir / "metrics.jsonl"))
     runs, described = [run], f"{output_dir.resolve().name}: {', '.join(facts_of(output_dir, run.records).values())}"
     written = []
     for file_name, panel in PANELS.items():
         if panel.has_data(runs):
             figure, (axes,) = new_figure()
-            notes = PanelNotes()
-            panel.draw(axes, runs, notes)
-            notes.write(axes)
+            panel.draw_with_notes(axes, runs)
             add_title(figure, described.removesuffix(": "))
             lines = [line for drawn in figure.axes for line in drawn.lines]
             if len(panel.keys) > 1:
@@ -83,12 +77,15 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
         raise ValueError("compare_runs needs at least one output_dir; got none.")
     colors = line_colors(len(folders))
     runs = [
-        _read_run(folder, name, color) for folder, name, color in zip(folders, run_labels(folders), colors, strict=True)
+        Run(name, color, read_metrics(folder / "metrics.jsonl"))
+        for folder, name, color in zip(folders, run_labels(folders), colors, strict=True)
     ]
     facts = [facts_of(folder, run.records) for folder, run in zip(folders, runs, strict=True)]
     shared = [value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)]
-    named = [
-        replace(run, label=", ".join([run.label, *_differing(own, facts)]))
+    # The facts that tell runs apart, besides the names of algorithms and folders.
+    telling = [key for key in ("data", "workers", "seed", "state") if len({own.get(key) for own in facts}) > 1]
+    labels = [
+        ", ".join([run.label, *(own[key] for key in telling if key in own)])
         for run, own in zip(runs, facts, strict=True)
     ]
     scores = [name for name in ("accuracy.png", "bleu.png") if PANELS[name].has_data(runs)] or ["accuracy.png"]
@@ -102,17 +99,11 @@ def compare_runs(output_dirs: Iterable[Path | str], output: Path | str) -> Path:
     for blank in axes[len(panels) :]:
         blank.set_visible(False)
     for panel, panel_axes in zip(panels, axes, strict=False):
-        notes = PanelNotes()
-        panel.draw(panel_axes, runs, notes)
-        if panel.has_data(runs):
-            notes.write(panel_axes)
-        else:
-            panel_axes.text(0.5, 0.5, "not logged", ha="center", transform=panel_axes.transAxes, color="0.5")
+        panel.draw_with_notes(panel_axes, runs)
     add_title(figure, ", ".join([f"{len(runs)} run{'s' * (len(runs) > 1)}", *shared]))
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=run.color, linewidth=2) for run in named]
-    add_legend(figure, handles, [run.label for run in named])
+    add_legend(figure, [Line2D([], [], color=run.color, linewidth=2) for run in runs], labels)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=DPI)
     return output
@@ -151,9 +142,8 @@ class PanelNotes:
 
     def lines(self) -> list[str]:
         """Return the notes, one per problem."""
-        notes = [f"{problem}: {_listed(runs)}".removesuffix(": ") for problem, runs in self.missing.items()]
-        same = [f"{metric} identical: {_listed(runs)}" for (metric, _), runs in self.drawn.items() if len(runs) > 1]
-        return [note.strip() for note in (*notes, *same)]
+        same = [(f"{metric} identical", runs) for (metric, _), runs in self.drawn.items() if len(runs) > 1]
+        return [f"{note}: {_listed(runs)}".removesuffix(": ").strip() for note, runs in (*self.missing.items(), *same)]
 
     def write(self, axes: Any) -> None:
         """Write the notes below the title of the axes, and make the figure higher by as much."""
@@ -187,20 +177,15 @@ def read_metrics(path: Path | str) -> Records:
         raise FileNotFoundError(f"{path} must exist; a run writes it into its output_dir. Pass the folder of a run.")
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
-        record = _parse(line)
-        if record is not None:
-            records.append(record)
+        try:
+            record = json.loads(line or "{}")
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records += [record] if record else []
         elif line.strip():
             warnings.warn(f"{path}: line {number} is truncated or not a record; skipped.", stacklevel=2)
     return records
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> Series:
@@ -237,66 +222,50 @@ def number(value: Any) -> float:
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
     """Name each run by its algorithm, and add its folder if several runs have the same one."""
-    algorithms = [
-        json_object(folder / "summary.json").get("algorithm", _config(folder).get("algorithm")) for folder in folders
-    ]
-    return [
-        name
-        if not isinstance(algorithm, str)
-        else algorithm
-        if algorithms.count(algorithm) == 1
-        else f"{algorithm} ({name})"
-        for algorithm, name in zip(algorithms, _folder_names(folders), strict=True)
-    ]
-
-
-def _folder_names(folders: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, or as many parts as tell all folders apart: in a sweep all end in seed_0."""
     paths = [folder.resolve() for folder in folders]
+    # As many parts of the paths as tell all folders apart: in a sweep all end in seed_0.
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(set(paths)):
             break
-    return names
+    algorithms = [
+        json_object(folder / "summary.json").get("algorithm", _config(folder).get("algorithm")) for folder in folders
+    ]
+    labels = []
+    for algorithm, name in zip(algorithms, names, strict=True):
+        if isinstance(algorithm, str):
+            labels.append(algorithm if algorithms.count(algorithm) == 1 else f"{algorithm} ({name})")
+        else:
+            labels.append(name)
+    return labels
 
 
 def facts_of(folder: Path, records: Records) -> dict[str, str]:
     """Return what the title of a run says, by name, from its configuration, summary and log: what is known of
     algorithm, data, workers, topology and seed, and whether it is unfinished."""
     summary, config = json_object(folder / "summary.json"), _config(folder)
+    seed = summary.get("seed", config.get("seed"))
     known = {
         "algorithm": summary.get("algorithm", config.get("algorithm")),
         "data": Path(path).name if (path := config.get("data.path")) else config.get("data.name", summary.get("data")),
         "workers": workers_in_words(summary, records),
         "topology": summary.get("topology"),
-        "seed": summary.get("seed", config.get("seed")),
+        "seed": f"seed {seed}" if isinstance(seed, int) else None,
     }
-    facts = {name: str(value) for name, value in known.items() if isinstance(value, str | int)}
-    if "seed" in facts:
-        facts["seed"] = f"seed {facts['seed']}"
+    facts = {name: value for name, value in known.items() if isinstance(value, str)}
     if not summary and (steps := [record["step"] for record in records if isinstance(record.get("step"), int)]):
         facts["state"] = f"unfinished, step {max(steps)}"
     return facts
 
 
 def workers_in_words(summary: Mapping[str, Any], records: Records) -> str | None:
-    """Return the number of workers in words; of a run that lost some, also the number at the end."""
-    counts = [int(number(record["workers"])) for record in records if math.isfinite(number(record.get("workers")))]
-    if isinstance(summary.get("workers"), int):
-        counts.append(summary["workers"])
+    """Return the number of workers in words; of a run resumed with fewer, also the number at the end."""
+    counts = [number(record.get("workers")) for record in records] + [number(summary.get("workers"))]
+    counts = [int(count) for count in counts if math.isfinite(count)]
     if not counts:
         return None
     first, last = max(counts), counts[-1]
     return f"{first} worker{'s' * (first != 1)}{f', {last} at the end' if last != first else ''}"
-
-
-def _differing(own: Mapping[str, str], facts: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the facts of a run that tell it from the others, and that the names of algorithms and folders do not."""
-    return [
-        own[key]
-        for key in ("data", "workers", "seed", "state")
-        if key in own and any(other.get(key) != own[key] for other in facts)
-    ]
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -328,8 +297,6 @@ class Run:
     """Name in the legend; "" for a run that is plotted alone."""
     color: Any
     records: Records
-    window: int | None = None
-    """Optimizer steps that a logged training loss averages, if known."""
 
 
 @dataclass(frozen=True)
@@ -343,15 +310,19 @@ class Panel:
         """Return whether any run has logged any of the metrics."""
         return any(key in record for run in runs for record in run.records for key in self.keys)
 
-
-def _read_run(folder: Path, label: str, color: Any) -> Run:
-    window = _config(folder).get("logging_steps")
-    return Run(label, color, read_metrics(folder / "metrics.jsonl"), window if isinstance(window, int) else None)
+    def draw_with_notes(self, axes: Any, runs: Sequence[Run]) -> None:
+        """Draw the metrics, and write below the title what cannot be drawn."""
+        notes = PanelNotes()
+        self.draw(axes, runs, notes)
+        if self.has_data(runs):
+            notes.write(axes)
+        else:
+            axes.text(0.5, 0.5, "not logged", ha="center", transform=axes.transAxes, color="0.5")
 
 
 def _draw_lr_and_gamma(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
     right = axes.twinx()
-    alone = _is_alone(runs)
+    alone = runs[0].label == ""
     for run in runs:
         _line(axes, run, "gossip/lr", "learning rate", notes, dashed=not alone)
         _line(right, run, "gossip/gamma", "gamma", notes, VERMILION)
@@ -376,36 +347,24 @@ def _draw_consensus(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
     if logarithmic:
         set_logarithmic(axes)
     title = "consensus radius (solid), neighbor disagreement (dashed)"
-    _finish(axes, "distance (parameter norm)", "distance of the workers" if _is_alone(runs) else title)
+    _finish(axes, "distance (parameter norm)", "distance of the workers" if runs[0].label == "" else title)
 
 
 def _draw_loss(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
-    alone = _is_alone(runs)
+    alone = runs[0].label == ""
     splits = list(dict.fromkeys(_evaluated_split(run.records, "loss") for run in runs))
     for run in runs:
         split = _evaluated_split(run.records, "loss")
-        _line(
-            axes, run, "train/loss", "training loss", notes, label=_train_label(run), dashed=not alone, faint=not alone
-        )
+        # Each logged training loss is a mean over the steps since the one before.
+        look: Any = {} if alone else {"dashed": True, "faint": True}
+        _line(axes, run, "train/loss", "training loss", notes, label="train (workers, smoothed)", **look)
         _line(axes, run, f"{split}/loss", f"{split} loss", notes, VERMILION, label=f"{split} (deployed model)")
     _finish(axes, "loss (nats)", "loss" if alone else f"loss: {' or '.join(splits)} (solid), smoothed train (dashed)")
 
 
-def _train_label(run: Run) -> str:
-    """Say how a training loss is smoothed: each logged value is a mean over the steps since the one before."""
-    if run.window == 1:
-        return "train (workers)"
-    steps = series(run.records, "train/loss")[0]
-    window = "since the last point" if run.window is None else f"of {min([run.window, *steps[-1:]])} steps"
-    return f"train (workers, smoothed: mean {window})"
-
-
 def _draw_accuracy(axes: Any, runs: Sequence[Run], notes: PanelNotes) -> None:
     for run in runs:
-        values = series(run.records, "test/accuracy")[1]
-        # Logged as a fraction; a log in percent stays as it is.
-        scale = 100 if all(not value > 1 for value in values) else 1
-        _line(axes, run, "test/accuracy", "test accuracy", notes, scale=scale)
+        _line(axes, run, "test/accuracy", "test accuracy", notes, scale=100)
     _finish(axes, "test accuracy (%)", "accuracy of the deployed model")
 
 
@@ -458,5 +417,140 @@ def _finish(axes: Any, ylabel: str, title: str) -> None:
     finish_axes(axes, "optimizer step", ylabel, title, integer_ticks=True)
 
 
-def _is_alone(runs: Sequence[Run]) -> bool:
-    return runs[0].label == ""
+# ---- the look of all plots
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] | None = None) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, row by row.
+
+    Does not use pyplot, whose global state and choice of backend belong to the user.
+
+    Args:
+        rows, columns: grid of axes.
+        size: width and height in inches; by default it follows from the grid.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    if size is None:
+        size = (6.8, 4.6) if rows * columns == 1 else (5.5 * columns, 4.0 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def plain(text: str) -> str:
+    """Return text as matplotlib shows it: dollars are no formula, and bytes that are no text are question marks.
+
+    >>> plain("runs/$HOME")
+    'runs/\\\\$HOME'
+    """
+    return text.encode("utf-8", errors="replace").decode().replace("$", r"\$")
+
+
+def wrapped(text: str, inches: float) -> str:
+    """Return text as `plain` does, in lines that fit into a width at the default font size."""
+    lines = [textwrap.wrap(line, max(20, int(inches / _letter())), drop_whitespace=False) for line in text.split("\n")]
+    return "\n".join(plain(part) for parts in lines for part in parts or [""])
+
+
+def _letter() -> float:
+    """Return the width of a letter in inches, roughly."""
+    from matplotlib import rcParams
+
+    return 0.009 * rcParams["font.size"]
+
+
+def add_title(figure: Any, text: str) -> None:
+    """Title the figure, in as many lines as its width needs."""
+    figure.suptitle(wrapped(text, figure.get_figwidth()), fontsize="medium")
+
+
+def line_colors(count: int) -> list[Any]:
+    """Return `count` colors: the palette, or shades in order where it has too few."""
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.95 * number / (count - 1)) for number in range(count)]
+
+
+def finish_axes(axes: Any, xlabel: str, ylabel: str, title: str = "", *, integer_ticks: bool = False) -> None:
+    """Label the axes and draw the grid behind the data.
+
+    With `integer_ticks`, for steps and epochs, the x axis begins at 0 and has whole numbers only.
+    """
+    axes.set_xlabel(plain(xlabel))
+    axes.set_ylabel(plain(ylabel))
+    axes.set_title(plain(title), fontsize="medium")
+    axes.grid(True, color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if integer_ticks:
+        from matplotlib.ticker import MaxNLocator
+
+        # A range without two whole numbers in it would get fractions.
+        axes.set_xlim(min(0.0, axes.get_xlim()[0]), max(1.0, axes.get_xlim()[1]))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def add_legend(figure: Any, handles: Iterable[Any], labels: Iterable[str], caption: str = "") -> None:
+    """Add one legend below all axes, where it cannot cover data, with a caption above it.
+
+    It has as many columns as fit into the width of the figure, at most five. Long labels are broken into lines, and
+    the figure becomes higher by the rows beyond the second.
+    """
+    room = figure.get_figwidth()
+    # matplotlib leaves out labels that begin with an underscore.
+    labels = [wrapped(f" {label}" if label.startswith("_") else label, room - 1.2) for label in labels]
+    handles, caption = list(handles), wrapped(caption, 1.2 * room)
+    if not handles:
+        if caption:
+            figure.supxlabel(caption, fontsize="small")
+        return
+    width = 0.7 + _letter() * max(len(line) for label in labels for line in label.split("\n"))  # inches of an entry
+    columns = max(1, min(5, len(handles), int(room / width)))
+    rows = max(sum(label.count("\n") + 1 for label in labels[k::columns]) for k in range(columns))
+    figure.set_figheight(figure.get_figheight() + 0.22 * max(0, rows - 2))
+    legend = figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False,
+        title=caption or None, title_fontsize="small",
+    )  # fmt: skip
+    legend.get_title().set_multialignment("center")
+
+
+def set_logarithmic(axes: Any) -> None:
+    """Make the y axis logarithmic. Call it after the lines are drawn.
+
+    Ticks are plain numbers and close enough to read values within a single decade.
+    """
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if high < 1.2 * low:  # a single value, which would have no tick
+        axes.set_ylim(low / 1.5, high * 1.5)
+        low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+
+
+def positive(values: Iterable[float]) -> list[float]:
+    """Replace values that a logarithmic axis cannot show by NaN.
+
+    >>> positive([0.0, 0.5, -1.0])
+    [nan, 0.5, nan]
+    """
+    return [value if value > 0 else math.nan for value in values]
+
+
+def require_matplotlib() -> None:
+    """Raise ImportError, naming the extra to install, if matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install dsgdac-accel[tasks]") from error

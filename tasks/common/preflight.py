@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,9 +16,7 @@ from dsgdac_accel import WorkerGroup
 from dsgdac_accel.doctor import Finding, compare_settings, errors_of, examine
 from dsgdac_accel.virtual_workers import first_replica
 from tasks.common.config import ConfigError, parse_config
-from tasks.common.known_tasks import config_class_of, script_for
-
-_RUNS = {"cifar.py": ("tasks.images.run", "ImageRun"), "wmt14.py": ("tasks.translation.run", "TranslationRun")}
+from tasks.common.known_tasks import TASKS, task_for
 
 
 def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable[[], list[Finding]]:
@@ -32,15 +30,12 @@ def examination_of(file: Path, words: Sequence[str], timeout: float) -> Callable
     Raises:
         ConfigError: the settings are invalid.
     """
-    script = script_for(file)
-    if script.name not in _RUNS:
-        raise ConfigError(
-            f"{file}: runs of {', '.join(_RUNS)} can be examined; this is one of {script.name}. Start it."
-        )
-    module, name = _RUNS[script.name]
-    run_class = getattr(importlib.import_module(module), name)
-    config_class: Any = config_class_of(script)
-    config = parse_config(config_class, words, prog="dsgdac doctor")
+    task = task_for(file)
+    if task.run is None:
+        able = ", ".join(other.script for other in TASKS if other.run)
+        raise ConfigError(f"{file}: runs of {able} can be examined; this is one of {task.script}. Start it.")
+    run_class = pkgutil.resolve_name(task.run)
+    config: Any = parse_config(pkgutil.resolve_name(task.config), words, prog="dsgdac doctor")
     return lambda: _examine_run(run_class, config, timeout)
 
 

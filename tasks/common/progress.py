@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from dsgdac_accel import NonFiniteError
 from tasks.common.output_dir import AnyAccelerator
 
 
@@ -75,42 +73,7 @@ class Clock:
         self.waited_seconds = state["waited"]
 
 
-def progress_bar(accelerator: AnyAccelerator, step: int, total_steps: int) -> Any:
-    """A progress bar on the main process, at `step` of `total_steps`."""
-    hidden = None if accelerator.is_main_process else True
-    return tqdm(initial=step, total=total_steps, disable=hidden, unit="step")
-
-
-def progress_figures(accelerator: AnyAccelerator, loss: float, lr: float) -> dict[str, str]:
-    """Figures that the progress bar shows beside the step."""
-    shown = {"loss": f"{loss:.3f}", "lr": f"{lr:.3g}"}
-    for step in accelerator.gossip_steps:
-        radius = step.metrics().get("radius", math.nan)
-        shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{radius:.3f}"}
-    return shown
-
-
 def say(accelerator: AnyAccelerator, text: str) -> None:
     """Print a line on the main process, above the progress bar."""
     if accelerator.is_main_process:
         tqdm.write(text, file=sys.stdout)
-
-
-def rest_of_epoch(accelerator: AnyAccelerator, loader: Iterable[Any], epoch: int) -> Iterable[Any]:
-    """The batches of `epoch` that training has not taken yet; none if the run was resumed after the last one."""
-    if accelerator.data_position(loader).epoch > epoch:
-        return ()
-    # The data sets of the tasks draw no random numbers, so batches already taken need not be read again.
-    return accelerator.resumed_batches(loader, replay=False)
-
-
-def require_finite(accelerator: AnyAccelerator, loss: float, step: int) -> None:
-    """End a synchronous run whose training loss is not finite; gossip has a policy of its own for it.
-
-    Raises NonFiniteError.
-    """
-    if not accelerator.gossip_steps and not math.isfinite(loss):
-        raise NonFiniteError(
-            f"the training loss is {loss} at step {step} on all workers. Lower the learning rate, lengthen the "
-            f"warm-up, or clip the gradients."
-        )

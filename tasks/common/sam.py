@@ -126,20 +126,15 @@ class PerWorkerSharpnessAwareBackward:
                 self.accelerator.backward(losses[-1])
         if self.accelerator.sync_gradients:
             with same_buffers(self.model):
-                for worker in range(len(self.windows)):
+                for worker, window in enumerate(self.windows):
                     with self._gradients_of(worker), ascended(self.model, self.rho):
-                        self._second_pass(worker)
+                        self.optimizer.zero_grad()
+                        for compute_loss, randomness in window:
+                            set_random_state(randomness)  # the last one leaves the streams as the first pass did
+                            self.accelerator.backward(compute_loss())
+            self.windows = [[] for _ in self.windows]
             self._average()
         return torch.stack(losses).detach().mean()
-
-    def _second_pass(self, worker: int) -> None:
-        self.optimizer.zero_grad()
-        window, self.windows[worker] = self.windows[worker], []
-        after = random_state()
-        for compute_loss, randomness in window:
-            set_random_state(randomness)
-            self.accelerator.backward(compute_loss())
-        set_random_state(after)
 
     @contextlib.contextmanager
     def _gradients_of(self, worker: int) -> Iterator[None]:
@@ -153,18 +148,16 @@ class PerWorkerSharpnessAwareBackward:
 
     def _average(self) -> None:
         """Leave the mean gradient of all workers in the parameters. Collective."""
+        zeros = [torch.zeros_like(parameter) for parameter in self.parameters]
         first, *others = [
-            torch.cat([_flat(*pair) for pair in zip(own, self.parameters, strict=True)]) for own in self.gradients
+            torch.cat([(zero if grad is None else grad).flatten() for grad, zero in zip(own, zeros, strict=True)])
+            for own in self.gradients
         ]
         self.gradients = [[None] * len(self.parameters) for _ in self.gradients]
         mean = self.accelerator.group.all_reduce_mean_(first, "averaging gradients", others)
         parts = mean.split([parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
-
-
-def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    return (torch.zeros_like(parameter) if gradient is None else gradient).flatten()
 
 
 @contextlib.contextmanager

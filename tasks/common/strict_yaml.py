@@ -24,7 +24,7 @@ class Text(str):
     style: Literal["plain", "quoted", "argument"]
     """plain and quoted come from a file, argument from the command line."""
     label: str
-    """Where it was written, such as `run.yaml:3`: the start of an error message."""
+    """Where it was written, such as `run.yaml:3: `: the start of an error message."""
     folder: Path
     """Folder that a relative path starts from."""
 
@@ -38,6 +38,11 @@ class Text(str):
         """The meaning of the text before the type of its setting is known."""
         is_literal = self.style == "quoted" or (self.style == "argument" and not self)
         return str(self) if is_literal else plain_value(self)
+
+    @property
+    def is_null(self) -> bool:
+        """Whether the text unsets a value that may be null."""
+        return self.value is None or (self.style != "quoted" and self.lower() == "none")
 
 
 _WORDS = dict.fromkeys(["", "~", "null", "Null", "NULL"]) | {
@@ -72,11 +77,7 @@ def read_yaml(path: Path) -> dict[Text, Any]:
     try:
         source = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"config file {path.absolute()} does not exist.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {path.absolute()} is not UTF-8 text (byte {error.start}). Convert it."
-        ) from None
+        raise ConfigError(f"config file {path.absolute()} does not exist. Name a YAML file.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"config file {path.absolute()} cannot be read: {reason}. Name a YAML file.") from None
@@ -87,8 +88,15 @@ def read_yaml(path: Path) -> dict[Text, Any]:
     return tree or {}
 
 
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = [f"{_TAG}{kind}" for kind in ("str", "null", "bool", "int", "float", "timestamp", "value")]
+_COLLECTIONS = {tag: SafeConstructor.yaml_constructors[tag] for tag in (f"{_TAG}map", f"{_TAG}seq", None)}
+_MOST_VALUES = 100_000
+_MOST_LEVELS = 100
+
+
 def parse_yaml(source: str, label: str, folder: Path, style: Literal["plain", "argument"] = "plain") -> Any:
-    """Parse YAML as nested dicts and lists of `Text`; arguments as for `Text`, the label without a line.
+    """Parse YAML as nested dicts and lists of `Text`; arguments as for `Text`, the label without line and colon.
 
     Raises:
         ConfigError: the text is not valid YAML.
@@ -96,7 +104,7 @@ def parse_yaml(source: str, label: str, folder: Path, style: Literal["plain", "a
 
     def construct_text(_: SafeConstructor, node: Any) -> Text:
         is_placed = style == "plain" and node.value  # the mark of an empty value is that of the next one
-        place = f"{label}:{node.start_mark.line + 1}" if is_placed else label
+        place = f"{label}:{node.start_mark.line + 1}: " if is_placed else f"{label}: "
         is_text = node.style and node.tag == f"{_TAG}str"
         return Text(node.value, "quoted" if is_text else style, place, folder)
 
@@ -107,39 +115,23 @@ def parse_yaml(source: str, label: str, folder: Path, style: Literal["plain", "a
     yaml.Constructor = Constructor
     try:
         tree = yaml.load(source)
-    except YAMLError as error:
-        raise ConfigError(_syntax_message(label, source, error)) from None
     except RecursionError:
         raise ConfigError(f"{label} has too many levels. Use fewer.") from None
-    _check_size(tree, label)
-    return tree
-
-
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = [f"{_TAG}{kind}" for kind in ("str", "null", "bool", "int", "float", "timestamp", "value")]
-_COLLECTIONS = {tag: SafeConstructor.yaml_constructors[tag] for tag in (f"{_TAG}map", f"{_TAG}seq", None)}
-_MOST_VALUES = 100_000
-_MOST_LEVELS = 100
-
-
-def _check_size(tree: Any, label: str) -> None:
-    """Refuse what could not be walked. An alias counts like what it stands for, and can stand for itself."""
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line if mark else source.count("\n", 0, getattr(error, "position", 0))
+        problem = " ".join((getattr(error, "problem", None) or str(error).splitlines()[0]).split())
+        if twice := re.match('found duplicate key "(.*?)"', problem):
+            raise ConfigError(f"{label}:{line + 1}: {twice[1]} is given twice. Keep one.") from None
+        advice = " Indent with spaces, not tabs." if r"'\t'" in problem else ""
+        raise ConfigError(f"{label}:{line + 1}: invalid YAML: {problem}.{advice}") from None
+    # An alias counts like what it stands for, and can stand for itself.
     nodes = [(tree, 0)]
     for node, level in nodes:
         if len(nodes) > _MOST_VALUES or level > _MOST_LEVELS:
             raise ConfigError(f"{label} has too many values or levels, counting what aliases stand for. Use fewer.")
-        parts = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []
         if isinstance(node, tuple):
             raise ConfigError(f"{label}: keys must be text; got a list or section as a key. Change it.")
+        parts = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []
         nodes += [(part, level + 1) for part in parts]
-
-
-def _syntax_message(label: str, source: str, error: YAMLError) -> str:
-    """The report of ruamel.yaml in one line, with the usual cause where it is known."""
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line if mark else source.count("\n", 0, getattr(error, "position", 0))
-    problem = " ".join((getattr(error, "problem", None) or str(error).splitlines()[0]).split())
-    if twice := re.match('found duplicate key "(.*?)"', problem):
-        return f"{label}:{line + 1}: {twice[1]} is given twice. Keep one."
-    advice = " Indent with spaces, not tabs." if r"'\t'" in problem else ""
-    return f"{label}:{line + 1}: invalid YAML: {problem}.{advice}"
+    return tree

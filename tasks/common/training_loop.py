@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
+from dsgdac_accel import NonFiniteError
 from dsgdac_accel.calibration import Forward
 from tasks.common.checkpoints import Checkpoints
 from tasks.common.config import ConfigError
 from tasks.common.output_dir import AnyAccelerator, OutputDir
-from tasks.common.progress import (
-    Clock,
-    progress_bar,
-    progress_figures,
-    require_finite,
-    rest_of_epoch,
-)
+from tasks.common.progress import Clock
 from tasks.common.weight_average import WeightAverage
 
 
@@ -60,26 +55,10 @@ class Task(Protocol):
         """Evaluate the deployed model; `done` says that training is over."""
 
 
-@dataclass
-class LossSum:
-    """Sum of the losses of this process's workers, added up on their device so that no step waits for it."""
-
-    total: Tensor
-    """Shape ()."""
-    weight: float = 0.0
-
-    def add(self, loss: Tensor, weight: float) -> None:
-        """Add the loss of a micro-batch."""
-        self.total = self.total + loss.detach()
-        self.weight += weight
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.total, self.weight = torch.zeros_like(self.total), 0.0
-
-
 class TrainingLoss:
     """The training loss of the workers: since the last record, in this epoch, and its mean over the last epoch.
+
+    The sums stay on the device, so that no step waits for them.
 
     Args:
         accelerator: accelerator of the run.
@@ -87,47 +66,45 @@ class TrainingLoss:
 
     def __init__(self, accelerator: AnyAccelerator) -> None:
         self.accelerator = accelerator
-        self.since_record = LossSum(torch.zeros((), device=accelerator.device))
-        self.in_epoch = LossSum(torch.zeros((), device=accelerator.device))
+        zero = torch.zeros((), device=accelerator.device)
+        self.sums: dict[str, tuple[Tensor, float]] = {"since_record": (zero, 0.0), "in_epoch": (zero, 0.0)}
+        """Sum of the losses, shape (), and of their weights, of this process's workers."""
         self.last_epoch = math.nan
         """Mean over the last epoch and all workers."""
 
     def add(self, loss: Tensor, weight: float) -> None:
         """Add the loss of a micro-batch."""
-        self.since_record.add(loss, weight)
-        self.in_epoch.add(loss, weight)
+        self.sums = {name: (total + loss.detach(), sum_ + weight) for name, (total, sum_) in self.sums.items()}
 
     def record(self, step: int) -> float:
         """Return the mean since the last record. Collective."""
-        return self._mean_over_workers(self.since_record, step)
+        return self._mean("since_record", step)
 
     def end_epoch(self, step: int) -> None:
         """Note the mean over this epoch as that of the last one. Collective."""
-        if self.in_epoch.weight:  # none: a run resumed after the last step
-            self.last_epoch = self._mean_over_workers(self.in_epoch, step)
+        if self.sums["in_epoch"][1]:  # 0: a run resumed after the last step
+            self.last_epoch = self._mean("in_epoch", step)
 
-    def _mean_over_workers(self, losses: LossSum, step: int) -> float:
-        """Return the mean loss of all workers and clear the sum. Collective."""
-        mine = (float(losses.total), losses.weight)
-        shares = self.accelerator.group.all_gather_object(mine, f"logging step {step}")
+    def _mean(self, name: str, step: int) -> float:
+        """Return the mean loss of all workers and begin anew. Collective."""
+        total, weight = self.sums[name]
+        shares = self.accelerator.group.all_gather_object((float(total), weight), f"logging step {step}")
         mean = math.fsum(total for total, _ in shares) / math.fsum(weight for _, weight in shares)
-        require_finite(self.accelerator, mean, step)
-        losses.clear()
+        if not (self.accelerator.gossip_steps or math.isfinite(mean)):  # gossip has a policy of its own
+            raise NonFiniteError(
+                f"the training loss is {mean} at step {step} on all workers. Lower the learning rate, lengthen the "
+                f"warm-up, or clip the gradients."
+            )
+        self.sums[name] = torch.zeros_like(total), 0.0
         return mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses."""
-        return {
-            "since_record": (self.since_record.total, self.since_record.weight),
-            "in_epoch": (self.in_epoch.total, self.in_epoch.weight),
-            "worker_loss": self.last_epoch,
-        }
+        return {**self.sums, "worker_loss": self.last_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with saved losses."""
-        for losses, name in ((self.since_record, "since_record"), (self.in_epoch, "in_epoch")):
-            total, losses.weight = state[name]
-            losses.total = total.to(self.accelerator.device)
+        self.sums = {name: (state[name][0].to(self.accelerator.device), state[name][1]) for name in self.sums}
         self.last_epoch = state["worker_loss"]
 
 
@@ -184,7 +161,8 @@ class TrainingLoop:
 
     def run(self, task: Task) -> None:
         """Train to the last step and wait for the last checkpoint. Collective."""
-        self._bar = progress_bar(self.accelerator, self.step, self.total_steps)
+        hidden = None if self.accelerator.is_main_process else True
+        self._bar = tqdm(initial=self.step, total=self.total_steps, disable=hidden, unit="step")
         while True:  # a resumed run may have no step left in its last epoch
             with self.clock.training():
                 self._train_epoch(task)
@@ -201,11 +179,10 @@ class TrainingLoop:
         self.checkpoints.finish()
 
     def _train_epoch(self, task: Task) -> None:
-        model, optimizer, loader, scheduler = self.prepared
+        model, optimizer, _, scheduler = self.prepared
         model.train()
         task.begin_epoch()
-        rest = () if self.step == self.total_steps else rest_of_epoch(self.accelerator, loader, self.epoch)
-        for batch in self.clock.batches(rest):
+        for batch in self.clock.batches(self._rest_of_epoch()):
             with self.accelerator.accumulate(model):
                 loss, weight = task.backward(batch)
                 self.lr = optimizer.param_groups[0]["lr"]
@@ -220,12 +197,21 @@ class TrainingLoop:
             self._bar.update()
             self.weight_average.after_step(self.step)
             task.after_step()
-            if self._record_is_due():
+            every = self.config.logging_steps
+            if self.step % every == 0 or self.step == self.total_steps < every:
                 self._record(*task.record_values())
             self.checkpoints.save_if_due(self.step)
             # A complete epoch has to exhaust its loader, which counts epochs there.
             if self.step == self.total_steps and not self.epoch_is_complete:
                 break
+
+    def _rest_of_epoch(self) -> Iterable[Any]:
+        """Return the batches of this epoch that training has not taken yet."""
+        loader = self.prepared.loader
+        if self.step == self.total_steps or self.accelerator.data_position(loader).epoch > self.epoch:
+            return ()
+        # The data sets of the tasks draw no random numbers, so batches already taken need not be read again.
+        return self.accelerator.resumed_batches(loader, replay=False)
 
     @contextmanager
     def deployed_model(
@@ -259,15 +245,15 @@ class TrainingLoop:
         always = {"epoch": self.epoch, "workers": self.accelerator.num_workers, "gossip/lr": self.lr}
         self.accelerator.log({**values, **always}, step=self.step)
 
-    def _record_is_due(self) -> bool:
-        every = self.config.logging_steps
-        return self.step % every == 0 or self.step == self.total_steps < every
-
     def _record(self, values: dict[str, float], figures: dict[str, str]) -> None:
         """Log the mean training loss since the last record and further values; show the loss and figures in the bar."""
         loss = self.loss.record(self.step)
         self.log({"train/loss": loss, **values})
-        self._bar.set_postfix(progress_figures(self.accelerator, loss, self.lr) | figures)
+        shown = {"loss": f"{loss:.3f}", "lr": f"{self.lr:.3g}"}
+        for step in self.accelerator.gossip_steps:
+            radius = step.metrics().get("radius", math.nan)
+            shown |= {"gamma": f"{step.gamma:.3f}", "radius": f"{radius:.3f}"}
+        self._bar.set_postfix(shown | figures)
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json that all tasks share."""

@@ -142,25 +142,26 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """This process's part of the average."""
-        return {"count": self.count, "kept": [list(weights) for weights in self._kept], "processes": self._processes}
+        return {
+            "count": self.count,
+            "kept": [list(weights) for weights in self._kept],
+            "processes": self.accelerator.group.size,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called.
 
         Raises ConfigError for a state of another number of processes, each of which has a part of the average.
         """
-        if state["count"] and state["processes"] != self._processes:
+        processes = self.accelerator.group.size
+        if state["count"] and state["processes"] != processes:
             raise ConfigError(
                 f"weight_average: the checkpoint has its parts from {state['processes']} processes, and there are "
-                f"{self._processes}. Launch as many, or choose another output_dir for a new run."
+                f"{processes}. Launch as many, or choose another output_dir for a new run."
             )
         self.count = state["count"]
         device = self.accelerator.device
         self._kept.extend([weight.to(device) for weight in weights] for weights in state["kept"])
-
-    @property
-    def _processes(self) -> int:
-        return self.accelerator.group.size
 
 
 def mean_of_replicas(model: nn.Module) -> Sequence[Tensor]:

@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tasks.common.plot_style import (
+from tasks.common.plotting import (
     FEW_POINTS,
+    PanelNotes,
     add_legend,
     add_title,
     finish_axes,
@@ -22,8 +23,8 @@ from tasks.common.plot_style import (
     positive,
     require_matplotlib,
     set_logarithmic,
+    workers_in_words,
 )
-from tasks.common.plotting import PanelNotes, workers_in_words
 from tasks.studies.choice import chosen_rows
 from tasks.studies.columns import Column, columns_of
 from tasks.studies.config import FIGURES, SweepConfig, value_label

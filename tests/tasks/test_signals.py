@@ -78,7 +78,7 @@ def test_a_stopped_run_started_again_is_the_unbroken_one(tmp_path, script, setti
     assert statuses == [EXIT_STOPPED] * workers, told
     asked = f"stopped by {signalled['SIGNAL']} to worker {signalled['TO']}"
     (found,) = re.findall(
-        rf"^{asked} at step (\d+) of \d+; checkpoint (.*); .* \(resume_from_checkpoint: auto\)$", told, re.MULTILINE
+        rf"^{asked} at step (\d+) of \d+; checkpoint (.*); .* resume_from_checkpoint: auto$", told, re.MULTILINE
     )
     step, checkpoint = int(found[0]), newest_checkpoint(tmp_path / "stopped" / "checkpoints")
     assert signalled["AT"] <= step < summary(tmp_path / "unbroken")["steps"]

@@ -56,7 +56,7 @@ class RecordingTask:
 
     def after_step(self):
         self.calls.append(f"step {self.loop.step}")
-        self.weighed = self.loop.loss.since_record.weight
+        self.weighed = self.loop.loss.sums["since_record"][1]
 
     def record_values(self):
         return {"steps": self.weighed / ACCUMULATION}, {}
@@ -77,7 +77,8 @@ def make(monkeypatch):
         saved = []
         checkpoints = SimpleNamespace(save_if_due=saved.append, finish=lambda: saved.append("finish"))
         monkeypatch.setattr(training_loop, "Checkpoints", lambda *arguments: checkpoints)
-        monkeypatch.setattr(training_loop, "rest_of_epoch", lambda accelerator, loader, epoch: loader[taken(loop) :])
+        accelerator.data_position = lambda loader: SimpleNamespace(epoch=loop.step // STEPS_PER_EPOCH)
+        accelerator.resumed_batches = lambda loader, replay: loader[taken(loop) :]
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
         scheduler = SimpleNamespace(step=lambda: None)
         model = SimpleNamespace(train=lambda: None)
@@ -142,18 +143,18 @@ def test_a_run_may_end_in_the_middle_of_an_epoch(make):
     assert not loop.epoch_is_complete
 
 
-@pytest.mark.parametrize(("saved_at", "calls"), [(4, ["step 5", "step 6"]), (6, [])])
-def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, calls):
+@pytest.mark.parametrize(("saved_at", "total", "calls"), [(4, 6, ["step 5", "step 6"]), (6, 6, []), (4, 4, [])])
+def test_a_loaded_loop_goes_on_where_it_was_saved(make, saved_at, total, calls):
     first, task = make(total_steps=saved_at)
     first.run(task)
-    first.loss.in_epoch.add(torch.tensor(3.0), 2.0)
+    first.loss.add(torch.tensor(3.0), 2.0)
     state = first.state_dict()
-    loop, task = make(total_steps=6)
+    loop, task = make(total_steps=total)
     loop.load_state_dict(state)
     assert (loop.epoch, loop.step, loop.lr, loop.loss.last_epoch, loop.log_bytes) == (
         1, saved_at, 0.5, first.loss.last_epoch, 7,
     )  # fmt: skip
-    assert (loop.loss.in_epoch, loop.loss.since_record) == (first.loss.in_epoch, first.loss.since_record)
+    assert loop.loss.sums == first.loss.sums
     loop.run(task)
     assert task.calls == ["begin 1", *calls, "end", "evaluate last"]
 

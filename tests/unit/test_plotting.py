@@ -11,8 +11,16 @@ from PIL import Image
 
 from tasks.common import plotting
 from tasks.common.output_dir import OutputDir
-from tasks.common.plot_style import add_legend, new_figure, set_logarithmic
-from tasks.common.plotting import compare_runs, plot_run, read_metrics, run_labels, series
+from tasks.common.plotting import (
+    add_legend,
+    compare_runs,
+    new_figure,
+    plot_run,
+    read_metrics,
+    run_labels,
+    series,
+    set_logarithmic,
+)
 
 RECORDS = [
     {"step": 1, "epoch": 0.1, "gossip/lr": 0.1, "gossip/gamma": 1.0, "train/loss": 2.0, "unknown": [1]},
@@ -72,7 +80,7 @@ def test_lines_show_the_logged_values(tmp_path, drawn):
     # A radius of 0 cannot be shown on a logarithmic axis.
     assert math.isnan(consensus["consensus radius"][0])
     assert consensus["consensus radius"][1] == 0.7
-    assert math.isnan(loss["train (workers, smoothed: mean since the last point)"][1])
+    assert math.isnan(loss["train (workers, smoothed)"][1])
     assert loss["test (deployed model)"] == [1.5]
     assert accuracy == {"test accuracy": [25.0]}
     assert drawn[1].axes[0].get_yscale() == "log"
@@ -90,11 +98,6 @@ def test_few_points_are_marked_and_an_axis_without_lines_is_hidden(tmp_path, dra
 def test_without_a_positive_distance_the_axis_stays_linear(tmp_path, drawn, radii):
     plot_run(write_run(tmp_path, [{"step": step, "gossip/radius": radius} for step, radius in enumerate(radii)]))
     assert drawn[0].axes[0].get_yscale() == "linear"
-
-
-def test_accuracy_in_per_cent_is_not_scaled_again(tmp_path, drawn):
-    plot_run(write_run(tmp_path, [{"step": 1, "test/accuracy": 0.5}, {"step": 2, "test/accuracy": 93.0}]))
-    assert lines_of(drawn[0]) == {"test accuracy": [0.5, 93.0]}
 
 
 def test_diverged_runs_can_be_plotted(tmp_path):
@@ -277,7 +280,7 @@ def test_a_legend_of_long_names_stays_inside_the_figure(columns):
 
 
 FACTS = {"algorithm": "dsgd_ac", "workers": 8, "topology": "ring", "seed": 3}
-CONFIG = "algorithm: dsgd_ac\ndata: {name: digits}\nseed: 3\nlogging_steps: 2\n"
+CONFIG = "algorithm: dsgd_ac\ndata: {name: digits}\nseed: 3\n"
 
 
 @pytest.mark.parametrize(
@@ -320,9 +323,7 @@ def test_nothing_is_missing_without_a_note(tmp_path, drawn):
         "consensus radius not positive, so not on this axis in 1 of 3 points",
     }
     assert set(loss) == {"test loss not logged", "training loss not finite in 1 of 2 points"}
-    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == [
-        "train (workers, smoothed: mean since the last point)"
-    ]
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["train (workers, smoothed)"]
 
 
 def test_a_run_that_a_panel_cannot_show_apart_is_named(tmp_path, drawn):
