@@ -8,7 +8,7 @@ number and case.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
@@ -70,8 +70,12 @@ PLACES = ("in the garden/im Garten", "in the city/in der Stadt", "at the station
 GOALS = ("to Berlin/nach Berlin", "to the city/in die Stadt", "to the station/zum Bahnhof", "home/nach Hause")
 PRESENT = ("today/heute", "now/jetzt", "every day/jeden Tag", "on Monday/am Montag")
 PAST = ("yesterday/gestern", "last week/letzte Woche", "this morning/heute Morgen")
-MODALS = {"can": ("can", "can", "kann können"), "have to": ("have to", "has to", "muss müssen"),
-          "want to": ("want to", "wants to", "will wollen")}  # fmt: skip
+# English third person, German forms.
+MODALS = {
+    "can": ("can", "kann kann können"),
+    "have to": ("has to", "muss muss müssen"),
+    "want to": ("wants to", "will will wollen"),
+}
 
 # Endings by case for masculine, feminine, neuter and plural.
 DEFINITE = {"nominative": "er ie as ie", "accusative": "en ie as ie", "dative": "em er em en"}
@@ -187,23 +191,22 @@ class Sampler:
             asked = clause(question=True)
             return sentence(asked.english(question=True), asked.german(question=True), "?")
         if kind == "that":
-            told, said = (
-                self.pick((("I know", "ich weiß"), ("she says", "sie sagt"), ("he thinks", "er glaubt"))),
-                clause(),
-            )
-            return sentence(f"{told[0]} that {said.english()}", f"{told[1]}, dass {said.subordinate()}")
+            thinks, glaubt = self.pick((("I know", "ich weiß"), ("she says", "sie sagt"), ("he thinks", "er glaubt")))
+            said = clause()
+            return sentence(f"{thinks} that {said.english()}", f"{glaubt}, dass {said.subordinate()}")
         if kind == "because":
             said = clause()
-            cause = self.feeling(Subject(*said.subject.pronoun, said.subject.form, said.subject.pronoun))
-            return sentence(
-                f"{said.english()} because {cause.english()}", f"{said.german()}, weil {cause.subordinate()}"
+            english, german = said.subject.pronoun
+            cause = self.feeling(replace(said.subject, english=english, german=german))
+            english, german = (
+                f"{said.english()} because {cause.english()}",
+                f"{said.german()}, weil {cause.subordinate()}",
             )
+            return sentence(english, german)
         who, article = self.noun("person", ("the",))
-        inner = clause(Subject("who", article, who.form, who.pronoun))
-        head = Subject(
-            f"{who.english} {inner.english()}", f"{who.german}, {inner.subordinate()},", who.form, who.pronoun
-        )
-        said = self.feeling(head)
+        inner = clause(replace(who, english="who", german=article))
+        english, german = f"{who.english} {inner.english()}", f"{who.german}, {inner.subordinate()},"
+        said = self.feeling(replace(who, english=english, german=german))
         return sentence(said.english(), said.german())
 
     def noun(self, kinds: str, determiners: Sequence[str], case: str = "nominative") -> tuple[Subject, str]:
@@ -247,30 +250,29 @@ class Sampler:
             subject = self.pick(PRONOUNS) if self.chance(0.35) else self.noun("person", KNOWN)[0]
         english, german, slots = (cell.split() for cell in self.pick(VERBS.splitlines()).split(" | "))
         base, third, past = (form.replace("_", " ") for form in english)
-        separable, german_third, participle, auxiliary = german
-        prefix, _, infinitive = separable.rpartition("|")
+        parts, german_third, participle, auxiliary = german
+        prefix, _, infinitive = parts.rpartition("|")
         tense = self.pick(("present", "past", *MODALS))
         negated = not question and self.chance(0.2)
         middle = self.complements(dict(slot.partition("=")[::2] for slot in slots), negated)
         time = both(self.pick(PAST if tense == "past" else PRESENT)) if self.chance(0.6) else ("", "")
-        singular = subject.form == 1
-        if tense == "past":
-            helping, verb = ("did", base) if negated or question else ("", past)
-            finite = {"haben": "habe hat haben", "sein": "bin ist sind"}[auxiliary].split()[subject.form]
-            return Clause(subject, helping, verb, finite, participle, middle, time, negated)
-        if tense != "present":
-            modal, modal_third, forms = MODALS[tense]
-            base, third = f"{modal} {base}", f"{modal_third} {base}"
-        helping, verb = (
-            ("does" if singular else "do", base) if negated or question else ("", third if singular else base)
-        )
+        if tense in MODALS:
+            third_modal, german_modal = MODALS[tense]
+            base, third = f"{tense} {base}", f"{third_modal} {base}"
         if tense == "can":
-            helping, verb = "can", base.removeprefix("can ")
-        if tense == "present":
-            finite = (infinitive.removesuffix("n").removesuffix("e") + "e", german_third, infinitive)[subject.form]
-            return Clause(subject, helping, verb, finite, prefix, middle, time, negated, separable=True)
-        finite = forms.split()[subject.form == 2]
-        return Clause(subject, helping, verb, finite, prefix + infinitive, middle, time, negated)
+            helping, verb = base.split(" ", 1)
+        elif negated or question:
+            helping, verb = "did" if tense == "past" else "does" if subject.form == 1 else "do", base
+        else:
+            helping, verb = "", past if tense == "past" else third if subject.form == 1 else base
+        if tense == "past":
+            forms, end = {"haben": "habe hat haben", "sein": "bin ist sind"}[auxiliary], participle
+        elif tense == "present":
+            forms, end = f"{infinitive.removesuffix('n').removesuffix('e')}e {german_third} {infinitive}", prefix
+        else:
+            forms, end = german_modal, prefix + infinitive
+        finite, separable = forms.split()[subject.form], tense == "present"
+        return Clause(subject, helping, verb, finite, end, middle, time, negated, separable)
 
     def complements(self, slots: dict[str, str], negated: bool) -> Both:
         """Recipient, object, company, place and goal; German "nicht" follows the objects."""
