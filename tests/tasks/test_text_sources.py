@@ -278,6 +278,12 @@ class TestLocalFiles:
             opened(tmp_path / "data")
         replaced = opened(tmp_path / "data", invalid_utf8="replace")
         assert pairs_of(replaced) == [("a", "\ufffd"), ("b", "d")]
+        with pytest.raises(ValueError, match=r"train\.de must be UTF-8"):  # not what was cached
+            opened(tmp_path / "data")
+        shutil.copy(tmp_path / "data" / "train.en", tmp_path / "data" / "test.en")
+        shutil.copy(tmp_path / "data" / "train.de", tmp_path / "data" / "test.de")
+        with pytest.raises(ValueError, match=r"test\.de must be UTF-8"):  # text that is scored must not change
+            opened(tmp_path / "data", invalid_utf8="replace")
 
     @pytest.mark.parametrize("file", ["train.jsonl", "train.json"])
     def test_json_lines(self, tmp_path, opened, file):

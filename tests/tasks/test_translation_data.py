@@ -550,7 +550,7 @@ def test_held_out_pairs_and_a_named_split_exclude_each_other():
 
 
 def test_long_sides_are_cut_to_their_first_tokens_and_their_end(tmp_path):
-    pairs = [(long_text(12), "neu"), ("new", long_text(11)), (long_text(10), "neu"), ("", "x")]
+    pairs = [(long_text(12), "neu"), ("new", long_text(11)), (long_text(10), "neu"), ("", long_text(12))]
     write_corpus(tmp_path / "text", train=[*TRAIN, *pairs])
     left_out = load(tmp_path, max_length=10)
     cut = load(tmp_path, max_length=10, truncation=True)

@@ -152,6 +152,7 @@ class TestPlainScores:
         broken = [text.replace(" ", end, 2) for text, end in zip(HYPOTHESES, ("\r\n", "\n", "\r"), strict=True)]
         expected = scores(HYPOTHESES, REFERENCES)
         assert scores([f"{text}\n" for text in broken], [f"{text}\r\n" for text in REFERENCES]) == expected
+        assert scores(["a b c d-\ne"], ["a b c d- e"])["bleu"] == pytest.approx(100)  # 13a would join "d-\ne"
         others = "\u2028\u2029\u0085\v\f\x1c\t"
         assert one_line(f"a\r\nb\nc\rd{others}e\n\r") == f"a b c d{others}e  "
 
