@@ -508,6 +508,13 @@ class TestSplits:
 
 
 class TestErrorsOfTheCorpus:
+    @pytest.mark.parametrize("folder", ["file", "file/below"])
+    def test_a_cache_that_cannot_be_written(self, tmp_path, folder):
+        write_corpus(tmp_path / "text")
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match=rf"must be written to .*/{folder}; .*data\.cache_dir"):
+            load(tmp_path, cache_dir=tmp_path / folder)
+
     def test_a_disk_that_is_full_of_the_vocabulary(self, tmp_path):
         write_corpus(tmp_path / "text")
         load(tmp_path)  # from now on only the vocabulary is new
