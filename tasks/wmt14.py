@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+import datasets
 import transformers
 
 from tasks.common.cli_errors import quiet_ends, starting_up
@@ -21,6 +22,7 @@ from tasks.translation.run import TranslationRun
 
 def main() -> None:
     """Run the subcommand that the first argument names; train otherwise."""
+    datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         with starting_up(), quiet_ends():

@@ -17,11 +17,11 @@ from tasks.common.config import parse_config
 from tasks.common.diagnostics import measure_run
 from tasks.translation.config import DecodingConfig, LengthPenaltyKind, TextConfig, check_length_penalty
 from tasks.translation.curvature import to_measure
-from tasks.translation.data import default_cache_dir, open_text
+from tasks.translation.data import open_text
 from tasks.translation.decoding import translate
 from tasks.translation.model import load_translator
-from tasks.translation.scores import SCORES, TranslationScores
-from tasks.translation.text_files import decode_line, read_lines
+from tasks.translation.scores import SCORES, translation_scores
+from tasks.translation.sources import decode_line, read_lines
 from tasks.translation.tokenizer import encode_sources
 
 
@@ -107,10 +107,7 @@ def score_file(arguments: Sequence[str]) -> None:
             f"every hypothesis needs a reference on the same line; {config.hypotheses} has {len(hypotheses)} lines and "
             f"{config.references or f'split {config.split!r} of the data'} {len(references)}. Align the two."
         )
-    scores = TranslationScores(target_language=config.data.target_language or config.data.target).compute(
-        predictions=hypotheses, references=references
-    )
-    assert scores is not None
+    scores = translation_scores(hypotheses, references, config.data.target_language or config.data.target)
     for name in SCORES:
         print(f"{name:14} {scores[name]:.4f}  {scores[f'{name}_signature']}")
 
@@ -122,7 +119,7 @@ def _lines(key: str, file: Path) -> list[str]:
 
 
 def _references(config: ScoreConfig) -> list[str]:
-    corpus = open_text(config.data, config.data.cache_dir or default_cache_dir())
+    corpus = open_text(config.data)
     if config.split not in corpus.splits:
         raise ValueError(f"split must be one of {', '.join(corpus.splits)} of {corpus.origin}; got {config.split!r}.")
     return list(corpus.splits[config.split]["target"])

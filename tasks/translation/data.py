@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
-from datasets import Dataset
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+from datasets import Dataset, Features, List, Value
+from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from tasks.common.sources import TEST_NAMES, TRAIN_NAMES, VALIDATION_NAMES
 from tasks.translation.batches import Lengths, TokenizedPairs
-from tasks.translation.cache import build_once, digest_of
 from tasks.translation.config import TextConfig
-from tasks.translation.sources import Corpus, find_local, open_corpus
-from tasks.translation.text_files import Direction
+from tasks.translation.sources import Corpus, Direction, digest_of, find_local, open_corpus
 from tasks.translation.tokenizer import (
     VERSION,
     encode,
@@ -30,12 +31,14 @@ from tasks.translation.tokenizer import (
     vocabulary_digest,
 )
 
-_ROWS_AT_A_TIME = 10_000
-_IDS = pa.list_(pa.int32())
-_PAIRS_VERSION = 1
-"""Version of how training pairs are chosen and written."""
-
-_SCHEMA = pa.schema({"source_ids": _IDS, "target_ids": _IDS})
+IDS = Features(
+    {
+        "source_ids": List(Value("int32")),
+        "target_ids": List(Value("int32")),
+        "empty": Value("bool"),
+        "long": Value("bool"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -97,31 +100,50 @@ def load_translation_data(config: TextConfig) -> TranslationData:
 
     Raises ValueError, FileNotFoundError, OSError or RuntimeError for data that cannot be used.
     """
-    cache = default_cache_dir() if config.cache_dir is None else config.cache_dir.expanduser()
-    corpus = open_text(config, cache)
-    train_name, validation_name, test_name = _chosen_splits(config, corpus.splits, corpus.origin)
-    train = corpus.splits[train_name]
-    if config.train_limit is not None:
-        train = train.select(range(min(config.train_limit, len(train))))
-    if config.validation_fraction is None:
-        validation = corpus.splits[validation_name]
-    else:
-        train, validation = hold_out(train, config.validation_fraction)
-    tokenizer = _tokenizer(config, corpus, train, cache)
-    return TranslationData(
-        tokenizer=tokenizer,
-        train=_training_pairs(config, corpus, train, tokenizer, cache),
-        validation=evaluation_pairs(validation_name, validation, tokenizer),
-        test=evaluation_pairs(test_name, corpus.splits[test_name], tokenizer),
-        origin=corpus.origin,
-    )
+    cache = cache_folder(config)
+    with _one_process(cache):
+        corpus = open_text(config)
+        train_name, validation_name, test_name = _chosen_splits(config, corpus.splits, corpus.origin)
+        train = corpus.splits[train_name]
+        if config.train_limit is not None:
+            train = train.select(range(min(config.train_limit, len(train))))
+        if config.validation_fraction is None:
+            validation = corpus.splits[validation_name]
+        else:
+            train, validation = hold_out(train, config.validation_fraction)
+        tokenizer = _tokenizer(config, corpus, train, cache)
+        return TranslationData(
+            tokenizer=tokenizer,
+            train=_training_pairs(config, corpus, train, tokenizer, cache),
+            validation=evaluation_pairs(validation_name, validation, tokenizer),
+            test=evaluation_pairs(test_name, corpus.splits[test_name], tokenizer),
+            origin=corpus.origin,
+        )
 
 
 def require_local_splits(config: TextConfig) -> None:
     """Raise the errors of `load_translation_data` for local data without the splits of a run. Reads no texts."""
     if config.path is not None:
-        direction = Direction(config.source, config.target, config.source_column, config.target_column)
-        _chosen_splits(config, *find_local(config.path.expanduser(), direction))
+        _chosen_splits(config, *find_local(config.path, _direction(config)))
+
+
+def open_text(config: TextConfig) -> Corpus:
+    """Open all splits of the corpus that `config` names."""
+    return open_corpus(
+        config.name,
+        config.path,
+        _direction(config),
+        cache_dir=cache_folder(config),
+        subset=config.subset,
+        invalid_utf8=config.invalid_utf8,
+    )
+
+
+def cache_folder(config: TextConfig) -> Path:
+    """The folder of prepared data; by default in $XDG_CACHE_HOME or ~/.cache."""
+    if config.cache_dir is not None:
+        return config.cache_dir.expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsgdac_accel"
 
 
 def hold_out(train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -139,30 +161,31 @@ def hold_out(train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     return train.select(np.flatnonzero(~held_out)), train.select(np.flatnonzero(held_out))
 
 
-def open_text(config: TextConfig, cache: Path) -> Corpus:
-    """Open all splits of the corpus that `config` names."""
-    return open_corpus(
-        config.name,
-        config.path,
-        source=config.source,
-        target=config.target,
-        subset=config.subset,
-        source_column=config.source_column,
-        target_column=config.target_column,
-        invalid_utf8=config.invalid_utf8,
-        cache_dir=cache,
-    )
-
-
-def default_cache_dir() -> Path:
-    """The default cache folder, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsgdac_accel"
-
-
 def evaluation_pairs(name: str, split: Dataset, tokenizer: PreTrainedTokenizerFast) -> EvaluationPairs:
     """Tokenize all rows of `split`."""
     sources, references = list(split["source"]), list(split["target"])
     return EvaluationPairs(name, sources, references, encode_sources(tokenizer, sources), encode(tokenizer, references))
+
+
+@contextmanager
+def _one_process(cache: Path) -> Iterator[None]:
+    """Let one process of the machine prepare data in the cache while the others wait."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / "lock"):
+            yield
+    except OSError as error:
+        denied = (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if error.errno not in (*denied, *full):
+            raise
+        raise OSError(
+            f"Prepared data must be written to {cache}; got: {error}. Set data.cache_dir elsewhere."
+        ) from error
+
+
+def _direction(config: TextConfig) -> Direction:
+    return Direction(config.source, config.target, config.source_column, config.target_column)
 
 
 def _chosen_splits(config: TextConfig, splits: Collection[str], origin: str) -> tuple[str, str, str]:
@@ -197,13 +220,13 @@ def _tokenizer(config: TextConfig, corpus: Corpus, train: Dataset, cache: Path) 
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
     chosen = (config.train_limit, config.validation_fraction, config.vocab_size)
-    name = f"bpe-{digest_of(VERSION, corpus.fingerprint, *chosen)}.json"
-
-    def build(path: Path) -> None:
+    file = cache / f"bpe-{digest_of(VERSION, corpus.fingerprint, *chosen)}.json"
+    if not file.exists():
         # Tokenizer.save raises a bare Exception for a full disk; write_text raises OSError.
-        path.write_text(train_tokenizer(texts_of(train), config.vocab_size).to_str(pretty=True), encoding="utf-8")
-
-    return load_tokenizer(build_once(cache, name, build))
+        partial_file = file.with_suffix(".partial")
+        partial_file.write_text(train_tokenizer(texts_of(train), config.vocab_size).to_str(), encoding="utf-8")
+        partial_file.replace(file)  # a killed process leaves no half of a file under the name
+    return load_tokenizer(file)
 
 
 # ---- training pairs
@@ -213,18 +236,27 @@ def _training_pairs(
     config: TextConfig, corpus: Corpus, train: Dataset, tokenizer: PreTrainedTokenizerFast, cache: Path
 ) -> TrainingPairs:
     chosen = (config.train_limit, config.validation_fraction, config.max_length, config.truncation)
-    name = f"pairs-{digest_of(_PAIRS_VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *chosen)}"
-    folder = build_once(cache, name, lambda folder: _write_pairs(folder, train, tokenizer, config))
-    rows = Dataset.from_file(str(folder / "pairs.arrow"))
-    counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+    digest = digest_of(VERSION, corpus.fingerprint, vocabulary_digest(tokenizer), *chosen)
+    rows = train.map(
+        partial(_tokenized, tokenizer=tokenizer, max_length=config.max_length, truncation=config.truncation),
+        batched=True,
+        remove_columns=train.column_names,
+        features=IDS,
+        cache_file_name=str(cache / f"pairs-{digest}.arrow"),
+        new_fingerprint=digest,
+    )
+    empty, long = (rows.data.column(name).to_numpy() for name in ("empty", "long"))
+    kept = np.flatnonzero(~empty & (~long | config.truncation))
     pairs = TrainingPairs(
-        TokenizedPairs(rows),
-        row_lengths(rows, "source_ids"),
-        row_lengths(rows, "target_ids"),
-        **counts,
+        TokenizedPairs(rows.select(kept)),
+        _lengths(rows, "source_ids")[kept],
+        _lengths(rows, "target_ids")[kept],
+        read=len(rows),
+        empty=int(empty.sum()),
+        too_long=int((long & ~empty).sum()),
         truncation=config.truncation,
     )
-    if not len(rows):
+    if not len(kept):
         raise ValueError(
             f"Training needs at least one pair; the corpus ({corpus.origin}) has {pairs.described()}. "
             f"Fill the empty sides, or raise data.max_length = {config.max_length}."
@@ -232,41 +264,23 @@ def _training_pairs(
     return pairs
 
 
-def _write_pairs(folder: Path, train: Dataset, tokenizer: PreTrainedTokenizerFast, config: TextConfig) -> None:
-    folder.mkdir()
-    counts = {"read": len(train), "empty": 0, "too_long": 0}
-    with pa.OSFile(str(folder / "pairs.arrow"), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-        for batch in _tokenised(train, tokenizer, config, counts):
-            writer.write_batch(pa.record_batch(batch, schema=_SCHEMA))
-    (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
+def _tokenized(
+    rows: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int, truncation: bool
+) -> dict[str, list[Any]]:
+    """Token ids of pairs, which pairs have an empty side, and which are longer than `max_length`."""
+    ids = [encode(tokenizer, rows[side]) for side in ("source", "target")]
+    if truncation:  # the first tokens and the end
+        cut = [[row if len(row) <= max_length else [*row[: max_length - 1], row[-1]] for row in side] for side in ids]
+    else:
+        cut = ids
+    return {
+        "source_ids": cut[0],
+        "target_ids": cut[1],
+        "empty": [not (one.strip() and two.strip()) for one, two in zip(rows["source"], rows["target"], strict=True)],
+        "long": [max(len(one), len(two)) > max_length for one, two in zip(*ids, strict=True)],
+    }
 
 
-def _tokenised(
-    train: Dataset, tokenizer: PreTrainedTokenizerFast, config: TextConfig, counts: dict[str, int]
-) -> Iterator[list[Any]]:
-    """Yield columns of ids of the pairs to keep, and count the empty and the long ones in `counts`."""
-    for rows in train.iter(_ROWS_AT_A_TIME):
-        pairs = list(zip(rows["source"], rows["target"], strict=True))
-        full = [(source, target) for source, target in pairs if source.strip() and target.strip()]
-        counts["empty"] += len(pairs) - len(full)
-        sources = encode(tokenizer, [source for source, _ in full])
-        targets = encode(tokenizer, [target for _, target in full])
-        both = list(zip(sources, targets, strict=True))
-        kept = [ids for ids in both if max(map(len, ids)) <= config.max_length]
-        counts["too_long"] += len(full) - len(kept)
-        if config.truncation:
-            kept = [(_cut(source, config.max_length), _cut(target, config.max_length)) for source, target in both]
-        if kept:
-            yield [pa.array([source for source, _ in kept], _IDS), pa.array([target for _, target in kept], _IDS)]
-
-
-def _cut(ids: list[int], length: int) -> list[int]:
-    """The first tokens of a sentence and its end, at most `length` in all."""
-    return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-
-
-def row_lengths(rows: Dataset, column: str) -> Lengths:
+def _lengths(rows: Dataset, column: str) -> Lengths:
     """Length of each row of a column of lists (N,), without reading its values."""
-    chunks = rows.data.column(column).chunks
-    parts = [np.asarray(pa.compute.list_value_length(chunk)) for chunk in chunks]
-    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+    return pc.list_value_length(rows.data.column(column)).to_numpy().astype(np.int64)

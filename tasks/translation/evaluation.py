@@ -19,7 +19,7 @@ from tasks.translation.data import EvaluationPairs
 from tasks.translation.decoding import Translations, length_batches, translate
 from tasks.translation.loss import losses_and_tokens
 from tasks.translation.model import Translator, allow_positions, decoder_start
-from tasks.translation.scores import TranslationScores, one_line
+from tasks.translation.scores import one_line, translation_scores
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Evaluator:
     decoding: DecodingConfig
     smoothing: float
     """Label smoothing of the loss."""
-    metric: TranslationScores
+    target_language: str
+    """Code of the language of the translations, for `translation_scores`."""
 
     def losses(self, model: Translator, source_ids: Sequence[Sequence[int]], target_ids: Sequence[Any]) -> dict:
         """Mean over real tokens of the smoothed training loss ("loss") and of the references' "nll"; "perplexity"."""
@@ -68,7 +69,7 @@ class Evaluator:
         """Corpus scores with their signatures; worker 0 computes them for all."""
         mine: dict[str, Any] | None = None
         if self.group.rank == 0:
-            mine = self.metric.compute(predictions=list(hypotheses), references=pairs.references)
+            mine = translation_scores(hypotheses, pairs.references, self.target_language)
         scores = self.group.all_gather_object(mine, "scoring translations")[0]
         assert scores is not None
         return scores

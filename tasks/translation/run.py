@@ -38,7 +38,7 @@ from tasks.translation.model import (
     save_translator,
     trained_parameters,
 )
-from tasks.translation.scores import TranslationScores, one_line
+from tasks.translation.scores import check_language, one_line
 from tasks.translation.step_loss import StepLoss
 
 TASK = "wmt14"
@@ -66,7 +66,8 @@ class TranslationRun:
         self.config = config
         check_precision(config.mixed_precision)
         set_seed(config.seed)
-        self.metric = TranslationScores(target_language=config.data.target_language or config.data.target)
+        target_language = config.data.target_language or config.data.target
+        check_language(target_language)
         # Before there is a process group: one worker may tokenize millions of pairs, and no collective times out.
         self.data = load_translation_data(config.data)
         self.batches = self._plan_batches()
@@ -93,7 +94,7 @@ class TranslationRun:
         self.model, self.optimizer, self.loader, _ = prepared
         self.step_loss = StepLoss(config, self.accelerator, self.batches)
         self.evaluator = Evaluator(
-            self.data.tokenizer, self.accelerator.group, config.decoding, config.label_smoothing, self.metric
+            self.data.tokenizer, self.accelerator.group, config.decoding, config.label_smoothing, target_language
         )
         self._timed_tokens, self._timed_seconds = 0, 0.0
         self.curvature: CurvatureReport | None = None

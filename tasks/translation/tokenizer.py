@@ -60,64 +60,43 @@ def texts_of(pairs: Dataset) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer for Transformers from a tokenizer.json or a folder with one.
-
-    A folder that Transformers saved is read with its settings.
+    """Load a tokenizer for Transformers from a tokenizer.json, or from a folder with one and perhaps its settings.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it cannot be read, lacks tokens for padding and sentence ends (`<pad>` and `</s>` in a file), or
             does not end sentences.
     """
-    if path.is_dir() and not (path / "tokenizer_config.json").exists():
-        path = path / "tokenizer.json"
-    if not path.exists():
-        raise FileNotFoundError(f"tokenizer must be a tokenizer.json or a folder with one; {path} does not exist.")
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"tokenizer must be a tokenizer.json or a folder with one; {file} does not exist.")
     try:
-        if path.is_dir():
+        if path.is_dir() and (path / "tokenizer_config.json").exists():
             loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(path)  # type: ignore[assignment]
         else:
-            loaded = _from_file(path)
+            backend = Tokenizer.from_file(str(file))
+            # Transformers would silently add missing tokens, so pass only those that are in the file.
+            pad, end = (token if backend.token_to_id(token) is not None else None for token in (PAD, END))
+            loaded = PreTrainedTokenizerFast(
+                tokenizer_object=backend,
+                pad_token=pad,
+                eos_token=end,
+                split_special_tokens=True,  # treat "</s>" inside a text as text
+                clean_up_tokenization_spaces=False,
+            )
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         raise ValueError(
             f"tokenizer must be a tokenizer.json of the tokenizers library, or a folder with one; {path} cannot be "
             f"read ({type(error).__name__}: {error})."
         ) from error
-    _check(loaded, path)
+    ends = loaded("a")["input_ids"][-1:] == [loaded.eos_token_id]
+    if loaded.pad_token_id in (None, loaded.eos_token_id) or loaded.eos_token_id is None or not ends:
+        raise ValueError(
+            f"tokenizer must end every sentence with one token and pad with another ({END} and {PAD} in a file without "
+            f"settings); {path} has {loaded.eos_token!r}{'' if ends else ', which it does not append,'} and "
+            f"{loaded.pad_token!r}. Leave data.tokenizer out to train one."
+        )
     return loaded
-
-
-def _from_file(path: Path) -> PreTrainedTokenizerFast:
-    backend = Tokenizer.from_file(str(path))
-    # Transformers would silently add missing tokens, so pass only those that are in the file.
-    pad, end = (token if backend.token_to_id(token) is not None else None for token in (PAD, END))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=pad,
-        eos_token=end,
-        split_special_tokens=True,  # treat "</s>" inside a text as text
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _check(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(
-            f"tokenizer must come from the tokenizers library; {path} has a {type(tokenizer).__name__}. "
-            f"Leave `tokenizer` out to train one."
-        )
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if pad is None or end is None or max(pad, end) >= len(tokenizer) or pad == end:
-        raise ValueError(
-            f"the tokenizer needs different tokens for padding and sentence ends ({PAD} and {END} in a file without "
-            f"settings); {path} has {tokenizer.pad_token!r} and {tokenizer.eos_token!r}. Leave `tokenizer` out to "
-            f"train one."
-        )
-    if tokenizer("a")["input_ids"][-1:] != [end]:
-        raise ValueError(
-            f"the tokenizer must end every sentence with {tokenizer.eos_token}; {path} does not. Give it a "
-            f"post-processor that does, or leave `tokenizer` out to train one."
-        )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:

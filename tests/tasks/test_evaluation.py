@@ -11,7 +11,6 @@ from tasks.translation.config import DecodingConfig, ModelConfig
 from tasks.translation.data import EvaluationPairs
 from tasks.translation.evaluation import Evaluator, write_translations
 from tasks.translation.model import build_model
-from tasks.translation.scores import TranslationScores
 from tasks.translation.tokenizer import encode, encode_sources, load_tokenizer, train_tokenizer
 from tests.workers import run_workers
 
@@ -31,7 +30,7 @@ def parts(folder, batch_tokens=60):
     )
     group = WorkerGroup(torch.device("cpu"), timeout=30)
     decoding = DecodingConfig(beams=2, extra_length=5, batch_tokens=batch_tokens)
-    return Evaluator(tokenizer, group, decoding, 0.1, TranslationScores()), model, pairs
+    return Evaluator(tokenizer, group, decoding, 0.1, "de"), model, pairs
 
 
 def test_losses_are_means_over_all_real_tokens(tmp_path):
