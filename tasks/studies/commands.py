@@ -148,12 +148,16 @@ def _report(options: argparse.Namespace) -> int:
 def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
     from tasks.studies.config import load_sweep, naming
     from tasks.studies.plan import planned_runs
+    from tasks.studies.preflight import require_valid
     from tasks.studies.smoke import small
 
     whole = load_sweep(options.sweep)
     sweep = naming(options.sweep, lambda: small(whole)) if options.smoke else whole
     rules, folder = (sweep.smoke if options.smoke else None), options.sweep.absolute().parent
-    return sweep, naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
+    runs = naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
+    if options.set:  # a misspelt key would select runs that nobody has started
+        naming(options.sweep, lambda: require_valid(sweep, runs))
+    return sweep, runs
 
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:

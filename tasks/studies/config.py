@@ -28,7 +28,7 @@ RESERVED = {
 }
 """Keys of a task that the sweep sets itself, each with what to write instead."""
 
-Kind = Literal["python", "fork", "accelerate", "torchrun"]
+Kind = Literal["python", "accelerate", "torchrun"]
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ class LaunchConfig:
     """How a run is started."""
 
     kind: Kind = "python"
-    """python starts one process, and so does fork, but from one that has loaded the task, for runs of seconds;
-    accelerate and torchrun start several, with a GPU each or on the CPU."""
+    """python starts one process; accelerate and torchrun start several, with a GPU each or on the CPU."""
 
     nodes: int = 1
     """Machines per run. Runs on several are started by the lines of --print-commands or by --slurm."""
@@ -63,7 +62,7 @@ class LaunchConfig:
                 check_integer(name, getattr(self, name), minimum=1)
         check_integer("gpus", self.gpus, minimum=0)
         for name in ("processes", "nodes"):
-            if self.kind in ("python", "fork") and (getattr(self, name) or 1) > 1:
+            if self.kind == "python" and (getattr(self, name) or 1) > 1:
                 got = f"{name} = {getattr(self, name)}"
                 raise ValueError(f"kind {self.kind} starts one process; got {got}. Use torchrun.")
         if self.config_file is not None and self.nodes > 1:
@@ -173,7 +172,7 @@ class SmokeConfig:
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the small runs."""
 
-    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(kind="fork", threads=1))
+    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(threads=1))
     """How a small run is started."""
 
     def __post_init__(self) -> None:

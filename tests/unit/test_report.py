@@ -192,6 +192,7 @@ def test_an_empty_sweep_gives_a_table_of_dashes_and_status_1(tmp_path, capsys):
     assert main(["report", str(write_sweep(tmp_path))]) == 1
     out = capsys.readouterr().out
     assert "| base    | 0 of 1 | –" in out
+    assert "No run is finished" in out
     assert "not there: base/seed_0" in out
 
 
