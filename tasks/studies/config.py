@@ -14,10 +14,7 @@ from tasks.common.strict_yaml import read_yaml
 from tasks.studies.columns import KNOWN, Column, columns_of
 from tasks.studies.published import published
 
-FIGURES = (
-    "lr_radius", "radius", "eigenvalues", "accuracy", "bleu", "loss", "curves", "penalty", "alignment", "noise",
-    "sensitivity",
-)  # fmt: skip
+FIGURES = ("radius", "curves", "curvature", "sensitivity")
 """Figures of a report, in the order in which it shows them."""
 
 RESERVED = {
@@ -120,8 +117,8 @@ class ReportConfig:
     """Show only the best setting of each method; null shows all settings."""
 
     figures: list[str] | None = None
-    """lr_radius, radius, eigenvalues, accuracy, bleu, loss, curves, penalty, alignment, noise, sensitivity; null draws
-    those with data, curves and radius apart, which repeat others."""
+    """radius (with the learning rate), curves (losses, accuracy, BLEU, radius), curvature, sensitivity; null draws
+    those with data."""
 
     def __post_init__(self) -> None:
         for figure in self.figures or ():

@@ -186,7 +186,7 @@ CROSSED = {"variants": {"a": {}, "b": {}}, "grid": {"gossip.power": [1, 2]}}
             {"variants": {"a": {}, "b": {}}, "grid": {"c": {"a": {}, "b": {}}}, "report": {"baselines": ["a"]}},
             "baselines: 'a' must be one label; 2 axes have it. Rename one",
         ),
-        ({"report": {"figures": ["raduis"]}}, "figures must be one of lr_radius"),
+        ({"report": {"figures": ["raduis"]}}, "figures must be one of radius"),
         ({"report": {"columns": []}}, "columns must name at least one"),
         ({"report": {"columns": ["test_loss@max"]}}, "columns: test_loss@max: only a metric"),
         ({"settings": {"resume_from_checkpoint": "never"}}, "resume_from_checkpoint is set by the sweep. Unfinished"),
