@@ -21,7 +21,7 @@ def succeeds(study: str) -> bool:
         return main(["sweep", study, "--smoke", "--jobs", "2"]) == 0 == main(["report", study, "--smoke"])
 
 
-if __name__ == "__main__":  # the runs are forked from a process that imports this file
+if __name__ == "__main__":
     for study in sys.argv[1:]:
         begin, done = time.monotonic(), False
         try:

@@ -296,7 +296,7 @@ def choose_threads(found: Measurable, shown: bool) -> None:
     if threads == 1 or "OMP_NUM_THREADS" in os.environ or next(found.model.parameters()).device.type != "cpu":
         return
     hvp = HessianOperator(found.model, found.loss_fn, [found.batches[0]], graph_memory=0)
-    vector = torch.ones(hvp.dim, dtype=hvp.dtype)
+    vector = torch.ones(hvp.dim, dtype=hvp.dtype, device="cpu")
     hvp(vector)  # includes what happens only once
     seconds = {}
     for count in (threads, 1):

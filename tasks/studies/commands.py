@@ -43,7 +43,15 @@ def add_commands(commands: Any) -> None:
         "--slurm",
         metavar="FOLDER",
         type=Path,
-        help="write batch scripts for Slurm into FOLDER, with the runs that are not finished, and start nothing",
+        help="submit the runs that are not finished to Slurm, by submitit, whose files go into FOLDER",
+    )
+    sweep.add_argument(
+        "--slurm-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a parameter of submitit's SlurmExecutor, such as partition=gpu, time=720 (minutes) or "
+        "array_parallelism=4; may be repeated",
     )
     sweep.add_argument("--list", action="store_true", help="print each run and its state, and start nothing")
     sweep.add_argument(
@@ -87,7 +95,7 @@ def _sweep(options: argparse.Namespace) -> int:
     from tasks.studies.config import naming
     from tasks.studies.preflight import require_startable, require_valid
     from tasks.studies.runner import failure_report, run_sweep
-    from tasks.studies.slurm import write_batch_scripts
+    from tasks.studies.slurm import submit
     from tasks.studies.state import state_of
 
     sweep, runs = _planned(options)
@@ -100,8 +108,9 @@ def _sweep(options: argparse.Namespace) -> int:
         return 0
     if options.slurm is not None:
         left = [run for run in runs if state_of(run).status != "finished"]
-        scripts = write_batch_scripts(left, options.slurm, options.sweep.stem + "_smoke" * options.smoke)
-        lines = [f"sbatch {shlex.quote(str(script))}" for script in scripts]
+        name = options.sweep.stem + "_smoke" * options.smoke
+        jobs = submit(left, options.slurm, name, _pairs(options.slurm_option, "--slurm-option"))
+        lines = [f"{job}  {run}" for run, job in jobs.items()]
         print("\n".join(lines) or f"all {len(runs)} runs are finished")
         return 0
     naming(options.sweep, lambda: require_startable(sweep, runs))
@@ -148,26 +157,36 @@ def _report(options: argparse.Namespace) -> int:
 def _planned(options: argparse.Namespace) -> tuple[SweepConfig, list[PlannedRun]]:
     from tasks.studies.config import load_sweep, naming
     from tasks.studies.plan import planned_runs
+    from tasks.studies.preflight import require_valid
     from tasks.studies.smoke import small
 
     whole = load_sweep(options.sweep)
     sweep = naming(options.sweep, lambda: small(whole)) if options.smoke else whole
     rules, folder = (sweep.smoke if options.smoke else None), options.sweep.absolute().parent
-    return sweep, naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
+    runs = naming(options.sweep, lambda: planned_runs(sweep, folder, _extra(options.set), rules))
+    if options.set:  # a misspelt key would select runs that nobody has started
+        naming(options.sweep, lambda: require_valid(sweep, runs))
+    return sweep, runs
 
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys of --set. Paths with ./ or ../ start from the working directory, as on a task's command line."""
-    from tasks.common.strict_yaml import plain_value
     from tasks.studies.plan import flat_overrides
+
+    return flat_overrides(_pairs(words, "--set"), "--set", Path.cwd())
+
+
+def _pairs(words: Sequence[str], option: str) -> dict[str, Any]:
+    """Return the values of KEY=VALUE words; text with commas is a list."""
+    from tasks.common.strict_yaml import plain_value
 
     values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not (key and equals) or key in values:
-            raise ValueError(f"--set must be KEY=VALUE, each key once; got {word!r}.")
+            raise ValueError(f"{option} must be KEY=VALUE, each key once; got {word!r}.")
         values[key] = [plain_value(item.strip()) for item in text.split(",")] if "," in text else plain_value(text)
-    return flat_overrides(values, "--set", Path.cwd())
+    return values
 
 
 def _selected(runs: list[PlannedRun], patterns: Sequence[str] | None) -> list[PlannedRun]:

@@ -14,10 +14,7 @@ from tasks.common.strict_yaml import read_yaml
 from tasks.studies.columns import KNOWN, Column, columns_of
 from tasks.studies.published import published
 
-FIGURES = (
-    "lr_radius", "radius", "eigenvalues", "accuracy", "bleu", "loss", "curves", "penalty", "alignment", "noise",
-    "sensitivity",
-)  # fmt: skip
+FIGURES = ("radius", "curves", "curvature", "sensitivity")
 """Figures of a report, in the order in which it shows them."""
 
 RESERVED = {
@@ -28,7 +25,7 @@ RESERVED = {
 }
 """Keys of a task that the sweep sets itself, each with what to write instead."""
 
-Kind = Literal["python", "fork", "accelerate", "torchrun"]
+Kind = Literal["python", "accelerate", "torchrun"]
 
 T = TypeVar("T")
 
@@ -38,8 +35,7 @@ class LaunchConfig:
     """How a run is started."""
 
     kind: Kind = "python"
-    """python starts one process, and so does fork, but from one that has loaded the task, for runs of seconds;
-    accelerate and torchrun start several, with a GPU each or on the CPU."""
+    """python starts one process; accelerate and torchrun start several, with a GPU each or on the CPU."""
 
     nodes: int = 1
     """Machines per run. Runs on several are started by the lines of --print-commands or by --slurm."""
@@ -63,7 +59,7 @@ class LaunchConfig:
                 check_integer(name, getattr(self, name), minimum=1)
         check_integer("gpus", self.gpus, minimum=0)
         for name in ("processes", "nodes"):
-            if self.kind in ("python", "fork") and (getattr(self, name) or 1) > 1:
+            if self.kind == "python" and (getattr(self, name) or 1) > 1:
                 got = f"{name} = {getattr(self, name)}"
                 raise ValueError(f"kind {self.kind} starts one process; got {got}. Use torchrun.")
         if self.config_file is not None and self.nodes > 1:
@@ -121,8 +117,8 @@ class ReportConfig:
     """Show only the best setting of each method; null shows all settings."""
 
     figures: list[str] | None = None
-    """lr_radius, radius, eigenvalues, accuracy, bleu, loss, curves, penalty, alignment, noise, sensitivity; null draws
-    those with data, curves and radius apart, which repeat others."""
+    """radius (with the learning rate), curves (losses, accuracy, BLEU, radius), curvature, sensitivity; null draws
+    those with data."""
 
     def __post_init__(self) -> None:
         for figure in self.figures or ():
@@ -173,7 +169,7 @@ class SmokeConfig:
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the small runs."""
 
-    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(kind="fork", threads=1))
+    launch: LaunchConfig = field(default_factory=lambda: LaunchConfig(threads=1))
     """How a small run is started."""
 
     def __post_init__(self) -> None:

@@ -64,33 +64,26 @@ class Panel:
 
 
 _RADIUS = Panel(("gossip/radius",), "consensus radius", logarithmic=True)
-_TRAIN = Panel(("train/loss",), "workers' training loss\n(smoothed)")
-_HELD_OUT = Panel(("validation/loss", "test/loss"), "held-out loss\nof the deployed model")
-_ACCURACY = Panel(("test/accuracy",), "test accuracy (%)", scale=100)
 
 PANELS: dict[str, tuple[Panel, ...]] = {
-    "lr_radius": (Panel(("gossip/lr",), "learning rate"), _RADIUS),
-    "radius": (_RADIUS,),
-    "eigenvalues": (
+    "radius": (Panel(("gossip/lr",), "learning rate"), _RADIUS),
+    "curves": (
+        Panel(("train/loss",), "workers' training loss\n(smoothed)"),
+        Panel(("validation/loss", "test/loss"), "held-out loss\nof the deployed model"),
+        Panel(("test/accuracy",), "test accuracy (%)", scale=100),
+        Panel(("validation/bleu", "test/bleu"), "BLEU"),
+        _RADIUS,
+    ),
+    "curvature": (
         Panel(("curvature/lambda_1",), "Hessian eigenvalue, magnitude\n(solid: largest, dashed: smallest)",
               logarithmic=True, reference="curvature/lambda_min", magnitude=True),
-    ),
-    "accuracy": (_ACCURACY,),
-    "bleu": (Panel(("validation/bleu", "test/bleu"), "BLEU"),),
-    "loss": (_TRAIN, _HELD_OUT),
-    "curves": (_TRAIN, _HELD_OUT, _ACCURACY, _RADIUS),
-    "penalty": (
         Panel(("curvature/Q",), "curvature exposure Q\n(dashed: penalty E, not normalized)", logarithmic=True,
               reference="curvature/penalty"),
-    ),
-    "alignment": (
         Panel(("curvature/A",), "alignment A\n(dashed: B, random directions)", reference="curvature/B"),
+        Panel(("curvature/A_grad_raw",), "gradient-noise alignment"),
     ),
-    "noise": (Panel(("curvature/A_grad_raw",), "gradient-noise alignment"),),
 }  # fmt: skip
-
-_REPEATING = ("radius", "curves")
-"""Figures whose panels are in others; drawn if asked for."""
+"""Figures over epochs. A panel is left out if no run has logged its metrics."""
 
 _RESULTS = ("test_accuracy", "bleu", "test_loss", "worker_train_loss", "train_loss", "curvature.lambda_1", "radius")
 """Results that a sensitivity figure shows, if the runs have them."""
@@ -105,10 +98,10 @@ def draw_figures(sweep: SweepConfig, rows: Sequence[Row], folder: Path) -> list[
     require_matplotlib()
     from matplotlib import rc_context
 
-    wanted = [name for name in FIGURES if name not in _REPEATING]
+    wanted = FIGURES if sweep.report.figures is None else sweep.report.figures
     written = []
     with rc_context(_STYLE):
-        for name in wanted if sweep.report.figures is None else sweep.report.figures:
+        for name in wanted:
             for stem, figure in _sensitivity(sweep, rows) if name == "sensitivity" else _curves(name, sweep, rows):
                 for suffix in ("png", "pdf"):
                     written.append(folder / f"{stem}.{suffix}")
@@ -141,12 +134,13 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
 
     Returns None if there is nothing to draw.
     """
-    curves = [[_curve(row, panel, panel.keys) for row in rows] for panel in panels]
-    if not any(curve is not None and curve.epochs for panel_curves in curves for curve in panel_curves):
+    drawn = [(panel, [_curve(row, panel, panel.keys) for row in rows]) for panel in panels]
+    drawn = [(panel, curves) for panel, curves in drawn if any(curve is not None and curve.epochs for curve in curves)]
+    if not drawn:
         return None
-    figure, axes = _figure(len(panels))
+    figure, axes = _figure(len(drawn))
     handles: dict[str, Any] = {}
-    for panel, panel_axes, panel_curves in zip(panels, axes, curves, strict=True):
+    for (panel, panel_curves), panel_axes in zip(drawn, axes, strict=True):
         names = [row.setting.labels[0] if group else row.setting.name for row in rows]
         references = [_curve(row, panel, (panel.reference,)) if panel.reference else None for row in rows]
         shown = [value for curve in (*panel_curves, *references) if curve is not None for value in curve.mean]
@@ -160,15 +154,18 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
                 if curve is None:
                     notes.add("not logged", name)
                 continue
-            _note_runs(notes, name, curve, len(row.states))
+            if not curve.finished:
+                notes.add("of runs that are not finished", name)
+            if curve.seeds < len(row.states):
+                notes.add(f"{curve.seeds} of {len(row.states)} seeds", name)
             handles.setdefault(name, _draw(panel_axes, curve, color, logarithmic))
             if reference is not None and reference.epochs:
                 _draw(panel_axes, reference, color, logarithmic, dashed=True)
             elif panel.reference:
                 notes.add(f"{panel.reference.rpartition('/')[2]} not logged", name)
         if logarithmic:
-            drawn = [curve for curve in (*panel_curves, *references) if curve is not None]
-            ends = [value for curve in drawn for value in (*curve.low, *curve.mean, *curve.high) if value > 0]
+            both = [curve for curve in (*panel_curves, *references) if curve is not None]
+            ends = [value for curve in both for value in (*curve.low, *curve.mean, *curve.high) if value > 0]
             panel_axes.set_ylim(min(ends) / 1.5, max(ends) * 1.5)
             set_logarithmic(panel_axes)
         finish_axes(panel_axes, "epoch", panel.label, integer_ticks=True)
@@ -177,7 +174,7 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
     for panel_axes in axes:
         panel_axes.set_xlim(right=end)
     has_bands = any(panel_axes.collections for panel_axes in axes)
-    most = max(curve.seeds for panel_curves in curves for curve in panel_curves if curve is not None)
+    most = max(curve.seeds for _, panel_curves in drawn for curve in panel_curves if curve is not None)
     caption = f"mean of {most} runs" + (f"; band: {INTERVAL}" if has_bands else "")
     _finish_figure(figure, handles, ", ".join((title, *group)), caption if most > 1 else "")
     return figure
@@ -186,14 +183,6 @@ def _curves_figure(panels: Sequence[Panel], rows: Sequence[Row], group: tuple[st
 def _curve(row: Row, panel: Panel, keys: Sequence[str]) -> Curve | None:
     curve = curve_of(row, keys, panel.scale)
     return curve.magnitude() if curve is not None and panel.magnitude else curve
-
-
-def _note_runs(notes: PanelNotes, name: str, curve: Curve, wanted: int) -> None:
-    """Note a curve that is not that of all runs of its setting."""
-    if not curve.finished:
-        notes.add("of runs that are not finished", name)
-    if curve.seeds < wanted:
-        notes.add(f"{curve.seeds} of {wanted} seeds", name)
 
 
 def _draw(axes: Any, curve: Curve, color: Any, logarithmic: bool, dashed: bool = False) -> Any:

@@ -190,7 +190,7 @@ def _launch_of(shared: LaunchConfig, setting: Setting) -> LaunchConfig:
 
 def launcher(launch: LaunchConfig) -> list[str]:
     """Return the words before the task's script."""
-    if launch.kind in ("python", "fork"):
+    if launch.kind == "python":
         return [sys.executable]
     words, processes = [sys.executable, *_MODULES[launch.kind]], launch.processes or 1
     if launch.kind == "torchrun":

@@ -76,7 +76,12 @@ def report_text(sweep: SweepConfig, rows: Sequence[Row], columns: Sequence[Colum
     shown = [column for column in columns if any(Spread.of(row.values(column)).count for row in rows)]
     without = [column.heading for column in columns if column not in shown]
     chosen = chosen_rows(sweep, rows)
+    finished = any(row.finished for row in rows)
     parts = [f"# {sweep.title or 'Sweep'}", _intro(sweep, rows)]
+    if not finished:
+        parts.append(
+            "No run is finished, so there are no numbers yet. `dsgdac sweep` with the same file starts the runs."
+        )
     if small and sweep.smoke is not None:
         parts.append(
             "These runs are small: they show that the study works, and their numbers are none of the paper's setting. "

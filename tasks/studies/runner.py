@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.common.config import ConfigError
-from tasks.studies.forking import ForkedScript
 from tasks.studies.plan import PlannedRun
 from tasks.studies.state import LOG, RunState, read_record, state_of, write_record
 
@@ -85,7 +84,7 @@ class _Launches:
 
     def __init__(self, runs: Sequence[PlannedRun], jobs: int, say: Say) -> None:
         self._runs, self._jobs, self._say = list(runs), jobs, say
-        self._children: set[subprocess.Popen[bytes] | ForkedScript] = set()
+        self._children: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._stopping = False
         self._begin = time.monotonic()
@@ -119,13 +118,9 @@ class _Launches:
                 if self._stopping:
                     return -signal.SIGINT
                 # In its own session: it can be ended with all its children, and Ctrl-C does not reach it directly.
-                child = (
-                    ForkedScript(run.command, run.folder / LOG, variables)
-                    if run.launch.kind == "fork"
-                    else subprocess.Popen(
-                        run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables,
-                        start_new_session=True,
-                    )
+                child = subprocess.Popen(
+                    run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables,
+                    start_new_session=True,
                 )  # fmt: skip
                 self._children.add(child)
             status = child.wait()
@@ -197,7 +192,7 @@ def _termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _signal_session(child: subprocess.Popen[bytes] | ForkedScript, number: signal.Signals) -> None:
+def _signal_session(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     try:
         os.killpg(child.pid, number)
     except (ProcessLookupError, PermissionError):

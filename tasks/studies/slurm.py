@@ -1,83 +1,88 @@
-"""Batch scripts for Slurm: an array with a task per run, and on every node of a task one launcher."""
+"""Runs of a study as jobs of Slurm, submitted by submitit: a job per run, and on each of its nodes one launcher."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import submitit
+
+from tasks.common.config import ConfigError
 from tasks.studies.config import LaunchConfig
 from tasks.studies.plan import PlannedRun
 from tasks.studies.state import EXIT_STATUS, LOG
 
-_SCRIPT = """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --array=1-{count}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={cpus}
-{gpus}#SBATCH --output={output}
-# {count} runs, a line of {runs} each: its folder and its command. Options of sbatch win over those above, such as
-# `sbatch --partition=gpu --time=12:00:00 --array=1-{count}%4 {script}`. A task that is started again resumes its run
-# from the newest checkpoint. The folders of code, data and runs must be the same on all nodes.
-set -uo pipefail
-export PATH={programs}:"$PATH" MASTER_ADDR MASTER_PORT COMMAND
-line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {runs})
-if [ -z "$line" ]; then
-    echo "error: there is no run $SLURM_ARRAY_TASK_ID in" {runs}". Use --array=1-{count}." >&2
-    exit 1
-fi
-folder=${{line%%$'\t'*}}
-COMMAND=${{line#*$'\t'}}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))  # array tasks that share a node have different ids
-mkdir -p "$folder"
-rm -f "$folder/{exit_status}"
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID; export NODE_RANK; eval "$COMMAND"' > "$folder/{log}" 2>&1
-status=$?
-echo "$status" > "$folder/{exit_status}"
-exit "$status"
-"""
+MINUTES = 24 * 60
+"""Time limit of a job, unless the option `time` gives one."""
 
 
-def write_batch_scripts(runs: Sequence[PlannedRun], folder: Path, name: str) -> list[Path]:
-    """Write a batch script for each number of nodes, processes and GPUs among the runs, and return the scripts.
+@dataclass(frozen=True)
+class Start(submitit.helpers.Checkpointable):
+    """Starts a run on one node of its job. A job that reaches its time limit is queued again, and its run resumes."""
 
-    Beside a script is the list of its runs.
+    folder: Path
+    line: str
+    """The shell line of the run, which reads NODE_RANK, MASTER_ADDR and MASTER_PORT."""
+
+    def __call__(self) -> None:
+        """Run the line with its output in the log of the run. Raises RuntimeError if it fails."""
+        job = submitit.JobEnvironment()
+        variables = {
+            "NODE_RANK": str(job.node),
+            "MASTER_ADDR": job.hostnames[0],
+            # Array tasks that share a node have different ids.
+            "MASTER_PORT": str(20000 + int(job.raw_job_id) % 20000),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / EXIT_STATUS).unlink(missing_ok=True)
+        with open(self.folder / LOG, "ab" if job.node else "wb") as log:
+            # Slurm sends USR2 to all processes of a job shortly before its time limit. Only submitit acts on it.
+            command = ["sh", "-c", f"trap '' USR2; {self.line}"]
+            status = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables
+            ).returncode
+        if status or job.node == 0:
+            (self.folder / EXIT_STATUS).write_text(f"{status}\n", encoding="utf-8")
+        if status:
+            raise RuntimeError(f"the run ended with exit status {status}; see {self.folder / LOG}")
+
+
+def submit(runs: Sequence[PlannedRun], folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Submit runs, as an array for each way to launch them, and return the jobs' ids by the names of the runs.
 
     Args:
         runs: the runs.
-        folder: where to write; created if needed.
-        name: name of the jobs and the beginning of the files' names.
+        folder: where submitit keeps its files; created if needed, and the same on all nodes.
+        name: name of the jobs.
+        options: parameters of submitit's SlurmExecutor, such as partition, time in minutes, or array_parallelism.
+
+    Raises ConfigError if this machine has no Slurm, or for an option that submitit does not have.
     """
     by_launch: dict[LaunchConfig, list[PlannedRun]] = {}
     for run in runs:
         by_launch.setdefault(run.launch, []).append(run)
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    scripts = []
+    prepared = []
     for launch, members in by_launch.items():
-        stem = f"{name}_{_described(launch)}" if len(by_launch) > 1 else name
-        listed, script = folder / f"{stem}.runs", folder / f"{stem}.sbatch"
-        listed.write_text("".join(f"{run.folder}\t{run.shell_line()}\n" for run in members), encoding="utf-8")
-        text = _SCRIPT.format(
-            name=stem,
-            count=len(members),
-            nodes=launch.nodes,
-            cpus=(launch.processes or 1) * (launch.threads or 1),
-            gpus=f"#SBATCH --gpus-per-node={launch.gpus}\n" if launch.gpus else "",
-            output=folder / f"{stem}_%a.out",
-            runs=shlex.quote(str(listed)),
-            script=script.name,
-            programs=shlex.quote(str(Path(sys.executable).parent)),
-            exit_status=EXIT_STATUS,
-            log=LOG,
-        )
-        script.write_text(text, encoding="utf-8")
-        scripts.append(script)
-    return scripts
-
-
-def _described(launch: LaunchConfig) -> str:
-    return f"{launch.nodes}x{launch.processes or 1}"
+        try:
+            executor = submitit.SlurmExecutor(folder)
+        except RuntimeError:
+            raise ConfigError("--slurm needs Slurm; srun was not found. Use --print-commands here.") from None
+        asked = {"time": MINUTES, "job_name": name, "nodes": launch.nodes, "ntasks_per_node": 1,
+                 "cpus_per_task": (launch.processes or 1) * (launch.threads or 1),
+                 "srun_args": ["--kill-on-bad-exit=1"]}  # fmt: skip
+        gpus = {"gpus_per_node": launch.gpus} if launch.gpus else {}
+        try:
+            executor.update_parameters(**asked | gpus | dict(options))
+        except ValueError as error:
+            raise ConfigError(f"--slurm-option: {str(error).splitlines()[0]}") from None
+        prepared.append((executor, {run.name: Start(run.folder, run.shell_line()) for run in members}))
+    ids: dict[str, str] = {}
+    for executor, starts in prepared:
+        with executor.batch():
+            jobs = {name: executor.submit(start) for name, start in starts.items()}
+        ids |= {name: job.job_id for name, job in jobs.items()}
+    return ids

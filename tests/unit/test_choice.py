@@ -58,7 +58,7 @@ def test_the_report_shows_and_compares_the_chosen_settings_and_misses_runs_of_al
     sweep = load_sweep(file)
     report = write_report(sweep, plan(file), tmp_path / "report")
     figures = sorted(figure.stem for figure in report.files if figure.suffix == ".png")
-    assert {"accuracy", "sensitivity_gossip.power"} <= set(figures)
+    assert {"curves", "sensitivity_gossip.power"} <= set(figures)
     lines = [line.replace(" ", "") for line in report.text.splitlines()]
     assert "|variant|size|chosen|runs|testloss|" in lines
     assert "|ema|small|ema1,power=1|2|0.60±0.71|" in lines

@@ -192,6 +192,7 @@ def test_an_empty_sweep_gives_a_table_of_dashes_and_status_1(tmp_path, capsys):
     assert main(["report", str(write_sweep(tmp_path))]) == 1
     out = capsys.readouterr().out
     assert "| base    | 0 of 1 | –" in out
+    assert "No run is finished" in out
     assert "not there: base/seed_0" in out
 
 
@@ -225,7 +226,7 @@ def test_all_figures_with_data_are_written_and_no_other(tmp_path):
     file = study(tmp_path)
     assert main(["report", str(file)]) == 0
     names = {path.name for path in (tmp_path / "runs").glob("*.png")}
-    wanted = ("lr_radius", "eigenvalues", "accuracy", "penalty", "alignment", "sensitivity_gossip.power")
+    wanted = ("radius", "curves", "curvature", "sensitivity_gossip.power")
     assert names == {f"{name}.png" for name in wanted}
     for name in names:
         image = Image.open(tmp_path / "runs" / name)
@@ -235,7 +236,7 @@ def test_all_figures_with_data_are_written_and_no_other(tmp_path):
 
 
 def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
-    file = study(tmp_path, figures=["lr_radius"])
+    file = study(tmp_path, figures=["radius"])
     drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     _, radius = drawn[0].axes
     lines = {line.get_color(): list(line.get_ydata()) for line in radius.lines}
@@ -258,13 +259,13 @@ def test_curves_are_means_over_seeds_at_the_ends_of_epochs(tmp_path, drawn):
 
 
 def test_accuracies_are_drawn_in_per_cent(tmp_path, drawn):
-    file = run_here(write_sweep(tmp_path, report={"figures": ["accuracy"]}))
+    file = run_here(write_sweep(tmp_path, report={"figures": ["curves"]}))
     drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     assert list(drawn[0].axes[0].lines[0].get_ydata()) == pytest.approx([0, 10, 20])
 
 
 def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
-    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=[0], report={"figures": ["lr_radius"]}))
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, seeds=[0], report={"figures": ["radius"]}))
     for run, without in zip(plan(file), (3, 1), strict=True):  # a radius of 0 throughout, and at the first epoch
         log = run.folder / "metrics.jsonl"
         records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -282,7 +283,7 @@ def test_what_has_no_logarithm_is_not_drawn(tmp_path, drawn):
 
 def test_a_figure_of_half_a_sweep_says_so(tmp_path, drawn):
     file = run_here(
-        write_sweep(tmp_path, variants=VARIANTS, seeds=SEEDS, report={"figures": ["accuracy", "sensitivity"]})
+        write_sweep(tmp_path, variants=VARIANTS, seeds=SEEDS, report={"figures": ["curves", "sensitivity"]})
     )
     for run in plan(file):
         if run.setting.name == "fast" or run.seed == SEEDS[0]:
@@ -293,14 +294,15 @@ def test_a_figure_of_half_a_sweep_says_so(tmp_path, drawn):
 
 
 def test_a_reference_below_0_is_drawn_too(tmp_path, drawn):
-    file = run_here(write_sweep(tmp_path, seeds=[0], report={"figures": ["alignment"]}))
+    file = run_here(write_sweep(tmp_path, seeds=[0], report={"figures": ["curvature"]}))
     (run,) = plan(file)
     log = run.folder / "metrics.jsonl"
     records = [json.loads(line) | {"curvature/A": 0.2, "curvature/B": -0.1} for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
-    assert [set(line.get_ydata()) for line in drawn[0].axes[0].lines] == [{0.2}, {-0.1}]
-    assert drawn[0].axes[0].get_yscale() == "linear"
+    (alignment,) = (axes for axes in drawn[0].axes if axes.get_ylabel().startswith("alignment A"))
+    assert [set(line.get_ydata()) for line in alignment.lines] == [{0.2}, {-0.1}]
+    assert alignment.get_yscale() == "linear"
 
 
 def test_a_number_is_swept_where_it_takes_two_values_or_more(tmp_path):
@@ -348,10 +350,10 @@ def test_sensitivity_shows_mean_and_spread_at_every_value(tmp_path, drawn):
 
 def test_many_settings_are_spread_over_figures(tmp_path):
     grid = {"gossip.power": [1, 2], "learning_rate": [1, 2, 3]}
-    file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["accuracy"]}))
+    file = run_here(write_sweep(tmp_path, variants=VARIANTS, grid=grid, report={"figures": ["curves"]}))
     written = drawing.draw_figures(load_sweep(file), rows(file), tmp_path)
     assert [path.name for path in written if path.suffix == ".png"] == [
-        f"accuracy_power={power},learning_rate={learning_rate}.png" for power in (1, 2) for learning_rate in (1, 2, 3)
+        f"curves_power={power},learning_rate={learning_rate}.png" for power in (1, 2) for learning_rate in (1, 2, 3)
     ]
 
 

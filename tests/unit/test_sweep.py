@@ -186,14 +186,14 @@ CROSSED = {"variants": {"a": {}, "b": {}}, "grid": {"gossip.power": [1, 2]}}
             {"variants": {"a": {}, "b": {}}, "grid": {"c": {"a": {}, "b": {}}}, "report": {"baselines": ["a"]}},
             "baselines: 'a' must be one label; 2 axes have it. Rename one",
         ),
-        ({"report": {"figures": ["raduis"]}}, "figures must be one of lr_radius"),
+        ({"report": {"figures": ["raduis"]}}, "figures must be one of radius"),
         ({"report": {"columns": []}}, "columns must name at least one"),
         ({"report": {"columns": ["test_loss@max"]}}, "columns: test_loss@max: only a metric"),
         ({"settings": {"resume_from_checkpoint": "never"}}, "resume_from_checkpoint is set by the sweep. Unfinished"),
         ({"launch": {"processes": 2}}, "kind python starts one process; got processes = 2. Use torchrun"),
         ({"launch": {"kind": "accelerate", "config_file": "no.yaml"}}, r"no\.yaml does not exist"),
         ({"launch": {"kind": "torchrun", "config_file": "base.yaml"}}, "config_file is for kind accelerate"),
-        ({"launch": {"kind": "mpirun"}}, "launch.kind must be one of 'python', 'fork', 'accelerate', 'torchrun'"),
+        ({"launch": {"kind": "mpirun"}}, "launch.kind must be one of 'python', 'accelerate', 'torchrun'"),
         ({"launch": {"nodes": 2}}, "kind python starts one process; got nodes = 2. Use torchrun"),
         ({"variants": {"a": {"launch.node": 2}}}, r"a: unknown key launch\.node\. Did you mean 'nodes'"),
         ({"variants": {"a": {"launch.nodes": "two"}}}, r"a: launch: nodes must be an integer"),
@@ -202,7 +202,7 @@ CROSSED = {"variants": {"a": {}, "b": {}}, "grid": {"gossip.power": [1, 2]}}
         ({"paper": {"base": {"test_loss": "about 1"}}}, "paper: a value must be like 79.71 ± 0.13, '79.71' or 96; got"),
         ({"paper": {"base": {"test_loss": 80.0}}}, r"paper: a value with a point must be quoted.* got 80\.0"),
         ({"paper": {"base": {"test_loss": 1}}, "report": CHOOSE_NOTHING}, "paper: .*report.choose shows methods. Drop"),
-        ({"variants": {"a": {"launch.kind": "fast"}}}, "a: launch: kind must be one of python, fork, .* got 'fast'"),
+        ({"variants": {"a": {"launch.kind": "fast"}}}, "a: launch: kind must be one of python, .* got 'fast'"),
         ({"settings": {"launch.kind": None}}, "base: launch: kind must be one of .* got None"),
         ({"grid": {"gossip.power": [1, 2, 1.0]}}, r"grid\.gossip\.power: 1 and 1\.0 are the same value"),
         ({"smoke": {"only": ["dsgd"]}}, "smoke.only: no variant or grid value is called 'dsgd'"),
@@ -402,7 +402,7 @@ def test_small_runs_follow_the_rules_of_the_study_and_have_a_folder_of_their_own
         assert run.folder.parent.parent == tmp_path / "runs_smoke"
         assert (run.expected["gossip.power"], run.expected["size"], run.expected["momentum"]) == (1, 8, 0)
         assert "set.nowhere" not in run.expected
-        assert (run.launch.kind, run.launch.nodes, run.launch.threads) == ("fork", 1, 1)
+        assert (run.launch.kind, run.launch.nodes, run.launch.threads) == ("python", 1, 1)
     assert sweep.report.baselines == ["plain"]
     assert list(sweep.paper) == ["ours, power=3, two"]
 
@@ -462,3 +462,13 @@ def test_a_rule_for_a_key_that_the_task_does_not_have_is_refused(tmp_path, key, 
 def test_a_launcher_given_on_the_command_line_is_checked(tmp_path, capsys):
     assert main(["sweep", str(write_sweep(tmp_path)), "--list", "--set", "launch.kind=fast"]) == 2
     assert "launch: kind must be one of python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["sweep", "--list"], ["report", "--no-figures"]])
+def test_a_misspelt_key_on_the_command_line_is_refused_with_the_right_one(tmp_path, capsys, command):
+    file = real_sweep(tmp_path)
+    assert main([command[0], str(file), "--set", "learning_rte=1", *command[1:]]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "learning_rte" in captured.err
+    assert "learning_rate" in captured.err

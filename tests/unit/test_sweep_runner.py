@@ -18,7 +18,6 @@ from tasks.studies.state import LOG, RECORD, state_of, write_record
 from tests.unit.test_sweep import load_sweep, plan, real_sweep, write_sweep
 
 VARIANTS = {"dsgd": {"gossip.power": 0}, "ours": {}}
-KINDS = ["python", pytest.param("fork", marks=pytest.mark.slow)]
 
 
 def starts(run):
@@ -43,9 +42,8 @@ def test_finished_runs_are_skipped_and_the_rest_is_launched(tmp_path, capsys):
     assert " left" in out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_run_does_not_stop_the_others_and_is_named_with_the_end_of_its_log(tmp_path, capsys, kind):
-    file = write_sweep(tmp_path, variants={"bad": {"behavior": "fail"}, **VARIANTS}, launch={"kind": kind})
+def test_a_failed_run_does_not_stop_the_others_and_is_named_with_the_end_of_its_log(tmp_path, capsys):
+    file = write_sweep(tmp_path, variants={"bad": {"behavior": "fail"}, **VARIANTS})
     assert main(["sweep", str(file)]) == 1
     assert statuses(file) == ["failed", "finished", "finished"]
     captured = capsys.readouterr()
@@ -206,9 +204,8 @@ def test_list_says_what_became_of_each_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes_on(tmp_path, capsys, kind, number):
-    file = write_sweep(tmp_path, variants={"slow": {"behavior": "wait"}, **VARIANTS}, launch={"kind": kind})
+def test_an_interrupt_ends_the_run_and_what_it_started_and_the_same_command_goes_on(tmp_path, capsys, number):
+    file = write_sweep(tmp_path, variants={"slow": {"behavior": "wait"}, **VARIANTS})
     note = plan(file)[0].folder / "child.txt"
 
     def interrupt():
@@ -258,15 +255,14 @@ def test_a_script_that_cannot_start_is_a_failed_run_with_a_log(tmp_path, capsys)
     assert "SyntaxError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_does_not_take_itself_for_the_process_that_the_sweep_is(tmp_path, monkeypatch, kind):
+def test_a_run_does_not_take_itself_for_the_process_that_the_sweep_is(tmp_path, monkeypatch):
     task = tmp_path / "task.py"
     task.write_text(
         "import os; print({name: os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'KEPT', 'OMP_NUM_THREADS')})"
     )
     for name in ("RANK", "WORLD_SIZE", "KEPT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "7")
-    main(["sweep", str(write_sweep(tmp_path, task=str(task), launch={"kind": kind, "threads": 3}))])
+    main(["sweep", str(write_sweep(tmp_path, task=str(task), launch={"threads": 3}))])
     log = (tmp_path / "runs" / "base" / "seed_0" / LOG).read_text()
     assert log.startswith("{'RANK': None, 'WORLD_SIZE': None, 'KEPT': '7', 'OMP_NUM_THREADS': '3'}")
 
