@@ -15,8 +15,8 @@ from tasks.common.output_dir import AnyAccelerator, flat_config
 PATTERN = "step-*"
 
 _MAY_CHANGE = (
-    "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "logging_steps", "eval_every",
-    "report_to", "dataloader_num_workers",
+    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "logging_steps",
+    "eval_every", "report_to", "dataloader_num_workers",
     "gossip.log_every", "gossip.timeout", "gossip.on_other_worker_count", "curvature.",
 )  # fmt: skip
 """Keys of all tasks that control where and how often something is written or read, not what is trained."""

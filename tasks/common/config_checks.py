@@ -44,7 +44,8 @@ def check_run(config: Any, plain_algorithm: str) -> None:
     if start is not None and start > config.num_train_epochs:
         raise ValueError(
             f"gossip.start_epoch must be at most num_train_epochs = {config.num_train_epochs}; got {start}, so that "
-            f"adaptive consensus would never start. Use algorithm: {plain_algorithm} for none."
+            f"adaptive consensus would never start. Lower it (--gossip.start_epoch 0), or use algorithm: "
+            f"{plain_algorithm} for none."
         )
 
 

@@ -60,13 +60,14 @@ class OutputDir:
             resumed_at: step at which the run of this folder goes on; its log and trackers then stay. None: a new run.
             log_bytes: length of that log at `resumed_at`; the rest is cut off.
 
-        Raises OSError on all workers, naming the folder, if it cannot be written or another run writes into it.
+        Raises OSError on all workers, naming the folder, if it cannot be written, another run writes into it, or it
+        holds a finished run that `overwrite_output_dir` does not give up.
         """
         problem = None
         try:
             if self.accelerator.is_main_process:
-                self._begin_files(resumed_at, log_bytes)
-            if self.config.report_to:
+                problem = self._begin_files(resumed_at, log_bytes)
+            if self.config.report_to and problem is None:
                 # With purge_step, TensorBoard hides what the interrupted run wrote after the checkpoint.
                 purge = {} if resumed_at is None else {"tensorboard": {"purge_step": resumed_at + 1}}
                 settings = flat_config(config_to_dict(self.config))
@@ -79,14 +80,19 @@ class OutputDir:
         for found in filter(None, self.accelerator.group.all_gather_object(problem, "opening the output folder")):
             raise OSError(found)
 
-    def _begin_files(self, resumed_at: int | None, log_bytes: int | None) -> None:
+    def _begin_files(self, resumed_at: int | None, log_bytes: int | None) -> str | None:
+        if resumed_at is None and not self.config.overwrite_output_dir and (self.folder / "summary.json").exists():
+            return (
+                f"output_dir must be new; {self.folder} holds a finished run. Choose another output_dir, or replace "
+                f"that run by --overwrite_output_dir true."
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire()  # held until the process ends: two runs would mix their logs
         except Timeout:
             raise BlockingIOError(f"another run is writing into it: {self.folder}") from None
         if resumed_at is None and self._log.exists():
-            print(f"{self.folder} holds an earlier run; this run replaces its logs, plots and models", flush=True)
+            print(f"{self.folder} holds a run that did not finish; this one replaces it", flush=True)
         stale = [self.folder / name for name in ("summary.json", "curvature.json", *PANELS)]
         patterns = ["*.hypotheses.txt", "*.sources.txt", "*.references.txt", "deployed/*"]
         if resumed_at is None:
@@ -101,6 +107,7 @@ class OutputDir:
             os.truncate(self._log, log_bytes)
         write_whole(self.folder / "config.yaml", [dump_config(self.config).encode()])
         self.accelerator.consensus_logger.add_sink(JsonlSink(self._log))
+        return None
 
     def logged_bytes(self) -> int:
         """Length of the log on the main worker; 0 on the others."""

@@ -196,6 +196,9 @@ class CifarConfig:
     output_dir: Path = Path("runs/cifar")
     """Folder for the configuration, metrics, summary, plots and the deployed model."""
 
+    overwrite_output_dir: bool = False
+    """true lets a new run replace a finished one in output_dir. Without it that is an error."""
+
     def __post_init__(self) -> None:
         check_run(self, plain_algorithm="dsgd")
         for name in ("global_batch_size", "eval_batch_size"):

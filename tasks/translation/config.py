@@ -314,6 +314,9 @@ class TranslationConfig:
     output_dir: Path = Path("runs/wmt14")
     """Folder for the configuration, metrics, summary, plots, translations and the deployed model."""
 
+    overwrite_output_dir: bool = False
+    """true lets a new run replace a finished one in output_dir. Without it that is an error."""
+
     def __post_init__(self) -> None:
         check_run(self, plain_algorithm="dadam")
         refuse_augmentation(self.curvature)

@@ -208,6 +208,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved_is_one_line(work):
         (["--curvature.batch_size", "1"], "curvature.batch_size"),
         (["--global_batch_size", "50", "--gradient_accumulation_steps", "4"], "must divide evenly"),
         (["--mixed_precision", "fp16", "--data.path", "absent"], "fp16 needs a GPU, and there is none here. Use bf16"),
+        (["--report_to", "[]"], "holds a finished run. Choose another output_dir, or replace that run by --overwrite"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
