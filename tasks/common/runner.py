@@ -64,11 +64,23 @@ def run_task(
     several = run.accelerator.num_processes > 1  # before training, in which some may be lost
     with training(run.accelerator.group.report), run.accelerator.stop_on_signals():
         run.train()
-        run.accelerator.print(f"results in {run.config.output_dir}")
+        run.accelerator.print(_last_words(run.config.algorithm, os.path.relpath(run.config.output_dir)))
         run.accelerator.group.barrier("ending the run")  # no worker leaves while another one writes
         run.accelerator.end_training()
     if several:
         leave()
+
+
+def _last_words(algorithm: str, folder: str) -> str:
+    """Name the folder of a finished run, the picture to open, and how to compare the run with a baseline."""
+    words = f"results in {folder}; open {folder}/loss.png, or show all: dsgdac show {folder}"
+    if algorithm in SYNCHRONOUS:
+        return words
+    baseline = "adam" if "adam" in algorithm else "sgd"
+    return (
+        f"{words}\nbaseline: the same command with --algorithm {baseline} --output_dir {folder}_{baseline}, then "
+        f"dsgdac plot {folder} {folder}_{baseline}"
+    )
 
 
 def announce_demo(demo: Path, patterns: Sequence[str]) -> None:
