@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dsgdac_accel.checks import did_you_mean
 from dsgdac_accel.version import __version__
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"dsgdac {words[0]} was removed. {REMOVED[words[0]]}")
     if words and words[0] in TASK_COMMANDS and not HAS_TASKS:
         parser.error(f"dsgdac {words[0]} needs the tasks, {FROM_A_CLONE}")
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        advice = did_you_mean(words[0], commands) or f" Commands: {', '.join(commands)}."
+        parser.error(f"dsgdac has no command {words[0]!r}.{advice}")
     options, rest = parser.parse_known_args(words)
     if not hasattr(options, "run"):
         if rest:

@@ -55,6 +55,15 @@ def test_nothing_asked_for_prints_the_help_and_is_a_mistake(capsys):
     assert "usage: dsgdac" in out
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"), [("reprt", "Did you mean 'report'?"), ("zebra", "Commands: doctor, sweep")]
+)
+def test_a_word_that_is_no_command_gets_a_suggestion_or_the_list(capsys, word, advice):
+    status, _, error = run(capsys, word)
+    assert status == 2
+    assert f"no command '{word}'. {advice}" in error
+
+
 @pytest.mark.parametrize("words", [["sweepp"], ["show"], ["sweep"], ["show", "a", "--no"]])
 def test_words_that_are_not_understood_end_with_status_2(capsys, words):
     status, _, error = run(capsys, *words)
