@@ -36,7 +36,11 @@ REMOVED = {
 OTHER_NAMES = {
     "p": "power",
     "exponent": "power",
-    "gamma": "constant",
+    "gamma": "power",
+    "lr": "max_lr",
+    "lr_max": "max_lr",
+    "rate": "max_lr",
+    "warmup": "start_step",
     "warmup_steps": "start_step",
     "max_steps": "total_steps",
     "graph": "topology",

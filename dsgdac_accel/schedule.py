@@ -151,10 +151,10 @@ class AdaptiveConsensus:
         law = f"gamma = {self.constant:g}" if self.constant is not None else f"gamma = (lr / max_lr)^{self.power:g}"
         begin = f"epoch {self.start_epoch}" if self.start_epoch is not None else f"step {self.start_step}"
         floor = f", at least {self.floor:g}" if self.floor else ""
-        max_lr = {"active": "the largest since then", "run": "the largest of the run"}.get(
-            str(self.max_lr), self.max_lr
-        )
-        return f"{law}{floor} from {begin} on" + ("" if self.constant is not None else f", max_lr {max_lr}")
+        if self.constant is not None:
+            return f"{law}{floor} from {begin} on"
+        words = {"active": "the largest since then", "run": "the largest of the run"}
+        return f"{law}{floor} from {begin} on, max_lr {words.get(str(self.max_lr), self.max_lr)}"
 
     def __repr__(self) -> str:
         names = ("power", "start_step", "start_epoch", "max_lr", "floor", "constant")

@@ -136,10 +136,8 @@ class OptimizerWatch:
         """Enclose the optimizer's step; raises ValueError as described for the class."""
         self._steps += 1
         looks = self._steps & (self._steps - 1) == 0
-        watched = [o for o in wrapped_optimizers(optimizer) if not type(o).__module__.startswith("torch.optim.")]
-        before = (
-            [(parameter, _part(parameter).clone()) for parameter in _largest(optimizer)] if looks and watched else []
-        )
+        watched = [each for each in wrapped_optimizers(optimizer) if not _is_torchs(each)] if looks else []
+        before = [(parameter, _part(parameter).clone()) for parameter in _largest(optimizer)] if watched else []
         sent = _collectives()
         self._inside = True
         try:
@@ -175,6 +173,10 @@ def wrapped_optimizers(optimizer: Optimizer) -> list[Optimizer]:
                 if isinstance(inner, Optimizer) and all(inner is not known for known in found):
                     found.append(inner)
     return found
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _collectives() -> int:

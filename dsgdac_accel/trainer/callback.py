@@ -345,7 +345,7 @@ class GossipCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the epoch of the samplers, also in a run that resumes. A worker that ends an epoch alone is noticed."""
         self._stop.on_epoch_begin()
-        self._group.everyone.all_gather_object(None, f"beginning an epoch after step {state.global_step}")
+        self._group.everyone.barrier(f"beginning an epoch after step {state.global_step}")
         self.checkpoints.begin_pass(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-from dsgdac_accel.config import REMOVED
+from dsgdac_accel.config import OTHER_NAMES, REMOVED
 
 MEANT = {
     "learning_rate": "lr rate peak_lr base_lr",
-    "gossip.max_lr": "max_rate gossip.lr gossip.lr_max gossip.rate",
+    "gossip.max_lr": "max_rate",
     "num_train_epochs": "epochs max_epochs",
     "gradient_accumulation_steps": "grad_accum accumulate_grad_batches update_freq",
     "save_steps": "save_every checkpoint_every checkpointing_steps",
@@ -41,16 +41,13 @@ MEANT = {
     "data.truncation": "truncate data.truncate",
     "data.validation_fraction": "val_fraction data.val_fraction validation_size",
     "decoding.beams": "beam beam_size",
-    "gossip.power": "p gamma exponent gossip.p gossip.gamma",
-    "gossip.topology": "graph gossip.graph",
-    "gossip.start_step": "gossip.warmup",
-    "gossip.log_every": "gossip.logging_steps",
+    "gossip.power": "p gamma exponent",
+    "gossip.topology": "graph",
     "weight_average.kind": "ema swa lawa use_ema model_ema averaging",
     "weight_average.decay": "ema_decay model_ema_decay",
     "weight_average.start_epoch": "swa_start swa_epoch_start ema_start",
     "data.validation_limit": "validation_size val_size",
     "decoupled_weight_decay": "adamw",
-    "gossip.workers_per_process": "gossip.num_workers",
 }
 """Settings with the old and usual names that stand for them. If a name is in two rows, the first setting that the
 configuration has is suggested. Names that are spelled like their setting need no row."""
@@ -106,6 +103,8 @@ def hint(path: str, known: Collection[str]) -> str:
     plain = path.lower().replace("-", "_")
     parent, _, name = plain.rpartition(".")
     usual = [setting for setting, names in MEANT.items() if plain in names.split() and setting in known]
+    if parent == "gossip" and name in OTHER_NAMES:
+        usual.append(f"gossip.{OTHER_NAMES[name]}")
     if meant := [plain] * (plain in known) + usual:
         return f"Did you mean {meant[0]}?"
     if name in REMOVED and parent in ("gossip", ""):
