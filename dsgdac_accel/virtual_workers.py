@@ -306,9 +306,9 @@ class _LoadIntoOthers:
 
 
 class _Settings:
-    """What a script sets on the modules of the first replica between two forward passes, for the other replicas.
+    """Gives the other replicas what a script sets on the modules of the first one between two forward passes.
 
-    These are attributes that are bound anew, except for functions of a module, and buffers that are written or put in
+    That is attributes that are bound anew, except for functions of a module, and buffers that are written or put in
     place of others. Another replica that has changed as well, such as by loading a state of its own, keeps its own.
     """
 
